@@ -1,4 +1,5 @@
-# make test [PLATFORM=mindspore]          all tests, or those of one backend, with coverage
+# make test [PLATFORM=mindspore]          the gate: the tests that judge a change, of all backends or one, with coverage
+# make test FILES="tests/conformance/test_styles.py tests/unit/test_gate.py"   these alone, where they belong; with PLATFORM= too
 # make test PLATFORM=torch-cpu TORCH=2.14.1   those of a backend of torch with another release of it
 # make test-npu                           those of torch-npu, on simulated NPUs
 # make readme-table                       the README's table of backends, from the last run of the tests, which must be of HEAD
@@ -20,6 +21,7 @@
 PYTHON := python3
 PLATFORM :=
 TORCH :=
+FILES :=
 TP := 2
 DP := 1
 PIP_ARGS :=
@@ -56,19 +58,27 @@ ENVIRONMENT := $(ENVIRONMENT)$(addprefix -,$(TORCH))
 
 .PHONY: help test test-npu readme-table demo bench fuzz nightly mutants lint docs dist newcomer clean
 
+# Says every ten seconds what is being done, and for how long.
+SAYING := $(PYTHON) ci/heartbeat.py
+
 # The first target, so that `make` alone says what there is.
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
 
 ifeq ($(PLATFORM),)
+# Of some files only those of torch-npu need its environment.
+ALSO_NPU := $(if $(FILES),$(filter tests/conformance% tests/torch% tests/npu%,$(patsubst ./%,%,$(FILES))),yes)
 # torch-npu has no wheels for some machines: there the gate says so, and fails when CI is set.
+define environments
++@$(MAKE) --no-print-directory -j2 -k .venv/all/.ready $(if $(ALSO_NPU),.venv/torch-npu/.ready) || echo "an environment is missing: see above"
++@$(MAKE) --no-print-directory .venv/all/.ready
+endef
 test:
-	@$(MAKE) --no-print-directory -j2 -k .venv/all/.ready .venv/torch-npu/.ready || echo "an environment is missing: see above"
-	@$(MAKE) --no-print-directory .venv/all/.ready
-	PYTHON=$(CURDIR)/.venv/all/bin/python PYTHON_NPU=$(CURDIR)/.venv/torch-npu/bin/python ci/all
+	$(environments)
+	PYTHON=$(CURDIR)/.venv/all/bin/python PYTHON_NPU=$(CURDIR)/.venv/torch-npu/bin/python ci/all $(if $(FILES),--files $(FILES))
 else
 test: .venv/$(ENVIRONMENT)/.ready
-	PYTHON=$(CURDIR)/.venv/$(ENVIRONMENT)/bin/python ci/$(PLATFORM)
+	PYTHON=$(CURDIR)/.venv/$(ENVIRONMENT)/bin/python ci/$(PLATFORM) $(if $(FILES),--files $(FILES))
 endif
 
 test-npu:
@@ -111,10 +121,10 @@ mutants: .venv/all/.ready
 
 lint: .venv/lint/.ready
 	.venv/lint/bin/ruff check .
-	.venv/lint/bin/mypy
+	$(SAYING) mypy .venv/lint/bin/mypy
 
 docs: .venv/docs/.ready
-	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict --clean
+	NO_MKDOCS_2_WARNING=1 $(SAYING) "making the site" .venv/docs/bin/mkdocs build --strict --clean
 
 dist: .venv/dist/.ready
 	rm -rf build/dist build/lib
@@ -131,17 +141,18 @@ clean:
 # The file .ready is newer than the requirements exactly when the environment fits them.
 define environment
 .venv/$(1)/.ready: $(2) pyproject.toml
-	$(PYTHON) -m venv .venv/$(1)
-	.venv/$(1)/bin/python -m pip install --quiet $(PIP_ARGS) $(addprefix -r ,$(2)) $(3)
+	$(SAYING) "beginning .venv/$(1)" $(PYTHON) -m venv .venv/$(1)
+	$(SAYING) --folder .venv/$(1) "making .venv/$(1)" .venv/$(1)/bin/python -m pip install --quiet $(PIP_ARGS) $(addprefix -r ,$(2)) $(3)
 	touch $$@
 endef
 
 # $(call other_torch,BACKEND,TORCH): a rule for .venv/BACKEND-TORCH, which has this torch in place of the gate's.
 define other_torch
 .venv/$(1)-$(2)/.ready: platform/$(1)/requirements.txt ci/requirements-test.txt pyproject.toml
-	$(PYTHON) -m venv .venv/$(1)-$(2)
+	$(SAYING) "beginning .venv/$(1)-$(2)" $(PYTHON) -m venv .venv/$(1)-$(2)
 	sed -E 's/^(torch|torch-npu)==.*/\1==$(2)/' $$< > .venv/$(1)-$(2)/requirements.txt
-	.venv/$(1)-$(2)/bin/python -m pip install --quiet $(PIP_ARGS) -r .venv/$(1)-$(2)/requirements.txt \
+	$(SAYING) --folder .venv/$(1)-$(2) "making .venv/$(1)-$(2)" \
+	    .venv/$(1)-$(2)/bin/python -m pip install --quiet $(PIP_ARGS) -r .venv/$(1)-$(2)/requirements.txt \
 	    -r ci/requirements-test.txt -e .
 	touch $$@
 endef

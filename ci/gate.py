@@ -1,17 +1,21 @@
 """Run the tests of one or more backends, each with the coverage that its folder in `platform/` asks for.
 
     python ci/gate.py torch-cpu mindspore torch-cuda torch-npu=.venv/torch-npu/bin/python
+    python ci/gate.py torch-cpu mindspore --files tests/conformance/test_styles.py tests/unit/test_gate.py
 
-The unit tests run once, the conformance suite on torch-cpu also without `Platform.fast`. Each backend gets a pytest
+The unit tests run once, `WITHOUT_FAST_FILES` on torch-cpu also without `Platform.fast`. Each backend gets a pytest
 process of its own, with ``HYPER_PARALLEL_PLATFORM`` set, for the conformance suite and its own tests; its coverage is
 what these and the unit tests reach together, lines and branches.
-Several of these parts run at a time, because ranks spend a third of their time waiting for one another; what a part
-prints appears when it has ended, and stays in ``build/gate/logs``. With ``--processes`` the files of tests of a part
-are shared out over several processes of pytest, which a machine of many cores ends sooner.
+Several of these parts run at a time, because ranks spend a third of their time waiting for one another. A line every
+ten seconds says how far each is (`ci/reporter.py`), and a failure is printed at once; what a part prints besides is in
+``build/gate/logs``. On many cores the files of tests of a part are shared out over several processes of pytest.
 ``platform/<backend>/coverage.ini`` names the areas that count, each with the least that is accepted. Reports for
-browsers stay in ``build/gate/<backend>/html``. Ends with a table, which is also written to
+browsers stay in ``build/gate/<backend>/html``. Ends with the slowest files and a table, which is also written to
 ``build/gate/table.{json,md}``, and exits non-zero if any test failed, a part ran no test or an area is under its
 threshold, or, where all backends ran, the library raises an error that no test of any came to (``ci/raises.py``).
+
+With ``--files`` these tests run alone, each in the parts that it belongs to. Nothing is measured then, and the table is
+only printed: it says nothing about a backend.
 
 A backend that cannot live in one environment with the others is given with its interpreter.
 A backend whose device is simulated (`SIMULATORS`) runs on the real one where that is set up. One whose device is faked
@@ -29,18 +33,17 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TextIO
 
+import choice
+import junit
 import results
+from reporter import Part, Reporter
 from results import Area, Row
+from suite import Tests, cores, processes_for
 
 COVERAGE = [sys.executable, "-m", "coverage"]
 #: backend -> (module that simulates its device, variable that is set where the real one is)
@@ -55,17 +58,40 @@ FAKES = {
 }
 #: backend -> what the table calls its device: the real one, and what stands in for it
 DEVICES = {"torch-cuda": ("GPU", "fake GPU"), "torch-npu": ("NPU", "simulated NPU")}
-#: The backend on which the conformance suite runs a second time, without `Platform.fast`.
+#: The backend on which a part of the conformance suite runs a second time, without `Platform.fast`.
 TWICE = "torch-cpu"
 WITHOUT_FAST = f"{TWICE}-without-fast"
-#: Half as much again as the longest part took on a slow machine, 54 minutes. Hangs end sooner: tests have limits too.
-PART_TIMEOUT = 80 * 60
+#: Those files of tests/conformance: they call everything that `Platform.fast` has. The nightly run takes all files.
+WITHOUT_FAST_FILES = (
+    "test_attention.py",
+    "test_distribute.py",
+    "test_dtensor.py",
+    "test_fully_shard.py",
+    "test_local_forward.py",
+    "test_loss_parallel.py",
+    "test_overlap.py",
+    "test_redistribute.py",
+    "test_replicate.py",
+    "test_style_matrix.py",
+    "test_styles.py",
+)
 #: Said below the table.
 MISSED = (
     "the library raises errors that no test came to. They are listed above the table, below '== raises': test each in "
     "a table of wrong uses (docs/gates.md), take it out, or say in ci/raises.py why it has to stay"
 )
 BUILD = Path("build") / "gate"
+#: Where a run of some files leaves its logs and reports, so that those of a whole run stay.
+BUILD_OF_FILES = Path("build") / "gate-files"
+#: How many of the slowest files of tests are listed.
+SLOWEST = 20
+#: How many lines of the log of a part are shown that has failed without a failing test.
+END_OF_LOG = 40
+
+#: A problem that begins so has been shown with a report.
+COVERAGE_OF = "coverage of "
+
+Work = Callable[[Part], Row]
 
 
 def launcher(backend: str, python: str) -> list[str]:
@@ -87,14 +113,14 @@ def why_not(root: Path, backend: str, python: str) -> str:
     return done.stderr.strip() if done.returncode else ""
 
 
-def is_faked(root: Path, backend: str, python: str, log: TextIO) -> bool:
+def is_faked(root: Path, backend: str, python: str, part: Part) -> bool:
     """Whether the tests of ``backend`` have to do with a fake device here."""
     if backend not in FAKES:
         return False
     question = subprocess.run([python, "-c", FAKES[backend][1]], cwd=root, check=False, capture_output=True, text=True)
     if question.returncode:
         reason = question.stderr.strip().splitlines()[-1]
-        print(f"\n== {backend}: on a fake device, since {reason}", file=log, flush=True)
+        part.say(f"== {backend}: on a fake device, since {reason}")
     return bool(question.returncode)
 
 
@@ -106,120 +132,40 @@ def device_of(backend: str, command: list[str], faked: bool) -> str:
     return stand_in if faked or len(command) > 1 else real
 
 
-class Tests:
-    """How the tests of a part are run.
+def measure(tests: Tests, row: Row, config: Path, part: Part) -> None:
+    """Combine what the unit tests and this backend's tests reached, and compare it with the thresholds.
 
-    Args:
-        root: the project.
-        processes: over how many processes of pytest the files of tests are shared out.
-        measured: whether they run under coverage, which takes a quarter of the time.
+    The report goes to the log, and to the terminal where too little was reached.
     """
-
-    def __init__(self, root: Path, processes: int = 1, measured: bool = True) -> None:
-        self.root = root
-        self.processes = processes
-        self.measured = measured
-
-    def run(self, row: Row, folders: list[str], variables: dict[str, str], command: list[str], log: TextIO) -> None:
-        """Run pytest on ``folders`` under coverage and count; data and reports go to a folder of this part.
-
-        ``command`` starts Python.
-        """
-        output = self.root / BUILD / row.backend
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir(parents=True)
-        print(f"\n== {row.name}: {' '.join(folders)}", file=log, flush=True)
-        environment = {**os.environ, **variables, "COVERAGE_FILE": str(output / "coverage")}
-        started = time.monotonic()
-        shares = [folders] if self.processes == 1 else self._shares(folders, environment, command)
-        with ThreadPoolExecutor(self.processes) as threads:
-            reports = [output / f"junit-{n}.xml" for n in range(len(shares))]
-            problems = threads.map(partial(self._pytest, environment, command, log), shares, reports)
-        row.problem = next(filter(None, problems), "")
-        row.seconds = time.monotonic() - started
-        for report in reports:
-            if self.processes > 1:
-                log.write(report.with_suffix(".txt").read_text(encoding="utf-8", errors="replace"))
-            if report.exists():
-                self._count(row, report)
-            else:
-                row.problem = row.problem or "pytest wrote no report"
-        if not row.passed:
-            row.problem = row.problem or "no test ran"  # skipped ones show nothing
-
-    def _shares(self, folders: list[str], environment: dict[str, str], command: list[str]) -> list[list[str]]:
-        """The files of tests below ``folders``, in shares of about as many tests each."""
-        collect = [*command, "-m", "pytest", "--collect-only", "-q", *folders]
-        found = subprocess.run(collect, cwd=self.root, env=environment, check=False, capture_output=True, text=True)
-        files = Counter(line.partition("::")[0] for line in found.stdout.splitlines() if "::" in line)
-        shares: list[list[str]] = [[] for _ in range(self.processes)]
-        sizes = [0] * self.processes
-        for file, size in files.most_common():
-            least = sizes.index(min(sizes))
-            shares[least].append(file)
-            sizes[least] += size
-        return [share for share in shares if share] or [folders]
-
-    def _pytest(
-        self, environment: dict[str, str], command: list[str], log: TextIO, tests: list[str], report: Path
-    ) -> str:
-        """Run ``tests`` in one process of pytest. Returns what went wrong."""
-        pytest = ["-m", "pytest", "-q", f"--junitxml={report}", *tests]
-        # One log at a time, so that what several processes print does not mix.
-        own = report.with_suffix(".txt")
-        with nullcontext(log) if self.processes == 1 else own.open("w", encoding="utf-8") as output:
-            try:
-                done = subprocess.run(
-                    [*command, *(["-m", "coverage", "run"] if self.measured else []), *pytest],
-                    cwd=self.root,
-                    env=environment,
-                    timeout=PART_TIMEOUT,
-                    check=False,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            except subprocess.TimeoutExpired:
-                return f"over {PART_TIMEOUT} s"
-        if done.returncode:
-            return "no test ran" if done.returncode == 5 else f"pytest exit {done.returncode}"
-        return ""
-
-    def _count(self, row: Row, report: Path) -> None:
-        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
-            count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
-            row.failed += count["failures"] + count["errors"]
-            row.skipped += count["skipped"]
-            row.passed += count["tests"] - count["failures"] - count["errors"] - count["skipped"]
-
-
-def measure(root: Path, row: Row, config: Path, log: TextIO) -> None:
-    """Combine what the unit tests and this backend's tests reached, print it, compare it with the thresholds."""
+    root = tests.root
     thresholds = thresholds_in(config)
-    output = root / BUILD / row.backend
+    output = tests.build / row.backend
     data = output / "combined" / "coverage"
     data.parent.mkdir()
-    combine = [
-        *COVERAGE,
-        "combine",
-        "--keep",
-        "--quiet",
-        f"--data-file={data}",
-        str(root / BUILD / "unit"),
-        str(output),
-    ]
-    if subprocess.run(combine, cwd=root, check=False, stdout=log, stderr=subprocess.STDOUT).returncode:
+
+    def coverage(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        part.doing(f"coverage {words[0]}")
+        command = [*COVERAGE, *map(str, words)]
+        done = subprocess.run(
+            command, cwd=root, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        print(done.stdout, end="", file=part.log, flush=True)
+        return done
+
+    if coverage("combine", "--keep", "--quiet", f"--data-file={data}", tests.build / "unit", output).returncode:
         row.problem = row.problem or "no coverage data"
         return
     options = [f"--data-file={data}", f"--rcfile={config}"]
-    print(f"\n== {row.name}: coverage", file=log, flush=True)
-    subprocess.run([*COVERAGE, "report", *options, "--skip-covered"], cwd=root, check=False, stdout=log)
-    subprocess.run([*COVERAGE, "html", *options, "--quiet", f"--directory={output / 'html'}"], cwd=root, check=False)
+    print(f"\n== {row.name}: coverage", file=part.log, flush=True)
+    shown = coverage("report", *options, "--skip-covered").stdout
+    coverage("html", *options, "--quiet", f"--directory={output / 'html'}")
     report = output / "coverage.json"
-    subprocess.run([*COVERAGE, "json", *options, "--quiet", "-o", report], cwd=root, check=False)
+    coverage("json", *options, "--quiet", "-o", report)
     files = json.loads(report.read_text())["files"] if report.exists() else {}
     row.areas = [Area(path, least, reached(files, path)) for path, least in thresholds.items()]
     if missed := [area.path for area in row.areas if area.missed]:
-        row.problem = row.problem or "coverage of " + ", ".join(missed)
+        part.show(f"\n== {row.name}: coverage\n{shown}")
+        row.problem = row.problem or COVERAGE_OF + ", ".join(missed)
 
 
 def thresholds_in(config: Path) -> dict[str, float]:
@@ -250,7 +196,13 @@ def folders_of(root: Path, backend: str, faked: bool) -> list[str]:
     return [f"tests/{name}" for name in names if (root / "tests" / name).is_dir()]
 
 
-def gate(tests: Tests, backend: str, python: str, unit: Callable[[], Row], log: TextIO) -> Row:
+def places_of(root: Path, backend: str) -> list[str]:
+    """All folders of tests that speak about ``backend``, whether its device is real or not."""
+    faked = folders_of(root, backend, True) if backend in FAKES else []
+    return [*folders_of(root, backend, False), *faked]
+
+
+def gate(tests: Tests, backend: str, python: str, unit: Callable[[], Row], part: Part) -> Row:
     """The row of one backend. ``unit`` waits for the unit tests, whose coverage counts."""
     root = tests.root
     if reason := why_not(root, backend, python):
@@ -258,7 +210,7 @@ def gate(tests: Tests, backend: str, python: str, unit: Callable[[], Row], log: 
         return (
             Row(backend, stand_in, problem=reason) if os.environ.get("CI") else Row(backend, stand_in, left_out=reason)
         )
-    faked, command = is_faked(root, backend, python, log), launcher(backend, python)
+    faked, command = is_faked(root, backend, python, part), launcher(backend, python)
     row = Row(backend, device_of(backend, command, faked))
     config = root / "platform" / backend / ("coverage-fake.ini" if faked else "coverage.ini")
     if not thresholds_in(config):
@@ -268,98 +220,218 @@ def gate(tests: Tests, backend: str, python: str, unit: Callable[[], Row], log: 
     if not folders:
         row.problem = "it has no folder of tests"
         return row
-    tests.run(row, folders, {"HYPER_PARALLEL_PLATFORM": backend}, command, log)
-    unit()
-    measure(root, row, config, log)
+    variables = {"HYPER_PARALLEL_PLATFORM": backend}
+    if tests.files is not None:
+        none = choice.left_out(root, command, tests.environment(variables))
+        folders = [file for file in choice.within(tests.files, folders) if file.partition("::")[0] not in none]
+        if not folders:
+            row.left_out = "it runs none of FILES here"
+            return row
+    tests.run(row, folders, variables, command, part)
+    if tests.measured and not tests.stopped:
+        part.doing("waiting for the unit tests, whose coverage counts")
+        unit()
+        measure(tests, row, config, part)
     return row
 
 
-def unit_row(tests: Tests, log: TextIO) -> Row:
+def unit_row(tests: Tests, part: Part) -> Row:
     """The row of the unit tests."""
     row = Row("unit")
-    tests.run(row, ["tests/unit"], {}, [sys.executable], log)
+    places = ["tests/unit"] if tests.files is None else choice.within(tests.files, ["tests/unit"])
+    tests.run(row, places, {}, [sys.executable], part)
     return row
 
 
-def without_fast_row(tests: Tests, python: str, log: TextIO) -> Row:
+def without_fast_places(nightly: bool = False) -> list[str]:
+    """The tests that run without `Platform.fast`."""
+    return ["tests/conformance"] if nightly else [f"tests/conformance/{name}" for name in WITHOUT_FAST_FILES]
+
+
+def without_fast_row(tests: Tests, python: str, nightly: bool, part: Part) -> Row:
     """The row of the conformance suite on a platform that has no short ways. Nothing counts what it covers."""
     row = Row(WITHOUT_FAST, "CPU")
     environment = {"HYPER_PARALLEL_PLATFORM": TWICE, "HYPER_PARALLEL_FAST": "0"}
-    unmeasured = Tests(tests.root, tests.processes, measured=False)
-    unmeasured.run(row, ["tests/conformance"], environment, [python], log)
+    places = without_fast_places(nightly)
+    places = places if tests.files is None else choice.within(tests.files, places)
+    tests.unmeasured().run(row, places, environment, [python], part)
     return row
 
 
-def run_parts(tests: Tests, backends: dict[str, str], at_once: int) -> list[Row]:
-    """The rows of the unit tests and of all backends, ``at_once`` at a time."""
-    logs = tests.root / BUILD / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+def chosen(root: Path, files: list[str] | None, backends: Mapping[str, str], known: list[str]) -> dict[str, list[str]]:
+    """Part -> the tests that it can run, of those parts that have some of ``files``; without files, of all.
 
-    def logged(name: str, part: Callable[[TextIO], Row]) -> Row:
-        print(f"{name}: begins", flush=True)
+    Raises:
+        ValueError: where one of the files is none, or belongs to no part of ``backends``.
+    """
+
+    def places(names: list[str]) -> dict[str, list[str]]:
+        every = {"unit": ["tests/unit"], **{name: places_of(root, name) for name in names}}
+        return every | ({WITHOUT_FAST: without_fast_places()} if TWICE in names else {})
+
+    asked = places(list(backends))
+    if files is None:
+        return asked
+    files[:] = choice.checked(root, files, places(known), asked)
+    return {part: where for part, where in asked.items() if choice.within(files, where)}
+
+
+def run_parts(
+    tests: Tests,
+    backends: Mapping[str, str],
+    at_once: int,
+    reporter: Reporter,
+    *,
+    only: Collection[str] | None = None,
+    more: Mapping[str, Work] | None = None,
+    ended: Callable[[Row], None] | None = None,
+    nightly: bool = False,
+) -> list[Row]:
+    """The rows of the unit tests and of all backends, ``at_once`` at a time.
+
+    Args:
+        tests: how they run.
+        backends: name -> interpreter.
+        at_once: how many parts run at a time.
+        reporter: for what is printed.
+        only: the names of the parts that run; None for all.
+        more: further parts, by name.
+        ended: called with each row as soon as it is there.
+        nightly: whether everything runs.
+    """
+    logs = tests.build / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    futures: dict[str, Future[Row]] = {}
+
+    def logged(name: str, work: Work) -> Row:
         path = logs / f"{name}.txt"
-        with path.open("w", encoding="utf-8") as log:
-            row = part(log)
-        # One call, so that the output of two parts does not mix.
-        print(path.read_text(encoding="utf-8", errors="replace"), flush=True)
+        with reporter.part(name, path) as part:
+            row = work(part)
+        part.show(summary(row, path.relative_to(tests.root)))
+        if row.problem and not row.failed and not row.problem.startswith(COVERAGE_OF):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-END_OF_LOG:]
+            part.show("\n".join(["its log ends:", *lines, ""]))
+        if ended:
+            ended(row)
         return row
 
+    # The unit tests begin first: the others wait for them, so they must not wait for a place.
+    parts: dict[str, Work] = {"unit": partial(unit_row, tests)}
+    for name, python in backends.items():
+        parts[name] = partial(gate, tests, name, python, lambda: futures["unit"].result())
+    if TWICE in backends:
+        parts[WITHOUT_FAST] = partial(without_fast_row, tests, backends[TWICE], nightly)
+    parts.update(more or {})
     with ThreadPoolExecutor(at_once) as pool:
-        # The first to begin: the others wait for it, so it must not wait for a place.
-        unit: Future[Row] = pool.submit(logged, "unit", partial(unit_row, tests))
-        rows = [
-            pool.submit(logged, name, partial(gate, tests, name, python, unit.result))
-            for name, python in backends.items()
-        ]
-        if TWICE in backends:
-            rows.append(pool.submit(logged, WITHOUT_FAST, partial(without_fast_row, tests, backends[TWICE])))
-    return [future.result() for future in (unit, *rows)]
+        for name, work in parts.items():
+            if only is None or name in only:
+                reporter.expect()
+                futures[name] = pool.submit(logged, name, work)
+        try:
+            return [future.result() for future in futures.values()]
+        except KeyboardInterrupt:
+            tests.stopped = True
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
-def missed_errors(root: Path, rows: list[Row], whole: bool) -> bool:
+def summary(row: Row, log: Path) -> str:
+    """A line about a part that has ended."""
+    counts = f"{row.passed} passed, {row.failed} failed, {row.skipped} skipped in {row.seconds:.0f} s"
+    return f"{row.name}: {row.verdict}; {counts}; its log is {log}"
+
+
+def missed_errors(tests: Tests, rows: list[Row], whole: bool) -> bool:
     """Whether the tests of all backends together have left out an error that the library raises; prints which.
 
     Args:
+        tests: how they have run.
+        rows: of all parts.
         whole: whether all backends were asked for. Nothing is known where one of them has not run.
     """
+    root = tests.root
     if not whole or not all(row.passed for row in rows) or not (root / "ci" / "raises.py").exists():
         return False
     print("\n== raises", flush=True)
-    command = [sys.executable, "-m", "ci.raises", str(root / BUILD)]
+    command = [sys.executable, "-m", "ci.raises", str(tests.build)]
     return bool(subprocess.run(command, cwd=root, check=False).returncode)
 
 
-def main() -> int:
-    """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def finish(tests: Tests, rows: list[Row], missed: bool) -> int:
+    """Print what the run has found, the table last; returns the exit status.
+
+    Args:
+        tests: how they have run.
+        rows: of all parts.
+        missed: whether there are errors that no test came to.
+    """
+    slow = junit.slowest(tests.root, {row.backend: tests.build / row.backend for row in rows}, SLOWEST)
+    print("\n".join(["", f"== the slowest {len(slow)} files", *slow]))
+    names = [f"{row.backend}: {test}" for row in rows for test in row.failed_tests]
+    if names:
+        print("\n".join(["", "== failed", *names]))
+    print("\n" + results.terminal(rows))
+    passed, failed, skipped = (sum(getattr(row, key) for row in rows) for key in ("passed", "failed", "skipped"))
+    if missed:
+        print(f"\nFAIL: {MISSED}{'; what failed may come to them' if failed else ''}")
+    nowhere = sorted(set(tests.files or ()) - tests.ran)
+    if nowhere:
+        print(f"\nFAIL: no part has run {', '.join(nowhere)}: see the table, leave PLATFORM out or choose another")
+    print(f"\n{passed} passed, {failed} failed, {skipped} skipped", flush=True)
+    return 1 if missed or nowhere or any(row.problem for row in rows) else 0
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """A parser of what the gate and the nightly run have in common."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("backends", nargs="+", metavar="BACKEND[=PYTHON]", help="folders in platform/")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="how many parts run at a time")
     parser.add_argument(
         "--processes",
         type=int,
-        default=1,
+        default=processes_for(cores()),
         metavar="N",
-        help="over how many processes the tests of a part are shared out",
+        help="over how many processes the tests of a part are shared out; by the number of cores",
     )
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent, help="the project")
-    arguments = parser.parse_args()
-    root = arguments.root.resolve()
-    known = sorted(path.name for path in root.glob("platform/*") if path.is_dir())
+    return parser
+
+
+def backends_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """The backends that were asked for, with their interpreters, and all that there are."""
+    known = sorted(path.name for path in arguments.root.glob("platform/*") if path.is_dir())
     backends = {name: python or sys.executable for name, _, python in (b.partition("=") for b in arguments.backends)}
     if unknown := sorted(set(backends) - set(known)):
         parser.error(f"no such backend: {', '.join(unknown)}; there are {', '.join(known)}")
-    rows = run_parts(Tests(root, arguments.processes), backends, arguments.at_once)
-    results.stamp(root, rows)
-    results.write(root / BUILD / "table.json", rows)
-    (root / BUILD / "table.md").write_text(results.markdown(rows), encoding="utf-8")
-    missed = missed_errors(root, rows, whole=set(backends) == set(known))
-    print("\n" + results.terminal(rows))
-    passed, failed, skipped = (sum(getattr(row, key) for row in rows) for key in ("passed", "failed", "skipped"))
-    if missed:
-        print(f"\nFAIL: {MISSED}{'; what failed may come to them' if failed else ''}")
-    print(f"\n{passed} passed, {failed} failed, {skipped} skipped", flush=True)
-    return 1 if missed or any(row.problem for row in rows) else 0
+    return backends, known
+
+
+def main() -> int:
+    """Entry point; returns the exit status."""
+    parser = options(__doc__.splitlines()[0])
+    parser.add_argument("--files", nargs="+", metavar="FILE", help="run these tests alone")
+    arguments = parser.parse_args()
+    root, files = arguments.root.resolve(), arguments.files
+    backends, known = backends_of(parser, arguments)
+    try:
+        only = chosen(root, files, backends, known)
+    except ValueError as error:
+        parser.error(str(error))
+    build = BUILD if files is None else BUILD_OF_FILES
+    tests = Tests(root, arguments.processes, measured=files is None, build=build, files=files)
+    with Reporter() as reporter:
+        rows = run_parts(tests, backends, arguments.at_once, reporter, only=only)
+        reporter.besides = "looking for errors that no test came to"
+        missed = files is None and missed_errors(tests, rows, whole=set(backends) == set(known))
+    if files is None:
+        results.stamp(root, rows)
+        results.write(tests.build / "table.json", rows)
+        (tests.build / "table.md").write_text(results.markdown(rows), encoding="utf-8")
+    return finish(tests, rows, missed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("stopped")

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -25,6 +26,11 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`ci/gate.py` as a module."""
     monkeypatch.syspath_prepend(GATE.parent)
     return importlib.import_module("gate")
+
+
+def part_of(gate: Any) -> Any:
+    """What a part of the gate prints to, here all of it to the terminal."""
+    return gate.Part("demo", sys.stdout)
 
 
 def project(root: Path, least: int, conformance: str) -> Path:
@@ -62,6 +68,8 @@ def project(root: Path, least: int, conformance: str) -> Path:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
+    (root / "ci").mkdir()
+    shutil.copy(ROOT / "ci" / "progress.py", root / "ci")  # pytest loads it as a plugin
     return root
 
 
@@ -98,7 +106,10 @@ def test_thresholds(tmp_path: Path, least: int, status: int) -> None:
     assert "2 passed, 0 failed, 0 skipped" in output
     build = tmp_path / "build" / "gate"
     assert (build / "demo" / "html" / "index.html").exists()
-    assert (build / "logs" / "demo.txt").read_text().strip() in output
+    log = (build / "logs" / "demo.txt").read_text()
+    report = re.search(r"== demo \(CPU\): coverage\n.*\nTOTAL .*$", log, re.DOTALL | re.MULTILINE)
+    assert report is not None and (report[0] in output) == bool(status), output
+    assert "1 passed in" in log and "1 passed in" not in output
     rows = {row["backend"]: row for row in json.loads((build / "table.json").read_text())["rows"]}
     assert rows["demo"]["areas"][0] == {"path": "hyper_parallel/core", "least": least, "reached": 200 / 3}
     assert bool(rows["demo"]["problem"]) == bool(status) and rows["demo"]["date"]
@@ -107,7 +118,6 @@ def test_thresholds(tmp_path: Path, least: int, status: int) -> None:
 
 def asks(root: Path, status: int) -> None:
     """Give a project a `ci/raises.py` that ends with ``status``, and wants to be asked after the tests."""
-    (root / "ci").mkdir()
     asked = "import pathlib, sys\nassert pathlib.Path(sys.argv[1], 'demo', 'combined').is_dir()\n"
     (root / "ci" / "raises.py").write_text(f"{asked}print('asked')\nsys.exit({status})\n")
 
@@ -140,7 +150,7 @@ def test_errors_after_a_backend_without_tests(gate: Any, tmp_path: Path) -> None
     asks(root, 1)
     row = gate.Row
     for other in (row("other", left_out="no device"), row("other", problem="no environment", failed=1)):
-        assert not gate.missed_errors(root, [row("demo", passed=2), other], whole=True)
+        assert not gate.missed_errors(gate.Tests(root), [row("demo", passed=2), other], whole=True)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +173,7 @@ def test_no_threshold(gate: Any, tmp_path: Path, areas: str | None) -> None:
         config.unlink()
     else:
         config.write_text(config.read_text().split("[areas]")[0] + areas)
-    row = gate.gate(gate.Tests(root), "demo", sys.executable, None, sys.stdout)
+    row = gate.gate(gate.Tests(root), "demo", sys.executable, None, part_of(gate))
     assert row.verdict == "FAIL: platform/demo/coverage.ini asks for no coverage of the backend's own code"
 
 
@@ -183,9 +193,14 @@ def test_reached(gate: Any) -> None:
 
 
 def test_the_conformance_suite_without_short_ways(gate: Any, tmp_path: Path) -> None:
-    """It is a row of its own, which the environment variable makes another."""
+    """Some files are a row of its own, which the environment variable makes another; in the nightly run all are."""
     conformance = "import os\n\n\ndef test_short_ways():\n    assert os.environ.get('HYPER_PARALLEL_FAST') != '0'\n"
     root = project(tmp_path, 60, conformance)
+    for name in gate.WITHOUT_FAST_FILES:
+        assert (ROOT / "tests" / "conformance" / name).exists()
+        (root / "tests" / "conformance" / name).touch()
+    (root / "tests" / "conformance" / gate.WITHOUT_FAST_FILES[-1]).write_text(conformance)
+    assert gate.without_fast_places(nightly=True) == ["tests/conformance"]
     (root / "platform" / "demo").rename(root / "platform" / gate.TWICE)
     (root / "hyper_parallel" / "platform" / "demo.py").rename(root / "hyper_parallel" / "platform" / "torch.py")
     found, output = run_gate(root, gate.TWICE)
@@ -212,10 +227,143 @@ def test_several_processes(tmp_path: Path) -> None:
     assert len(list((root / "build" / "gate" / "demo").glob("junit-*.xml"))) == 2
 
 
+@pytest.mark.parametrize(
+    ("cores", "processes"), [(1, 1), (2, 1), (3, 1), (4, 1), (6, 2), (8, 3), (16, 6), (24, 8), (192, 8)]
+)
+def test_processes_by_cores(gate: Any, cores: int, processes: int) -> None:
+    assert gate.processes_for(cores) == processes
+
+
+def test_shares(gate: Any) -> None:
+    """By the seconds that files took last, by numbers of tests where that is not known."""
+    shares_of = importlib.import_module("suite").shares_of
+    tests = {"a": 1, "b": 4, "c": 2, "d": 3}
+    assert shares_of(tests, {}, 2) == [["b", "a"], ["d", "c"]]
+    assert shares_of(tests, {"a": 60.0, "b": 20.0, "old": 9.0}, 2) == [["a", "b"], ["d", "c"]]
+    assert shares_of({"a": 1}, {}, 6) == [["a"]] and shares_of({}, {}, 6) == []
+
+
+FAILS_FIRST = """
+import pathlib
+import time
+
+
+def test_early():
+    print("what it printed")
+    assert 1 == 2, "seen early"
+
+
+def test_late():
+    deadline = time.monotonic() + 120
+    while not pathlib.Path("seen").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert pathlib.Path("seen").exists()
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_failures_are_shown_at_once(tmp_path: Path, processes: int) -> None:
+    """The text of a failure comes while the next test is running: that waits for a file which is made when it came."""
+    root = project(tmp_path, 10, FAILS_FIRST)
+    command = [sys.executable, str(GATE), "--root", str(root), f"--processes={processes}", "demo"]
+    lines = []
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            lines.append(line)
+            if line == "what it printed\n":
+                assert any("AssertionError: seen early" in before for before in lines)
+                (root / "seen").touch()
+    output = "".join(lines)
+    assert row_of("demo (CPU)", output).startswith("1 1 0 ") and run.returncode == 1
+    assert output.count("seen early") == 2  # the line and the error of one traceback: no log is printed again
+    ends = output[output.index("== the slowest 2 files") :]
+    assert re.search(r"^ +\d+\.\d s  demo  tests/conformance/test_sign.py$", ends, re.MULTILINE)
+    assert "== failed\ndemo: tests/conformance/test_sign.py::test_early\n" in ends
+    assert ends.endswith("\n\n2 passed, 1 failed, 0 skipped\n")
+
+
+def test_a_part_that_breaks_down(tmp_path: Path) -> None:
+    """Where no test has failed, the end of the log is shown: it has the reason."""
+    root = project(tmp_path, 10, PASSES)
+    (root / "tests" / "conformance" / "conftest.py").write_text("raise ValueError('broken set-up')\n")
+    found, output = run_gate(root, "demo")
+    assert found == 1 and "its log ends:\n" in output and "broken set-up" in output, output
+
+
+def test_some_files(tmp_path: Path) -> None:
+    """They run in the parts that they belong to; nothing is measured, and no table is left for the README."""
+    root = project(tmp_path, 100, PASSES)
+    asks(root, 1)
+    tests = "def test_a():\n    pass\n\n\ndef test_b():\n    pass\n"
+    (root / "tests" / "conformance" / "test_other.py").write_text(tests)
+    found, output = run_gate(root, "demo", "--files", "./tests/conformance/test_other.py")
+    assert found == 0 and row_of("demo (CPU)", output) == "2 0 0 - - - - SECONDS ok", output
+    assert output.endswith("\n\n2 passed, 0 failed, 0 skipped\n") and "\nunit " not in output
+    found, output = run_gate(
+        root, "demo", "--files", "tests/unit/test_unit.py", f"{root}/tests/conformance/test_other.py::test_b"
+    )
+    assert found == 0 and output.endswith("\n\n2 passed, 0 failed, 0 skipped\n"), output
+    assert not (root / "build" / "gate").exists() and not list((root / "build").rglob("table.*"))
+
+
+LEAVES_OUT = """
+import os
+
+
+def left_out():
+    return {"torch/test_cpu.py"} if os.environ["HYPER_PARALLEL_PLATFORM"] == "torch-npu" else set()
+"""
+
+
+def test_files_that_a_backend_leaves_out(tmp_path: Path) -> None:
+    """`tests/conftest.py` says which; where no part runs a file that was asked for, that is a failure."""
+    root = project_with_simulator(tmp_path, 0)
+    (root / "tests" / "conftest.py").write_text(LEAVES_OUT)
+    (root / "tests" / "torch").mkdir()
+    for name in ("cpu", "all"):
+        (root / "tests" / "torch" / f"test_{name}.py").write_text(f"def test_{name}():\n    pass\n")
+    files = [f"tests/torch/test_{name}.py" for name in ("all", "cpu")]
+    found, output = run_gate(root, "torch-npu", "--files", files[0])
+    assert found == 0 and row_of("torch-npu (simulated NPU)", output) == "1 0 0 - - - - SECONDS ok", output
+    found, output = run_gate(root, "torch-npu", "--files", files[1])
+    assert row_of("torch-npu (simulated NPU)", output).endswith("LEFT OUT: it runs none of FILES here")
+    wanted = f"FAIL: no part has run {files[1]}: see the table, leave PLATFORM out or choose another"
+    assert found == 1 and wanted in output, output
+
+
+@pytest.mark.parametrize(
+    ("files", "backends", "sentence"),
+    [
+        (["tests/conformance/test_stiles.py"], ["mindspore"], "there is no .*; did you mean .*/test_styles.py"),
+        (["docs/gates.md"], ["mindspore"], "no part runs docs/gates.md: name files of tests in tests/conf"),
+        (["tests/torch/test_calls.py"], ["mindspore"], "is for torch-cpu, torch-cuda, torch-npu, not for unit, mind"),
+        (["tests/npu"], ["torch-cpu", "mindspore"], "npu is for torch-npu, not .*: leave PLATFORM out, or choose"),
+    ],
+)
+def test_files_that_are_refused(gate: Any, files: list[str], backends: list[str], sentence: str) -> None:
+    known = ["mindspore", "torch-cpu", "torch-cuda", "torch-npu"]
+    with pytest.raises(ValueError, match=sentence):
+        gate.chosen(ROOT, files, dict.fromkeys(backends, sys.executable), known)
+
+
+def test_where_files_run(gate: Any) -> None:
+    known = ["mindspore", "torch-cpu", "torch-cuda", "torch-npu"]
+
+    def parts(*files: str) -> set[str]:
+        return set(gate.chosen(ROOT, list(files), dict.fromkeys(known, sys.executable), known))
+
+    assert parts("tests/unit/test_gate.py") == {"unit"}
+    assert parts("tests/conformance/test_styles.py") == {*known, gate.WITHOUT_FAST}
+    assert parts("tests/conformance/test_fuzz.py") == {*known}
+    assert parts("tests/mindspore/test_calls.py", "tests/npu") == {"mindspore", "torch-npu"}
+    assert parts("tests/fake_cuda/test_tensors.py") == parts("tests/cuda/test_cuda.py") == {"torch-cuda"}
+
+
 def run_conformance(gate: Any, root: Path) -> Any:
     """The row after the one file of tests has run, without the unit tests and without coverage."""
     row = gate.Row("demo", "CPU")
-    gate.Tests(root).run(row, ["tests/conformance"], {}, [sys.executable], sys.stdout)
+    gate.Tests(root).run(row, ["tests/conformance"], {}, [sys.executable], part_of(gate))
     return row
 
 
@@ -240,14 +388,14 @@ def test_no_coverage_data(gate: Any, tmp_path: Path) -> None:
     root = project(tmp_path, 10, PASSES)
     (root / "build" / "gate" / "demo").mkdir(parents=True)
     row = gate.Row("demo", "CPU")
-    gate.measure(root, row, root / "platform" / "demo" / "coverage.ini", sys.stdout)
+    gate.measure(gate.Tests(root), row, root / "platform" / "demo" / "coverage.ini", part_of(gate))
     assert row.verdict == "FAIL: no coverage data"
 
 
 def test_no_folder_of_tests(gate: Any, tmp_path: Path) -> None:
     root = project(tmp_path, 10, PASSES)
     (root / "tests" / "conformance").rename(root / "tests" / "elsewhere")
-    row = gate.gate(gate.Tests(root), "demo", sys.executable, None, sys.stdout)
+    row = gate.gate(gate.Tests(root), "demo", sys.executable, None, part_of(gate))
     assert row.verdict == "FAIL: it has no folder of tests"
 
 
@@ -349,7 +497,7 @@ def test_fake_device(tmp_path: Path) -> None:
 def test_real_device(gate: Any, tmp_path: Path) -> None:
     """Where it can, everything runs, with the thresholds of every other backend."""
     root = project_with_fake(tmp_path, None)
-    assert not gate.is_faked(root, "torch-cuda", sys.executable, sys.stdout)
+    assert not gate.is_faked(root, "torch-cuda", sys.executable, part_of(gate))
     assert gate.folders_of(root, "torch-cuda", False) == ["tests/conformance", "tests/cuda"]
     assert gate.device_of("torch-cuda", [sys.executable], False) == "GPU"
 

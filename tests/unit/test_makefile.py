@@ -58,6 +58,32 @@ def test_what_is_refused(words: tuple[str, ...], sentence: str) -> None:
     assert sentence in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "environments", "command"),
+    [
+        (("test",), ["all", "torch-npu"], "ci/all "),
+        (("test", "FILES=tests/unit/test_gate.py ./tests/mindspore/test_calls.py"), ["all"], "ci/all --files FILES"),
+        (("test", "FILES=tests/unit/test_gate.py ./tests/npu"), ["all", "torch-npu"], "ci/all --files FILES"),
+        (("test", "FILES=tests/torch/test_calls.py"), ["all", "torch-npu"], "ci/all --files FILES"),
+        (("test", "PLATFORM=torch-cpu", "FILES=tests/npu"), ["torch-cpu"], "ci/torch-cpu --files FILES"),
+    ],
+)
+def test_some_files(words: tuple[str, ...], environments: list[str], command: str) -> None:
+    """The gate gets the files, and only the environments are made that it may need for them."""
+    done = make(*words)
+    assert done.returncode == 0, done.stderr
+    assert sorted(set(re.findall(r"-m venv .venv/(\S+)", done.stdout))) == environments
+    assert done.stdout.rstrip("\n").endswith(command.replace("FILES", words[-1].partition("=")[2]))
+
+
+@pytest.mark.parametrize("words", [("test",), ("test", "PLATFORM=torch-cpu", "TORCH=2.14.1"), ("lint",), ("docs",)])
+def test_nothing_is_silent(words: tuple[str, ...]) -> None:
+    """What takes long runs below a program that says so every ten seconds; the gate does it itself."""
+    lines = make(*words).stdout.replace("\\\n", "").splitlines()
+    long = [line for line in lines if re.search(r"-m (venv|pip)|mypy|mkdocs", line)]
+    assert len(long) >= 3 and all("ci/heartbeat.py " in line for line in long)
+
+
 def test_make_alone_lists_the_targets() -> None:
     """Each target that is no file, in the order in which the Makefile has them."""
     listed, helped = run_make().stdout, run_make("help").stdout

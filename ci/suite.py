@@ -1,0 +1,189 @@
+"""One or several processes of pytest that run the tests of a part of the gate."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import junit
+from reporter import Part
+from results import Row
+
+__all__ = ["Tests", "processes_for", "shares_of"]
+
+#: Half as much again as the longest part took on a slow machine, 54 minutes. Hangs end sooner: tests have limits too.
+PART_TIMEOUT = 80 * 60
+#: More processes of pytest, of four ranks each, need more memory than most machines have.
+MOST_PROCESSES = 8
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processes_for(count: int) -> int:
+    """Over how many processes of pytest a part is shared out on ``count`` cores.
+
+    Two parts run at a time, with four ranks a process, of which most wait: 6 processes on 16 cores, one on up to 5.
+    """
+    return min(MOST_PROCESSES, max(1, count * 3 // 8))
+
+
+def shares_of(tests: Mapping[str, int], seconds: Mapping[str, float], count: int) -> list[list[str]]:
+    """Files of tests, in at most ``count`` shares that take about as long each.
+
+    Args:
+        tests: file -> how many tests it has.
+        seconds: file -> how long it took last. The others count by their numbers of tests.
+        count: how many shares.
+    """
+    known = sum(seconds[file] for file in tests if file in seconds)
+    counted = sum(number for file, number in tests.items() if file in seconds)
+    each = known / counted if known else 1.0
+    weights = {file: seconds.get(file, each * number) for file, number in tests.items()}
+    shares: list[list[str]] = [[] for _ in range(count)]
+    sizes = [0.0] * count
+    for file in sorted(weights, key=lambda name: -weights[name]):
+        least = sizes.index(min(sizes))
+        shares[least].append(file)
+        sizes[least] += weights[file]
+    return [share for share in shares if share]
+
+
+class Tests:
+    """How the tests of a part are run.
+
+    Args:
+        root: the project.
+        processes: over how many processes of pytest the files of tests are shared out.
+        measured: whether they run under coverage, which takes a quarter of the time.
+        build: folder below ``root`` for data and reports.
+        variables: further variables of the environment.
+        files: the tests that were asked for; None for all.
+        timeout: seconds that one process may take.
+
+    Attributes:
+        ran: folders and files that pytest was given, in any part.
+        stopped: whether somebody has interrupted the run.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        processes: int = 1,
+        measured: bool = True,
+        build: Path = Path("build") / "gate",
+        variables: Mapping[str, str] | None = None,
+        files: list[str] | None = None,
+        timeout: int = PART_TIMEOUT,
+    ) -> None:
+        self.root = root
+        self.processes = processes
+        self.measured = measured
+        self.build = root / build
+        self.variables = dict(variables or {})
+        self.files = files
+        self.timeout = timeout
+        self.ran: set[str] = set()
+        self.stopped = False
+
+    def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """The environment of a process, with ``variables``."""
+        return {**os.environ, **self.variables, **variables}
+
+    def unmeasured(self) -> Tests:
+        """The same, without coverage."""
+        other = copy.copy(self)
+        other.measured = False
+        return other
+
+    def run(self, row: Row, folders: list[str], variables: Mapping[str, str], command: list[str], part: Part) -> None:
+        """Run pytest on ``folders`` under coverage and count; data and reports go to a folder of this part.
+
+        ``command`` starts Python.
+        """
+        output = self.build / row.backend
+        seconds = junit.seconds_of_files(self.root, output)
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir(parents=True)
+        self.ran.update(folders)
+        part.say(f"== {row.name}: {' '.join(folders)}")
+        environment = {**self.environment(variables), "COVERAGE_FILE": str(output / "coverage")}
+        started = time.monotonic()
+        shares = self._shares(folders, environment, command, seconds, part)
+        reports = [output / f"junit-{n}.xml" for n in range(len(shares))]
+        part.watch([report.with_suffix(".events") for report in reports])
+        # One log at a time, so that what several processes print does not mix.
+        log = part.log if len(shares) == 1 else None
+        with ThreadPoolExecutor(len(shares)) as threads:
+            problems = threads.map(partial(self._pytest, environment, command, log), shares, reports)
+        row.problem = next(filter(None, problems), "")
+        row.seconds = time.monotonic() - started
+        for report in reports:
+            if log is None:
+                part.log.write(report.with_suffix(".txt").read_text(encoding="utf-8", errors="replace"))
+            if report.exists():
+                self._count(row, report)
+            else:
+                row.problem = row.problem or "pytest wrote no report"
+        if not row.passed:
+            row.problem = row.problem or "no test ran"  # skipped ones show nothing
+
+    def _shares(
+        self,
+        folders: list[str],
+        environment: dict[str, str],
+        command: list[str],
+        seconds: Mapping[str, float],
+        part: Part,
+    ) -> list[list[str]]:
+        """The files of tests below ``folders``, in shares that take about as long each."""
+        if self.processes == 1 or any("::" in folder for folder in folders):
+            return [folders]
+        part.doing("collecting")
+        collect = [*command, "-m", "pytest", "--collect-only", "-q", *folders]
+        found = subprocess.run(collect, cwd=self.root, env=environment, check=False, capture_output=True, text=True)
+        files = Counter(line.partition("::")[0] for line in found.stdout.splitlines() if "::" in line)
+        return shares_of(files, seconds, self.processes) or [folders]
+
+    def _pytest(
+        self, environment: dict[str, str], command: list[str], log: TextIO | None, tests: list[str], report: Path
+    ) -> str:
+        """Run ``tests`` in one process of pytest, with ``log`` or one of its own. Returns what went wrong."""
+        events = ["-p", "ci.progress", "--progress", str(report.with_suffix(".events"))]
+        pytest = ["-m", "pytest", "-q", *events, f"--junitxml={report}", *tests]
+        own = report.with_suffix(".txt")
+        with nullcontext(log) if log else own.open("w", encoding="utf-8") as output:
+            try:
+                done = subprocess.run(
+                    [*command, *(["-m", "coverage", "run"] if self.measured else []), *pytest],
+                    cwd=self.root,
+                    env=environment,
+                    timeout=self.timeout,
+                    check=False,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            except subprocess.TimeoutExpired:
+                return f"over {self.timeout} s"
+        if done.returncode:
+            return "no test ran" if done.returncode == 5 else f"pytest exit {done.returncode}"
+        return ""
+
+    def _count(self, row: Row, path: Path) -> None:
+        report = junit.Report(path, self.root)
+        row.passed += report.passed
+        row.failed += report.failed
+        row.skipped += report.skipped
+        row.failed_tests += report.failures
