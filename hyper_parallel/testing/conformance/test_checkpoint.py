@@ -228,21 +228,25 @@ class Job(NamedTuple):
         return self.digests(), train(self.model, name, self.step, range(2, end))
 
 
+#: The step before which a job that was resumed ends.
+END = 12 if everything() else 5
+
+
 def broken_runs(name: str, numbers: range, directory: str) -> list[Any]:
-    """For each of these setups: what was saved after two steps and the losses of ten more, and what comes of resuming
-    it there, and that of the next one. The optimizer that resumes has stepped before in one of both."""
+    """For each of these setups: what was saved after two steps and the losses of the steps to `END`, and what comes of
+    resuming it there, and that of the next one. The optimizer that resumes has stepped before in one of both."""
     saved, resumed, again = [], [], []
     for number in numbers:
         job, path = Job.new(SETUPS[number], name, 5), f"{directory}/{number}"
         if job is not None:
             train(job.model, name, job.step, range(2))
             save(job.state(2), path, mesh=job.mesh)
-            saved.append((job.digests(), train(job.model, name, job.step, range(2, 12))))
+            saved.append((job.digests(), train(job.model, name, job.step, range(2, END))))
         else:
             saved.append(None)
-        # After ten steps more the job itself has other values, and its optimizer has stepped.
+        # After further steps the job itself has other values, and its optimizer has stepped.
         job = job if number % 2 else Job.new(SETUPS[number], name, 6)
-        resumed.append(None if job is None else job.resume(name, path, 12))
+        resumed.append(None if job is None else job.resume(name, path, END))
         again.append(job)
     all_have_come()
     found = []
@@ -255,7 +259,7 @@ def broken_runs(name: str, numbers: range, directory: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_training_goes_on(pool: Any, tmp_path: Path, name: str) -> None:
-    """Ten steps after a break equal those without one, bit for bit; on another mesh to rounding."""
+    """Steps after a break equal those without one, bit for bit; on another mesh to rounding."""
     numbers = _own_setups(name)
     ranks = pool.run(4, broken_runs, name, numbers, str(tmp_path))
     for place, number in enumerate(numbers):
