@@ -12,7 +12,21 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-__all__ = ["AREAS", "OWN", "Area", "Row", "from_dict", "is_own", "markdown", "read", "stamp", "terminal", "write"]
+__all__ = [
+    "AREAS",
+    "OWN",
+    "Area",
+    "Row",
+    "commit_of",
+    "from_dict",
+    "is_own",
+    "markdown",
+    "read",
+    "stamp",
+    "terminal",
+    "today",
+    "write",
+]
 
 CORE = "hyper_parallel/core"
 TENSOR_PARALLEL = "hyper_parallel/core/tensor_parallel"
@@ -104,17 +118,28 @@ class Row:
         ]
 
 
-def stamp(root: Path, rows: Iterable[Row]) -> None:
-    """Write into rows which commit of the project in ``root`` they are about, and that they are of today."""
+def commit_of(root: Path, but: Iterable[str] = ()) -> str:
+    """The commit of the project in ``root``, with ``+changes`` where a file differs, except for the files ``but``."""
 
     def git(*command: str) -> str:
         done = subprocess.run(["git", *command], cwd=root, check=False, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     commit = git("rev-parse", "--short=10", "HEAD") or "unknown"
-    changed = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    others = (f":(exclude){path}" for path in but)
+    return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no", "--", ".", *others) else "")
+
+
+def today() -> str:
+    """The date, as the tables have it."""
+    return datetime.now(timezone.utc).date().isoformat()
+
+
+def stamp(root: Path, rows: Iterable[Row]) -> None:
+    """Write into rows which commit of the project in ``root`` they are about, and that they are of today."""
+    commit, date = commit_of(root), today()
     for row in rows:
-        row.commit, row.date = commit + changed, datetime.now(timezone.utc).date().isoformat()
+        row.commit, row.date = commit, date
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
