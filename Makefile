@@ -2,11 +2,11 @@
 # make test FILES="tests/conformance/test_styles.py tests/unit/test_gate.py"   these alone, where they belong; with PLATFORM= too
 # make test PLATFORM=torch-cpu TORCH=2.14.1   those of a backend of torch with another release of it
 # make test-npu                           those of torch-npu, on simulated NPUs
-# make readme-table                       the README's table of backends, from the last run of the tests, which must be of HEAD
+# make readme-table                       the README's table of backends, from the last run of the tests, which must be of HEAD; that of docs/gates.md
 # make demo [PLATFORM=mindspore] [TP=2] [DP=1]   train a small Llama on DP x TP processes
 # make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
 # make fuzz [N=100000] [PLATFORM=mindspore]   random programs with fresh seeds, recorded in ci/last_fuzz.json
-# make nightly [N=100] [SEED=1] [PLATFORM=mindspore]   the full tables of data parallelism and torch.compile, recorded in ci/last_nightly.json
+# make nightly [PLATFORM=mindspore] [N=100] [SEED=1] [PARTS="unit mindspore"]   everything, recorded in ci/last_nightly.json; hours
 # make mutants [N=200] [SEED=1] [PLATFORM=mindspore]   which small changes of the code no test notices; hours
 # make lint                               ruff and mypy
 # make docs                               the site, under build/site; a warning is an error
@@ -85,6 +85,7 @@ test-npu:
 	@$(MAKE) --no-print-directory test PLATFORM=torch-npu
 
 readme-table:
+	$(PYTHON) ci/nightly_table.py
 	$(PYTHON) ci/table.py
 
 # Without CANN, NPUs are simulated.
@@ -107,13 +108,16 @@ fuzz: .venv/all/.ready
 	    --record ci/last_fuzz.json
 	.venv/all/bin/python -m ci.figures --write
 
-nightly: .venv/all/.ready
-	@for platform in $(or $(PLATFORM),$(CPU_PLATFORMS)); do \
-	    .venv/all/bin/python -m ci.nightly $$platform --more $(or $(N),100) $(if $(filter command line,$(origin SEED)),--seed $(SEED)) || exit 1; \
-	done
-	$(if $(filter mindspore,$(PLATFORM)),,.venv/all/bin/python -m ci.nightly torch-cpu --compiled)
-	HYPER_PARALLEL_NIGHTLY=yes .venv/all/bin/python -m pytest -q tests/unit/test_numpy_backend.py
-	.venv/all/bin/python -m ci.figures --write
+PARTS :=
+NIGHTLY := --more $(or $(N),100) $(if $(filter command line,$(origin SEED)),--seed $(SEED)) $(if $(PARTS),--parts $(PARTS))
+ifeq ($(PLATFORM),)
+nightly:
+	$(environments)
+	.venv/all/bin/python ci/nightly.py torch-cpu mindspore torch-npu=$(CURDIR)/.venv/torch-npu/bin/python torch-cuda $(NIGHTLY)
+else
+nightly: .venv/$(ENVIRONMENT)/.ready
+	.venv/$(ENVIRONMENT)/bin/python ci/nightly.py $(PLATFORM) $(NIGHTLY)
+endif
 
 mutants: .venv/all/.ready
 	.venv/all/bin/python -m ci.mutants --count $(or $(N),200) --seed $(SEED) $(addprefix --backend=,$(PLATFORM))

@@ -18,7 +18,7 @@ QUESTION = "import tests.conftest\nprint(*tests.conftest.left_out(), sep='\\n')"
 
 
 def checked(root: Path, entries: Iterable[str], parts: Mapping[str, list[str]], asked: Iterable[str]) -> list[str]:
-    """The entries as paths below ``root``.
+    """Return the entries as paths below ``root``.
 
     Args:
         root: the project.
@@ -51,7 +51,7 @@ def checked(root: Path, entries: Iterable[str], parts: Mapping[str, list[str]], 
 
 
 def within(entries: Iterable[str], places: Iterable[str]) -> list[str]:
-    """Those of ``entries`` that are one of the folders and files ``places``, or below one."""
+    """Select the ``entries`` that are one of the folders and files ``places``, or below one."""
     places = list(places)
     return [
         entry
@@ -61,7 +61,7 @@ def within(entries: Iterable[str], places: Iterable[str]) -> list[str]:
 
 
 def left_out(root: Path, command: list[str], environment: Mapping[str, str]) -> set[str]:
-    """The files of tests that the backend of ``environment`` does not run, whichever folder they are in.
+    """Return the files of tests that the backend of ``environment`` does not run, of whichever folder.
 
     Args:
         root: the project.

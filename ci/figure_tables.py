@@ -1,4 +1,4 @@
-"""Sections of the documentation that are made of committed results: of the fuzzing, nightly and mutant runs, and of the
+"""Sections of the documentation that are made of committed results: of the fuzzing and mutant runs, and of the
 benchmarks. ``python -m ci.figures --write`` writes them; a unit test fails where a page has something else.
 """
 
@@ -55,15 +55,6 @@ def fuzz(root: Path) -> str:
         for backend, entry in _read(root, "ci/last_fuzz.json").items()
     ]
     return _table(["backend", "programs", *OUTCOMES, "runs"], rows, right=range(1, 2 + len(OUTCOMES)))
-
-
-def nightly(root: Path) -> str:
-    """The last run of each nightly table."""
-    rows = [
-        [name, run["rows"], run.get("at random", ""), len(run["failed"]), run["seconds"], _stamp(run)]
-        for name, run in _read(root, "ci/last_nightly.json").items()
-    ]
-    return _table(["table", "rows", "of them at random", "failed", "seconds", "run"], rows, right=range(1, 5))
 
 
 def mutants(root: Path) -> str:
@@ -173,7 +164,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "speed": ("README.md", speed),
     "fuzz": ("docs/fuzzing.md", fuzz),
     "mutants": ("docs/gates.md", mutants),
-    "nightly": ("docs/gates.md", nightly),
     "aims": ("docs/performance.md", aims),
 }
 

@@ -197,7 +197,7 @@ def folders_of(root: Path, backend: str, faked: bool) -> list[str]:
 
 
 def places_of(root: Path, backend: str) -> list[str]:
-    """All folders of tests that speak about ``backend``, whether its device is real or not."""
+    """Return all folders of tests that speak about ``backend``, whether its device is real or not."""
     faked = folders_of(root, backend, True) if backend in FAKES else []
     return [*folders_of(root, backend, False), *faked]
 
@@ -205,6 +205,7 @@ def places_of(root: Path, backend: str) -> list[str]:
 def gate(tests: Tests, backend: str, python: str, unit: Callable[[], Row], part: Part) -> Row:
     """The row of one backend. ``unit`` waits for the unit tests, whose coverage counts."""
     root = tests.root
+    part.doing("looking whether it can run")
     if reason := why_not(root, backend, python):
         stand_in = DEVICES.get(backend, ("", ""))[1]
         return (
@@ -244,7 +245,7 @@ def unit_row(tests: Tests, part: Part) -> Row:
 
 
 def without_fast_places(nightly: bool = False) -> list[str]:
-    """The tests that run without `Platform.fast`."""
+    """Return the places of the tests that run without `Platform.fast`."""
     return ["tests/conformance"] if nightly else [f"tests/conformance/{name}" for name in WITHOUT_FAST_FILES]
 
 
@@ -259,7 +260,7 @@ def without_fast_row(tests: Tests, python: str, nightly: bool, part: Part) -> Ro
 
 
 def chosen(root: Path, files: list[str] | None, backends: Mapping[str, str], known: list[str]) -> dict[str, list[str]]:
-    """Part -> the tests that it can run, of those parts that have some of ``files``; without files, of all.
+    """Return part -> the places of its tests, for the parts that have some of ``files``; without files, for all.
 
     Raises:
         ValueError: where one of the files is none, or belongs to no part of ``backends``.
@@ -336,7 +337,7 @@ def run_parts(
 
 
 def summary(row: Row, log: Path) -> str:
-    """A line about a part that has ended."""
+    """Return a line about a part that has ended."""
     counts = f"{row.passed} passed, {row.failed} failed, {row.skipped} skipped in {row.seconds:.0f} s"
     return f"{row.name}: {row.verdict}; {counts}; its log is {log}"
 
@@ -382,7 +383,7 @@ def finish(tests: Tests, rows: list[Row], missed: bool) -> int:
 
 
 def options(description: str) -> argparse.ArgumentParser:
-    """A parser of what the gate and the nightly run have in common."""
+    """Return a parser of the options that the gate and the nightly run have in common."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("backends", nargs="+", metavar="BACKEND[=PYTHON]", help="folders in platform/")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="how many parts run at a time")
@@ -398,7 +399,7 @@ def options(description: str) -> argparse.ArgumentParser:
 
 
 def backends_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """The backends that were asked for, with their interpreters, and all that there are."""
+    """Return the backends that were asked for, with their interpreters, and the names of all."""
     known = sorted(path.name for path in arguments.root.glob("platform/*") if path.is_dir())
     backends = {name: python or sys.executable for name, _, python in (b.partition("=") for b in arguments.backends)}
     if unknown := sorted(set(backends) - set(known)):
@@ -419,12 +420,13 @@ def main() -> int:
         parser.error(str(error))
     build = BUILD if files is None else BUILD_OF_FILES
     tests = Tests(root, arguments.processes, measured=files is None, build=build, files=files)
+    begun = results.tree(root)
     with Reporter() as reporter:
         rows = run_parts(tests, backends, arguments.at_once, reporter, only=only)
         reporter.besides = "looking for errors that no test came to"
         missed = files is None and missed_errors(tests, rows, whole=set(backends) == set(known))
     if files is None:
-        results.stamp(root, rows)
+        results.stamp(root, rows, begun)
         results.write(tests.build / "table.json", rows)
         (tests.build / "table.md").write_text(results.markdown(rows), encoding="utf-8")
     return finish(tests, rows, missed)

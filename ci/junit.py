@@ -1,4 +1,4 @@
-"""What pytest's reports in JUnit's format say: how many tests passed, which failed, how long each file took."""
+"""Reader of pytest's reports in JUnit's format: how many tests passed, which failed, how long each file took."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Report", "seconds_of_files", "slowest"]
 
 
 class Report:
-    """A report.
+    """Report of one process of pytest.
 
     Args:
         path: of the report.
@@ -46,7 +46,7 @@ class Report:
 
 
 def file_of(root: Path, dotted: str) -> tuple[str, list[str]]:
-    """The file that ``dotted``, such as ``tests.unit.test_a.TestB``, begins with, and the words after it."""
+    """Return the file that ``dotted``, such as ``tests.unit.test_a.TestB``, begins with, and the words after it."""
     words = dotted.split(".")
     for n in range(len(words), 0, -1):
         file = "/".join(words[:n]) + ".py"
@@ -56,12 +56,12 @@ def file_of(root: Path, dotted: str) -> tuple[str, list[str]]:
 
 
 def reports(folder: Path) -> Iterator[Path]:
-    """The reports of a part that has run in ``folder``."""
+    """Yield the reports of a part that has run in ``folder``."""
     yield from sorted(folder.glob("junit-*.xml"))
 
 
 def seconds_of_files(root: Path, folder: Path) -> dict[str, float]:
-    """File of tests -> how long it took in the part that has run in ``folder`` last; empty where none has."""
+    """Return file of tests -> how long it took in the part that has run in ``folder`` last; empty where none has."""
     total: dict[str, float] = defaultdict(float)
     for path in reports(folder):
         with suppress(ElementTree.ParseError):  # of a run that was cut off
@@ -71,7 +71,7 @@ def seconds_of_files(root: Path, folder: Path) -> dict[str, float]:
 
 
 def slowest(root: Path, folders: dict[str, Path], count: int = 20) -> list[str]:
-    """Lines about the files of tests that took longest.
+    """Return lines about the files of tests that took longest.
 
     Args:
         root: the project.

@@ -1,78 +1,158 @@
-"""Tables that take too long for the gates. The full table of data parallelism: every three choices of
-`tests/support/data_parallel_table.py` together, and rows at random. The table of torch.compile: models with Inductor,
-and every style on four ranks.
+"""Run everything: the whole gate with the tests that are nightly, and the tables that take too long for it.
 
-    python -m ci.nightly torch-cpu [--more 100] [--seed 1] [--limit N]
-    python -m ci.nightly torch-cpu --compiled [--limit N]
+    python ci/nightly.py torch-cpu mindspore torch-cuda torch-npu=.venv/torch-npu/bin/python [--more 100] [--seed 1]
 
-Rows that fail are named, and make the exit status 1. What ran is recorded in ``ci/last_nightly.json``, each backend
-with its last run.
+The parts are those of `ci/gate.py`, with ``HYPER_PARALLEL_NIGHTLY`` set, so that no test is left out. The conformance
+suite runs whole without `Platform.fast`. `TABLES` are further parts. Each part that ends is recorded in
+``ci/last_nightly.json`` at once, passed or failed, and shown on docs/gates.md: a run that is cut off keeps its parts,
+and ``--parts`` goes on with the others. Logs and reports are in ``build/nightly``.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import importlib
 import json
-import os
+import shutil
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from hyper_parallel.testing.fuzz.record import commit_of
-from hyper_parallel.testing.pool import JobError, WorkerPool
-from tests.support.data_parallel_table import full_set, title
+import gate
+import nightly_table
+import results
+from gate import Work
+from reporter import Part, Reporter
+from results import Row
+from suite import Tests
 
-ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "ci" / "last_nightly.json"
-#: backend -> the module whose ``run`` runs a row, and whose ``settle`` knows what there is.
-ROWS = {"torch-cpu": "tests.torch.data_parallel_rows", "mindspore": "tests.mindspore.data_parallel_rows"}
-#: The same of compiled models, with the list ``ROWS``, each row ending on how many ranks it is for.
-COMPILED = {"torch-cpu": "tests.torch.compiled_rows"}
+__all__ = ["TABLES", "VARIABLE", "Recorder", "table_row"]
+
+#: As in `hyper_parallel.testing.extent`.
+VARIABLE = "HYPER_PARALLEL_NIGHTLY"
+BUILD = Path("build") / "nightly"
+#: Seconds for one process of pytest, or for one table.
+TIMEOUT = 6 * 60 * 60
+#: Part -> its backend, and the options of `ci/long_rows.py`.
+TABLES: dict[str, tuple[str, list[str]]] = {
+    "torch-cpu-rows": ("torch-cpu", []),
+    "mindspore-rows": ("mindspore", []),
+    "torch-cpu-compiled-rows": ("torch-cpu", ["--compiled"]),
+}
+
+
+class Recorder:
+    """Writer of the record of one run.
+
+    Args:
+        tests: how they run.
+    """
+
+    def __init__(self, tests: Tests) -> None:
+        self._tests = tests
+        self._lock = threading.Lock()
+        # Of the beginning: the record and the page are changed while the run goes on, and by a run that was cut off.
+        written = [path.as_posix() for path in (nightly_table.RECORD, nightly_table.PAGE)]
+        self._commit, self._date = results.commit_of(tests.root, but=written), results.today()
+        #: Part -> what a table says of its rows.
+        self.rows: dict[str, dict[str, Any]] = {}
+
+    def add(self, row: Row) -> None:
+        """Record a part that has ended. A part that was left out, or interrupted, keeps its last run."""
+        row.commit, row.date = self._commit, self._date
+        if not row.left_out and not self._tests.stopped:
+            with self._lock:
+                record = nightly_table.entry(row, self.rows.get(row.backend))
+                nightly_table.add(self._tests.root, row.backend, record)
+
+
+def table_row(tests: Tests, name: str, python: str, options: list[str], recorder: Recorder, part: Part) -> Row:
+    """Run one of `TABLES`, and count each of its rows as a test."""
+    backend = TABLES[name][0]
+    row = Row(name, gate.device_of(backend, [python], False))
+    output = tests.build / name
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    events, report = output / "rows.events", output / "rows.json"
+    command = [python, "-m", "ci.long_rows", backend, *options, "--progress", str(events), "--report", str(report)]
+    part.say(f"== {row.name}: {' '.join(command[1:])}")
+    part.watch([events])
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            cwd=tests.root,
+            env=tests.environment({}),
+            timeout=tests.timeout,
+            check=False,
+            stdout=part.log,
+            stderr=subprocess.STDOUT,
+        )
+        row.problem = f"exit {done.returncode}" if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        row.problem = f"over {tests.timeout} s"
+    row.seconds = time.monotonic() - started
+    if report.exists():
+        found = json.loads(report.read_text(encoding="utf-8"))
+        row.failed_tests = found.pop("failed")
+        row.failed = len(row.failed_tests)
+        row.passed = found["rows"] - row.failed
+        recorder.rows[name] = found
+    else:
+        row.problem = row.problem or "it wrote no report"
+    return row
+
+
+def tables_of(tests: Tests, backends: Mapping[str, str], drawn: list[str], recorder: Recorder) -> dict[str, Work]:
+    """Return those parts of `TABLES` that are of ``backends``; ``drawn`` are options for rows at random."""
+    return {
+        name: partial(table_row, tests, name, backends[backend], options or drawn, recorder)
+        for name, (backend, options) in TABLES.items()
+        if backend in backends
+    }
 
 
 def main() -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("backend", choices=sorted(ROWS))
-    parser.add_argument("--more", type=int, default=100, metavar="N", help="rows at random besides")
-    parser.add_argument("--seed", type=int, default=datetime.date.today().toordinal(), help="of those")
-    parser.add_argument("--compiled", action="store_true", help="the table of torch.compile")
-    parser.add_argument("--limit", type=int, metavar="N", help="the first rows only; nothing is recorded then")
+    parser = gate.options(__doc__.splitlines()[0])
+    parser.add_argument("--more", type=int, default=100, metavar="N", help="how many rows at random a table has")
+    parser.add_argument("--seed", type=int, help="of the rows at random; the day's by default")
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="run these alone, and what their coverage needs")
     arguments = parser.parse_args()
-    os.environ["HYPER_PARALLEL_PLATFORM"] = arguments.backend
-    if arguments.compiled and arguments.backend not in COMPILED:
-        parser.error(f"--compiled is for {', '.join(COMPILED)}")
-    rows_of = importlib.import_module((COMPILED if arguments.compiled else ROWS)[arguments.backend])
-    rows = rows_of.ROWS if arguments.compiled else full_set(rows_of.settle, arguments.more, arguments.seed)
-    rows = rows[: arguments.limit]
-    started, failed = time.monotonic(), []
-    with WorkerPool(arguments.backend) as pool:
-        for i, row in enumerate(rows):
-            try:
-                pool.run(row[-1] if arguments.compiled else 4, rows_of.run, row, timeout=600)
-            except JobError as error:
-                failed.append(" ".join(map(str, row)) if arguments.compiled else title(row))
-                print(f"{failed[-1]} failed: {row}\n{error}", flush=True)
-            if (i + 1) % 20 == 0:
-                print(f"{i + 1} of {len(rows)} rows, {len(failed)} failed", flush=True)
-    seconds = time.monotonic() - started
-    print(f"{len(rows)} rows in {seconds:.0f} s, {len(failed)} failed")
-    if arguments.limit is None:
-        known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        drawn = {} if arguments.compiled else {"at random": arguments.more, "seed": arguments.seed}
-        known[f"{arguments.backend}, compiled" if arguments.compiled else arguments.backend] = {
-            "rows": len(rows),
-            **drawn,
-            "failed": failed,
-            "commit": commit_of(ROOT),
-            "date": datetime.date.today().isoformat(),
-            "seconds": round(seconds),
-        }
-        RECORD.write_text(json.dumps(known, indent=2) + "\n")
-    return 1 if failed else 0
+    root = arguments.root.resolve()
+    backends, known = gate.backends_of(parser, arguments)
+    tests = Tests(root, arguments.processes, build=BUILD, variables={VARIABLE: "yes"}, timeout=TIMEOUT)
+    recorder = Recorder(tests)
+    drawn = ["--more", str(arguments.more), *(["--seed", str(arguments.seed)] if arguments.seed is not None else [])]
+    tables = tables_of(tests, backends, drawn, recorder)
+    there = ["unit", *backends, *([gate.WITHOUT_FAST] if gate.TWICE in backends else []), *tables]
+    only = arguments.parts
+    if only is not None:
+        if unknown := sorted(set(only) - set(there)):
+            parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(there)}")
+        only = {*only, *(["unit"] if set(only) & set(backends) else [])}
+    with Reporter() as reporter:
+        rows = gate.run_parts(
+            tests,
+            backends,
+            arguments.at_once,
+            reporter,
+            only=only,
+            more=tables,
+            ended=recorder.add,
+            nightly=True,
+        )
+        reporter.besides = "looking for errors that no test came to"
+        missed = gate.missed_errors(tests, rows, whole=only is None and set(backends) == set(known))
+    results.write(tests.build / "table.json", rows)
+    return gate.finish(tests, rows, missed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("stopped")

@@ -1,7 +1,7 @@
 """Lines of progress for a terminal: which parts of the gate run, how far they are, and what has failed so far.
 
 A part is a row of the table, such as the tests of one backend. `Reporter` prints a line every ten seconds, and the text
-of a failure as soon as a test has failed. What else a part prints goes to its log alone.
+of a failure as soon as a test has failed. The rest of the output of a part goes to its log alone.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Part:
 
     @property
     def progress(self) -> str:
-        """How far the part is, in a few words."""
+        """Progress of the part, in a few words."""
         if self._state:
             return f"{self.name} {self._state}"
         counts = [tail.collected for tail in self._tails if tail.collected is not None]
@@ -130,7 +130,7 @@ class Part:
 
 
 class Reporter:
-    """Prints the progress of all parts that run, from a thread of its own, between ``with`` and its end.
+    """Printer of the progress of all parts that run, a thread of its own between ``with`` and its end.
 
     Args:
         every: seconds between two lines.

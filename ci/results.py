@@ -20,6 +20,7 @@ __all__ = [
     "PACKAGE",
     "Area",
     "Row",
+    "commit_of",
     "committed_tree",
     "from_dict",
     "is_own",
@@ -27,6 +28,7 @@ __all__ = [
     "read",
     "stamp",
     "terminal",
+    "today",
     "tree",
     "write",
 ]
@@ -130,7 +132,7 @@ class Row:
 
 
 def _git(root: Path, *command: str, **variables: str) -> str:
-    """What ``git`` prints in ``root``.
+    """Return the output of ``git`` in ``root``.
 
     Raises:
         subprocess.CalledProcessError: when it fails.
@@ -138,6 +140,22 @@ def _git(root: Path, *command: str, **variables: str) -> str:
     environment = {**os.environ, **variables}
     done = subprocess.run(["git", *command], cwd=root, env=environment, check=True, capture_output=True, text=True)
     return done.stdout.strip()
+
+
+def commit_of(root: Path, but: Iterable[str] = ()) -> str:
+    """The commit of the project in ``root``, with ``+changes`` where a file differs, except for the files ``but``."""
+    others = [f":(exclude){path}" for path in but]
+    try:
+        commit = _git(root, "rev-parse", "--short=10", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *others)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+changes" if changed else "")
+
+
+def today() -> str:
+    """The date, as the tables have it."""
+    return datetime.now(timezone.utc).date().isoformat()
 
 
 def tree(root: Path) -> str:
@@ -173,15 +191,10 @@ def stamp(root: Path, rows: Iterable[Row], begun: str | None = None) -> None:
         rows: of a run that has just ended.
         begun: what `tree` gave when the run began. Where the code is another one by now, rows name none.
     """
-    try:
-        commit = _git(root, "rev-parse", "--short=10", "HEAD")
-        changed = "+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else ""
-    except (OSError, subprocess.CalledProcessError):
-        commit, changed = "unknown", ""
-    code, today = tree(root), datetime.now(timezone.utc).date().isoformat()
+    code, commit, date = tree(root), commit_of(root), today()
     code = code if begun in (None, code) else ""
     for row in rows:
-        row.commit, row.date, row.tree = commit + changed, today, code
+        row.commit, row.date, row.tree = commit, date, code
         row.torch = os.environ.get("TORCH", "") if row.backend.startswith("torch-") else ""
 
 

@@ -28,12 +28,12 @@ MOST_PROCESSES = 8
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processes_for(count: int) -> int:
-    """Over how many processes of pytest a part is shared out on ``count`` cores.
+    """Return over how many processes of pytest a part is shared out on ``count`` cores.
 
     Two parts run at a time, with four ranks a process, of which most wait: 6 processes on 16 cores, one on up to 5.
     """
@@ -41,7 +41,7 @@ def processes_for(count: int) -> int:
 
 
 def shares_of(tests: Mapping[str, int], seconds: Mapping[str, float], count: int) -> list[list[str]]:
-    """Files of tests, in at most ``count`` shares that take about as long each.
+    """Divide files of tests into at most ``count`` shares that take about as long each.
 
     Args:
         tests: file -> how many tests it has.
@@ -62,7 +62,7 @@ def shares_of(tests: Mapping[str, int], seconds: Mapping[str, float], count: int
 
 
 class Tests:
-    """How the tests of a part are run.
+    """Settings for the tests of all parts, and the processes of pytest that run them.
 
     Args:
         root: the project.
@@ -99,11 +99,11 @@ class Tests:
         self.stopped = False
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a process, with ``variables``."""
+        """Return the environment of a process, with ``variables``."""
         return {**os.environ, **self.variables, **variables}
 
     def unmeasured(self) -> Tests:
-        """The same, without coverage."""
+        """Return the same settings, without coverage."""
         other = copy.copy(self)
         other.measured = False
         return other
@@ -148,7 +148,7 @@ class Tests:
         seconds: Mapping[str, float],
         part: Part,
     ) -> list[list[str]]:
-        """The files of tests below ``folders``, in shares that take about as long each."""
+        """Collect the files of tests below ``folders``, in shares that take about as long each."""
         if self.processes == 1 or any("::" in folder for folder in folders):
             return [folders]
         part.doing("collecting")

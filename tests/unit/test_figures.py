@@ -144,20 +144,20 @@ def test_sections_are_what_programs_make_of_the_committed_results() -> None:
 
 def test_sections_of_other_results(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Other results make other pages, which ``--write`` writes, and nothing else."""
-    data = {"ci/last_fuzz.json", "ci/last_mutants.json", "ci/last_nightly.json", figure_tables.BENCHMARKS}
+    data = {"ci/last_fuzz.json", "ci/last_mutants.json", figure_tables.BENCHMARKS}
     for name in {page for page, _ in figure_tables.SECTIONS.values()} | data:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     assert figures.main(["--root", str(tmp_path), "--write"]) == 0 and capsys.readouterr().out == ""
-    record = tmp_path / "ci" / "last_nightly.json"
+    record = tmp_path / "ci" / "last_fuzz.json"
     known = json.loads(record.read_text())
-    record.write_text(json.dumps({**known, "mindspore": {**known["mindspore"], "rows": 12345}}))
-    before = (tmp_path / "docs" / "gates.md").read_text(encoding="utf-8")
+    record.write_text(json.dumps({**known, "mindspore": {**known["mindspore"], "programs": 12345}}))
+    before = (tmp_path / "docs" / "fuzzing.md").read_text(encoding="utf-8")
     assert figures.main(["--root", str(tmp_path), "--write"]) == 0
-    assert capsys.readouterr().out == "docs/gates.md is written\n"
-    after = (tmp_path / "docs" / "gates.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == "docs/fuzzing.md is written\n"
+    after = (tmp_path / "docs" / "fuzzing.md").read_text(encoding="utf-8")
     (line,) = set(after.splitlines()) - set(before.splitlines())
-    assert line.startswith("| mindspore | 12345 | ")
+    assert line.startswith("| `mindspore` | 12,345 | ")
     survivors = tmp_path / "ci" / "last_mutants.json"
     survivors.write_text(survivors.read_text().replace("lru_cache(maxsize=4096)", "a | b"))
     assert "`a \\| b -> lru_cache()` in `@a \\| b` |" in figure_tables.mutants(tmp_path)

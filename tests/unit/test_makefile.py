@@ -81,7 +81,7 @@ def test_nothing_is_silent(words: tuple[str, ...]) -> None:
     """What takes long runs below a program that says so every ten seconds; the gate does it itself."""
     lines = make(*words).stdout.replace("\\\n", "").splitlines()
     long = [line for line in lines if re.search(r"-m (venv|pip)|mypy|mkdocs", line)]
-    assert len(long) >= 3 and all("ci/heartbeat.py " in line for line in long)
+    assert len(long) >= 2 and all("ci/heartbeat.py " in line for line in long)
 
 
 def test_make_alone_lists_the_targets() -> None:
