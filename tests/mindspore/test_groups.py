@@ -10,6 +10,7 @@ from mindspore import communication
 from mindspore.communication._comm_helper import GlobalComm
 from mindspore.mint import distributed as dist
 
+from hyper_parallel.platform.mindspore import launch
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, World
 from hyper_parallel.testing.spmd import on_mesh
 
@@ -65,23 +66,25 @@ def adopted(mesh: Any) -> list[Any]:
         patch.setenv("MS_ROLE", "MS_WORKER")
         patch.setattr(GlobalComm, "INITED", False)
         patch.setattr(communication, "init", init)
+        patch.setattr(launch, "store_of_msrun", lambda rank, size, group, timeout: (rank, size, group))
         groups = GroupVerbs()
         before = groups.world()
         groups.init_process_group()
         started = groups.world()
     GlobalComm.INITED = True
     facts = [(w.rank, w.size, w.group) == (known.rank, known.size, known.group) for w in (found, started)]
-    return [*facts, before, asked, found.store]
+    return [*facts, before, asked, found.store, started.store == (known.rank, known.size, known.group)]
 
 
 def test_adopting(pool: Any) -> None:
-    assert pool.run(2, adopted) == [[True, True, None, ["mccl"], None]] * 2
+    assert pool.run(2, adopted) == [[True, True, None, ["mccl"], None, True]] * 2
 
 
 def test_destroyed_groups_stay_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
     monkeypatch.setattr(GlobalComm, "INITED", True)
+    monkeypatch.setattr(launch, "_MOMENT", 0)
     groups = GroupVerbs()
     groups._world = World(0, 2, "mccl_world_group")
     groups.destroy_process_group()
