@@ -10,8 +10,9 @@ from mindspore import communication
 from mindspore.communication._comm_helper import GlobalComm
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.platform.mindspore import launch
+from hyper_parallel.platform.mindspore import launch, stores
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, World
+from hyper_parallel.testing import worker
 from hyper_parallel.testing.spmd import on_mesh
 
 
@@ -49,6 +50,16 @@ def test_groups(pool: Any) -> None:
     assert times[0][1] >= times[2][0], "rank 0 has not waited for rank 2"
     for seen in results:
         assert all(seen.values()), seen
+
+
+@on_mesh()
+def patience(mesh: Any) -> float:
+    return stores.seconds_in_collectives()
+
+
+def test_ranks_of_the_pool_wait_for_one_another(pool: Any) -> None:
+    """Longer than mccl does by itself, which is too short for a busy machine. The pool finds out who hangs."""
+    assert pool.run(2, patience) == [worker.TIMEOUT] * 2
 
 
 @on_mesh(2)
