@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+
+from hyper_parallel.testing.pool import free_port
 
 
 def under_launcher() -> bool:
     """Whether this process is one of several that torchrun, msrun or `launch` started."""
     return "RANK" in os.environ or "MS_ROLE" in os.environ
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _shares(processes: int) -> list[set[int]]:
@@ -37,7 +32,7 @@ def launch(processes: int) -> int:
     when the threads are spread over cores that other ranks use as well.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the ranks end as well
-    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank, cores in enumerate(_shares(processes)):

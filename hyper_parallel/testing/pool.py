@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import re
 import signal
 import socket
@@ -32,15 +33,21 @@ from hyper_parallel.testing.worker import Failure, Settings, serve
 
 #: Ranks in the pool, and so the largest world that a test can have.
 SIZE = 4
+#: Limits in seconds, which only end what hangs. On a busy machine they are longer, by `slowness`.
 START_TIMEOUT = 180.0
 JOB_TIMEOUT = 120.0
 #: Once one rank has failed, how long the others may go on: they may be waiting for it forever.
 GRACE = 5.0
-#: What they get to end by themselves after that: enough for those that do not hang to save their coverage, on a busy
-#: machine too.
+#: What they get to end by themselves after that: enough for those that do not hang to save their coverage.
 GRACE_OF_HUNG = 4.0
 #: What all get in the end.
 GRACE_OF_ALL = 30.0
+#: How many times longer than alone a limit may be.
+SLOWEST = 10.0
+#: The first port that is asked for; those below are known by what listens there.
+FIRST_PORT = 10_000
+#: The frame below which a worker's stack is that of `multiprocessing`.
+STACK_ENDS = " in serve\n"
 #: How much of a worker's own output an error message quotes, from the end.
 OUTPUT_QUOTED = 4000
 
@@ -136,12 +143,12 @@ class WorkerPool:
         """Stop the workers and wait until they are gone. A later `run` starts new ones.
 
         Args:
-            grace: seconds after which those are killed that have not come to an end by themselves.
+            grace: seconds after which those are killed that have not come to an end by themselves, on an idle machine.
         """
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.connection.close()  # a worker that waits for a job takes this as the end
-        deadline = time.monotonic() + grace
+        deadline = time.monotonic() + grace * slowness()
         for worker in workers:
             worker.process.join(max(0, deadline - time.monotonic()))
             worker.process.kill()
@@ -193,19 +200,19 @@ class WorkerPool:
 
     def _collect(self, timeout: float) -> dict[int, Any]:
         """Wait for one outcome of each rank: what the job returned, or a `Failure`."""
-        started = time.monotonic()
-        deadline = started + timeout
+        started = since = time.monotonic()
+        limit, failed = timeout, False
         outcomes: dict[int, Any] = {}
         pending: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(self._workers)}
         while pending:
-            ready = wait(list(pending), max(0, deadline - time.monotonic()))
-            if not ready:
+            ready = wait(list(pending), max(0, since + limit * slowness() - time.monotonic()))
+            if not ready and time.monotonic() > since + limit * slowness():  # it may have grown busier
                 break
             for connection in ready:
                 rank = pending.pop(connection)
                 outcomes[rank] = self._receive(rank)
-                if isinstance(outcomes[rank], Failure):
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                if isinstance(outcomes[rank], Failure) and not failed:
+                    since, limit, failed = time.monotonic(), min(limit, GRACE), True
         if pending:
             outcomes.update(self._hung(sorted(pending.values()), time.monotonic() - started))
         return outcomes
@@ -216,7 +223,7 @@ class WorkerPool:
         try:
             outcome = worker.connection.recv()
         except (EOFError, OSError):
-            worker.process.join(GRACE)
+            worker.process.join(GRACE * slowness())
             code = worker.process.exitcode
             return Failure("died", f"the process ended with exit code {code}{worker.output()}")
         if isinstance(outcome, Failure):
@@ -228,7 +235,10 @@ class WorkerPool:
         for rank in ranks:
             if (pid := self._workers[rank].process.pid) is not None:
                 os.kill(pid, signal.SIGUSR1)  # has the worker write its stacks to its output
-        time.sleep(0.5)
+        deadline = time.monotonic() + GRACE * slowness()
+        for rank in ranks:
+            while STACK_ENDS not in self._workers[rank].output() and time.monotonic() < deadline:
+                time.sleep(0.01)
         frames_of_worker = re.compile(r'^  File "[^"]*/testing/worker\.py", line .*', re.MULTILINE | re.DOTALL)
         return {
             rank: Failure(
@@ -244,8 +254,26 @@ def _in_step(failures: dict[int, Failure], world_size: int) -> bool:
     return set(failures) == set(range(world_size)) and len(places) == 1 and not places & {"hung", "died"}
 
 
+def slowness() -> float:
+    """How many times longer than alone everything may take now, by what waits for the processors."""
+    return min(max(1.0, os.getloadavg()[0] / 2 / (os.cpu_count() or 1)), SLOWEST)
+
+
 def free_port() -> int:
-    """A port of this machine on which nobody listens now."""
+    """A port of this machine on which nobody listens now.
+
+    It is none of those that the system gives away, to whoever connects: such a port may have another owner before a
+    program has imported its framework and listens.
+    """
+    try:
+        given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        given_away = 32768
+    ports = range(FIRST_PORT, given_away)
+    for port in random.SystemRandom().sample(ports, min(len(ports), 100)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -16,6 +16,9 @@ from typing import Any
 
 from hyper_parallel.testing import one_device, spmd
 
+#: Seconds that a collective waits for ranks that are late. The pool finds out sooner where ranks hang.
+TIMEOUT = 1800.0
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -97,7 +100,7 @@ def _join(settings: Settings) -> None:
             one_device.share()
         from hyper_parallel.platform import get_platform
 
-        get_platform().init_process_group()
+        get_platform().init_process_group(timeout=TIMEOUT)
 
 
 def _answer(connection: Connection, task: bytes) -> None:

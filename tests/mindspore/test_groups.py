@@ -10,7 +10,9 @@ from mindspore import communication
 from mindspore.communication._comm_helper import GlobalComm
 from mindspore.mint import distributed as dist
 
+from hyper_parallel.platform.mindspore import launch, stores
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, World
+from hyper_parallel.testing import worker
 from hyper_parallel.testing.spmd import on_mesh
 
 
@@ -50,6 +52,16 @@ def test_groups(pool: Any) -> None:
         assert all(seen.values()), seen
 
 
+@on_mesh()
+def patience(mesh: Any) -> float:
+    return stores.seconds_in_collectives()
+
+
+def test_ranks_of_the_pool_wait_for_one_another(pool: Any) -> None:
+    """Longer than mccl does by itself, which is too short for a busy machine. The pool finds out who hangs."""
+    assert pool.run(2, patience) == [worker.TIMEOUT] * 2
+
+
 @on_mesh(2)
 def adopted(mesh: Any) -> list[Any]:
     """The world as an object sees it that has not initialised it; then under msrun, which is a function away."""
@@ -65,23 +77,25 @@ def adopted(mesh: Any) -> list[Any]:
         patch.setenv("MS_ROLE", "MS_WORKER")
         patch.setattr(GlobalComm, "INITED", False)
         patch.setattr(communication, "init", init)
+        patch.setattr(launch, "store_of_msrun", lambda rank, size, group, timeout: (rank, size, group))
         groups = GroupVerbs()
         before = groups.world()
         groups.init_process_group()
         started = groups.world()
     GlobalComm.INITED = True
     facts = [(w.rank, w.size, w.group) == (known.rank, known.size, known.group) for w in (found, started)]
-    return [*facts, before, asked, found.store]
+    return [*facts, before, asked, found.store, started.store == (known.rank, known.size, known.group)]
 
 
 def test_adopting(pool: Any) -> None:
-    assert pool.run(2, adopted) == [[True, True, None, ["mccl"], None]] * 2
+    assert pool.run(2, adopted) == [[True, True, None, ["mccl"], None, True]] * 2
 
 
 def test_destroyed_groups_stay_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
     monkeypatch.setattr(GlobalComm, "INITED", True)
+    monkeypatch.setattr(launch, "_MOMENT", 0)
     groups = GroupVerbs()
     groups._world = World(0, 2, "mccl_world_group")
     groups.destroy_process_group()

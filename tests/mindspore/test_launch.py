@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +19,13 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, ops
 
-from hyper_parallel.platform.mindspore import launch
+from hyper_parallel.platform.mindspore import launch, stores
 from hyper_parallel.platform.mindspore.launch import GroupVerbs
 from hyper_parallel.testing.spmd import on_mesh
 
 SCRIPT = """
 import os
+import time
 import numpy as np
 from mindspore import Tensor
 from mindspore.mint import distributed
@@ -28,17 +33,30 @@ from hyper_parallel import DTensor, Partial, Shard, init_device_mesh
 
 world = int(os.environ.get("MS_WORKER_NUM") or os.environ["WORLD_SIZE"])
 mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-rank = mesh.platform.rank()
+platform, rank = mesh.platform, mesh.platform.rank()
 x = DTensor.from_local(Tensor(np.full(2, rank, np.float32)), mesh, [Shard(0), Partial()])
 assert x.full_tensor().asnumpy().tolist() == [1, 1, 5, 5][:world]
 t = Tensor(np.ones(2, np.float32))
 distributed.all_reduce(t, group=mesh.get_group("tp"))  # as users call it
 assert t.asnumpy().tolist() == [2, 2]
 assert distributed.get_rank(group=mesh.get_group("dp")) == mesh.get_local_rank("dp")
-mesh.platform.barrier(mesh.platform.world().group)
-mesh.platform.destroy_process_group()
+found = platform.find_missing_ranks(platform.world().group, range(world), f"on {rank}")
+assert found == ({r: f"on {r}" for r in range(world)}, ()), found
+platform.world().failed = False  # it was none
+platform.barrier(platform.world().group)
+if rank == 0:
+    time.sleep(1.5)  # longer than a rank waits that can ask nobody
+came = time.monotonic()  # one clock for all processes
+close = distributed.destroy_process_group
+
+def closing():
+    print(f"came|{came}|went|{time.monotonic()}|")
+    close()
+
+distributed.destroy_process_group = closing
+platform.destroy_process_group()
 try:
-    mesh.platform.init_process_group()
+    platform.init_process_group()
 except RuntimeError as error:
     assert "start new processes" in str(error)
     print(f"rank {rank} passed")
@@ -58,73 +76,139 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def test_torchrun_variables(tmp_path: Path) -> None:
-    run_ranks(tmp_path, SCRIPT, 4)
+    check_leaving(run_ranks(tmp_path, SCRIPT, 4), 4)
 
 
-LATE = """
+def check_leaving(output: str, size: int) -> None:
+    """A rank that has what it needs of the last collective must not take it from one that still sends."""
+    times = re.findall(r"came\|(.*?)\|went\|(.*?)\|", output)
+    assert len(times) == size, output
+    came, went = ([float(time[i]) for time in times] for i in (0, 1))
+    assert max(came) <= min(went), "a rank has closed its connections before all ranks left"
+
+
+ENDING = """
 import os
 import time
+import numpy as np
+from mindspore import Tensor
+from mindspore.mint import distributed
 from hyper_parallel import get_platform
-
-rank = int(os.environ["RANK"])
-time.sleep(rank)
-get_platform().init_process_group()
-print(f"rank {rank} passed", flush=True)
-"""
-
-
-def test_rank_0_may_leave_first(tmp_path: Path) -> None:
-    """It serves the store at which the ranks meet, and ends as soon as it has met the others."""
-    assert "Error" not in run_ranks(tmp_path, LATE, 2)
-
-
-LEAVING = """
-import os
-import time
-from hyper_parallel import get_platform
-from hyper_parallel.platform.mindspore import launch
 
 rank, platform = int(os.environ["RANK"]), get_platform()
+if rank == 1:
+    time.sleep(0.5)
 platform.init_process_group()
-if rank == 0:
-    time.sleep(1)
-started = time.monotonic()
-platform.destroy_process_group()
-seconds = time.monotonic() - started
-assert seconds < launch._LEAVING and (rank == 0 or seconds > 0.5), seconds
+distributed.broadcast(Tensor(np.ones(1 << 22, np.float32)), 0, platform.world().group)
 print(f"rank {rank} passed", flush=True)
 """
 
 
-def test_connections_are_kept_until_all_ranks_leave(tmp_path: Path) -> None:
-    """A rank that has what it needs of the last collective must not take it from one that still sends."""
-    run_ranks(tmp_path, LEAVING, 3)
+def test_a_program_may_end_right_after_a_collective(tmp_path: Path) -> None:
+    """The rank that receives acknowledges, which takes a while, and the one that serves the store may be the first."""
+    assert "Error" not in run_ranks(tmp_path, ENDING, 2, MS_CPU_COMM_OP_TIMEOUT="60")
 
 
-def test_a_lost_rank_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[int] = []
+class Store:
+    """What a store is asked when ranks leave: ``answers``, then it is gone."""
 
-    class Store:
-        def add(self, key: str, amount: int) -> int:
-            counts.append(amount)
-            if len(counts) > 3:
-                raise RuntimeError("the store is gone")
-            return 1
+    def __init__(self, *answers: int) -> None:
+        self.answers, self.amounts = list(answers), list[int]()
 
-    monkeypatch.setattr(launch, "_LEAVING", 0.02)
-    launch._wait_for_leaving(launch.World(0, 2, "group", Store()))
-    assert counts[0] == 1 and not any(counts[1:])
-    launch._wait_for_leaving(launch.World(0, 2, "group", Store()))  # the store does not answer
+    def add(self, key: str, amount: int) -> int:
+        self.amounts.append(amount)
+        if not self.answers:
+            raise RuntimeError("the store is gone")
+        return self.answers.pop(0)
 
 
-def run_ranks(folder: Path, text: str, size: int) -> str:
+def test_waiting_for_all_that_leave() -> None:
+    """Each rank counts itself once. Those are not waited for that are lost, nor where the store is."""
+    all_came = Store(1, 1, 2, 3)
+    stores.wait_for_leaving(all_came, 3, math.inf)
+    assert all_came.amounts == [1, 0, 0, 0]
+    gone = Store(1, 1)
+    stores.wait_for_leaving(gone, 3, math.inf)
+    assert gone.amounts == [1, 0, 0]
+    lost = Store(*[1] * 1000)
+    stores.wait_for_leaving(lost, 3, 0.02)
+    assert lost.answers
+
+
+def test_ranks_that_do_not_come() -> None:
+    """An error, not a wait for ever; that rank 0 has met all, and has gone with its store, is none."""
+    stores.meet(Store(1, 2), 2, math.inf)
+    stores.meet(Store(1), 2, math.inf)
+    with pytest.raises(RuntimeError, match=r"1 of 2 ranks have met within 0\.02 s"):
+        stores.meet(Store(*[1] * 1000), 2, 0.02)
+
+
+def test_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks for as long as collectives wait, less after a failure, none where an exception ends the program."""
+    waits: list[Any] = []
+    monkeypatch.setattr(launch, "wait_for_leaving", lambda store, size, seconds: waits.append((store, size, seconds)))
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.delenv("MS_SCHED_HOST", raising=False)
+    monkeypatch.setenv("MS_CPU_COMM_OP_TIMEOUT", "-1")
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    world = launch.World(0, 2, "group", "store")
+    world.leave()
+    monkeypatch.setenv("MS_CPU_COMM_OP_TIMEOUT", "7")
+    world._end()
+    monkeypatch.delenv("MS_CPU_COMM_OP_TIMEOUT")
+    world.leave()
+    world.failed = True
+    world.leave()
+    assert waits == [("store", 2, math.inf), ("store", 2, 7.0), ("store", 2, 30.0), ("store", 2, launch._AFTER_FAILURE)]
+    world.process += 1
+    world._end()
+    world.process -= 1
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    world._end()
+    assert len(waits) == 4
+    # The program has initialised MindSpore itself, under msrun or with a store of its own.
+    launch.World(0, 2, "group").leave()
+    monkeypatch.setenv("MS_SCHED_HOST", "127.0.0.1")
+    monkeypatch.setattr(launch, "store_of_msrun", lambda rank, size, group, timeout: (rank, size, group))
+    launch.World(0, 2, "group").leave()
+    assert waits[4:] == [launch._MOMENT, ((0, 2, "group"), 2, 30.0)]
+
+
+def test_ports_that_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of msrun's ranks is served on the first port that is still free when the store comes to it."""
+    asked: list[int] = []
+
+    def make(address: str, port: int, size: int, serve: bool, timeout: timedelta, wait: bool) -> str:
+        asked.append(port)
+        if len(asked) < 3 or size == 0:
+            raise RuntimeError("Failed to init the tcp server")
+        return "store"
+
+    monkeypatch.setattr(stores, "make_store", make)
+    assert stores._serve("127.0.0.1", 2, timedelta(seconds=1)) == (asked[2], "store")
+    with pytest.raises(RuntimeError, match="Failed to init"):
+        stores._serve("127.0.0.1", 0, timedelta(seconds=1))
+    assert len(asked) == 3 + stores._PORTS
+
+
+def test_how_long_collectives_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MindSpore's own variable comes first."""
+    monkeypatch.setenv("MS_CPU_COMM_OP_TIMEOUT", "")  # so that it is put back, whatever it was
+    monkeypatch.delenv("MS_CPU_COMM_OP_TIMEOUT")
+    assert stores.seconds_in_collectives() == 30
+    stores.set_seconds_in_collectives(2.5)
+    stores.set_seconds_in_collectives(60)
+    assert stores.seconds_in_collectives() == 3 and os.environ["MS_CPU_COMM_OP_TIMEOUT"] == "3"
+
+
+def run_ranks(folder: Path, text: str, size: int, **more: str) -> str:
     """Run a script that prints "rank r passed" on each rank, under torchrun's variables; return all output."""
     script, port = folder / "script.py", free_port()
     script.write_text(text)
     processes = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env=environment(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            env=environment(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -146,6 +230,7 @@ def test_msrun(tmp_path: Path) -> None:
     subprocess.run([msrun, *options.split(), f"--log_dir={logs}", str(script)], env=environment(), timeout=300)
     output = "".join(file.read_text() for file in logs.glob("worker_*.log"))
     assert all(f"rank {rank} passed" in output for rank in range(2)), output
+    check_leaving(output, 2)
 
 
 def test_incomplete_environment(monkeypatch: pytest.MonkeyPatch) -> None:

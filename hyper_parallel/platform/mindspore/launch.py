@@ -1,14 +1,18 @@
 """Process groups: the launchers' environments, the default group, subgroups.
 
-Without msrun, ranks meet through a `TCPStore`, for which torchrun's four environment variables are enough.
+Without msrun, ranks meet through a `TCPStore`, for which torchrun's four environment variables are enough. Under msrun
+they meet at its scheduler, and then make one.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -20,20 +24,25 @@ from mindspore.mint import distributed as dist
 from hyper_parallel.platform.contract import NativeGroup
 from hyper_parallel.platform.mindspore import lost_ranks
 from hyper_parallel.platform.mindspore.private import GlobalComm
+from hyper_parallel.platform.mindspore.stores import (
+    SECONDS,
+    make_store,
+    meet,
+    seconds_in_collectives,
+    set_seconds_in_collectives,
+    store_of_msrun,
+    wait_for_leaving,
+)
 from hyper_parallel.platform.timeout import timeout_seconds
 
 __all__ = ["GroupVerbs", "World", "device_target", "wait_for_group"]
 
 #: Seconds, where nobody says how long to wait.
 _TIMEOUT = 300.0
-#: Seconds that a rank waits for the others before it destroys its groups, and where they are counted.
-_LEAVING, _LEAVING_KEY = 5.0, "hyper_parallel/leaving"
-#: Seconds that it waits where they are not counted.
+#: Seconds that a rank waits for the others before it destroys its groups, where a collective has failed.
+_AFTER_FAILURE = 5.0
+#: The same where the ranks have no store, because the program has given MindSpore its own.
 _MOMENT = 1.0
-#: The store at which the ranks of this process have met. It stays after the group is destroyed: about one in ten
-#: clients ends the process with a segmentation fault when MindSpore destroys it while the server is there.
-_stores: list[Any] = []
-
 
 _known_target: str | None = None
 
@@ -68,6 +77,29 @@ class World:
     store: Any = None
     subgroups: dict[tuple[int, ...], str] = field(default_factory=dict)
     with_options: int = 0
+    #: Whether a collective has failed here.
+    failed: bool = False
+    process: int = field(default_factory=os.getpid)
+
+    def leave(self) -> None:
+        """Return when all ranks leave, or those that do not are lost. Until then they may need what this one sends."""
+        atexit.unregister(self._end)
+        if self.store is None and not self.failed and "MS_SCHED_HOST" in os.environ:
+            with suppress(RuntimeError):  # a rank is lost
+                self.store = store_of_msrun(self.rank, self.size, self.group, timedelta(seconds=_TIMEOUT))
+        if self.store is None:  # nobody can be asked, and mccl has sent what it could after a moment
+            time.sleep(_MOMENT)
+        else:
+            wait_for_leaving(self.store, self.size, _AFTER_FAILURE if self.failed else seconds_in_collectives())
+
+    def leave_at_the_end(self) -> None:
+        """Leave when the program ends, unless this rank has left before."""
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        # A process that was forked is no rank. Where an exception ends the program the others miss this rank anyway.
+        if os.getpid() == self.process and getattr(sys, "last_value", None) is None:
+            self.leave()
 
 
 class GroupVerbs:
@@ -96,26 +128,36 @@ class GroupVerbs:
                 "MindSpore cannot initialise process groups again in a process that has destroyed them: start new "
                 "processes"
             )
-        if device_target() == "CPU":
+        on_cpu = device_target() == "CPU"
+        if on_cpu:
             # Errors come where they arise, and on few cores it is many times faster.
             ms.runtime.launch_blocking()
         environment = os.environ
-        if "MS_ROLE" in environment or "MS_WORKER_NUM" in environment:
+        with_msrun = "MS_ROLE" in environment or "MS_WORKER_NUM" in environment
+        if on_cpu and seconds is not None:
+            # msrun's ranks come to the first collective seconds after one another.
+            set_seconds_in_collectives(max(seconds, SECONDS) if with_msrun else seconds)
+        meeting = timedelta(seconds=seconds or _TIMEOUT)
+        if with_msrun:
             communication.init(self.comm_backend)
-            self._world = _adopt()
+            self._world = world = _adopt()
+            if on_cpu and world.size > 1:
+                world.store = store_of_msrun(world.rank, world.size, world.group, meeting)
         elif int(environment.get("WORLD_SIZE", "1")) > 1:
-            if device_target() == "Ascend":
+            if not on_cpu:
                 _select_device(environment)
-            self._world = _meet(self.comm_backend, environment, timedelta(seconds=seconds or _TIMEOUT))
+            self._world = _meet(self.comm_backend, environment, meeting)
         else:
             self._world = World(0, 1, None)
+        if on_cpu and self._world.store is not None:
+            self._world.leave_at_the_end()
 
     def destroy_process_group(self) -> None:
         world, self._world = self._world, None
         if world is None or world.group is None:
             return
         if device_target() == "CPU":
-            _wait_for_leaving(world)
+            world.leave()
         dist.destroy_process_group()  # the subgroups with it
         GlobalComm.INITED = False
         self._destroyed = True
@@ -179,33 +221,16 @@ class GroupVerbs:
         self, group: Any, ranks: Sequence[int], report: str
     ) -> tuple[dict[int, str], tuple[int, ...]] | None:
         world = self.world()
-        return None if world is None else lost_ranks.find_missing_ranks(world.store, world.rank, group, ranks, report)
+        if world is None:
+            return None
+        world.failed = True
+        return lost_ranks.find_missing_ranks(world.store, world.rank, group, ranks, report)
 
     def _need_world(self) -> World:
         world = self.world()
         if world is None:
             raise RuntimeError("the process group is not initialised: make a device mesh, or call init_process_group")
         return world
-
-
-def _wait_for_leaving(world: World) -> None:
-    """Return when all ranks destroy their groups, or some seconds have passed: a rank may be lost. Where they are not
-    counted, after a moment.
-
-    mccl's collectives return where a rank has what it needs. Where it then closes its connections, another rank that
-    still waits for its last message to be taken fails after half a minute.
-    """
-    if world.store is None:  # under msrun: nobody can be asked, and mccl has sent what it could after a moment
-        time.sleep(_MOMENT)
-        return
-    deadline = time.monotonic() + _LEAVING
-    try:
-        waiting = world.store.add(_LEAVING_KEY, 1) < world.size
-        while waiting and time.monotonic() < deadline:
-            time.sleep(0.01)
-            waiting = world.store.add(_LEAVING_KEY, 0) < world.size
-    except RuntimeError:
-        return  # rank 0, which serves the store, has seen all of them and gone
 
 
 def _self_group(rank: int) -> str:
@@ -238,18 +263,13 @@ def _meet(backend: str, environment: Any, timeout: timedelta) -> World:
     port = int(environment["MASTER_PORT"])
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1  # torchrun keeps a store of its own on the port
-    store = dist.TCPStore(
-        socket.gethostbyname(environment["MASTER_ADDR"]),  # the store takes numeric addresses only
-        port,
-        world_size=size,
-        is_master=rank == 0,
-        timeout=timeout,
-    )
-    _stores.append(store)
+    address = socket.gethostbyname(environment["MASTER_ADDR"])  # the store takes numeric addresses only
+    store = make_store(address, port, size, rank == 0, timeout)
     communication.management._init_with_store(
         backend=backend, timeout=timeout, world_size=size, rank=rank, store=store, group_name=""
     )
     group = f"{backend}_world_group"
-    # Rank 0 serves the store, and where it ended before the others have met, they would wait for it in vain.
-    wait_for_group(group)
+    # Rank 0 serves the store, and where it ended before the others have met, they would wait for it in vain. They are
+    # counted, since the time-out of a collective may be too short for those that are still about to connect.
+    meet(store, size, timeout.total_seconds())
     return World(rank, size, group, store)

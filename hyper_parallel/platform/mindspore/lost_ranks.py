@@ -10,8 +10,8 @@ from hyper_parallel.platform.fault_reports import exchange_reports
 
 __all__ = ["GRACE", "is_communication_failure", "find_missing_ranks"]
 
-#: Seconds that a rank whose collective has failed waits for the reports of the others. On CPU all have waited for
-#: half a minute by then, each since it came to the collective.
+#: Seconds that a rank whose collective has failed waits for the reports of the others. On CPU all have waited for the
+#: time-out by then, each since it came to the collective.
 GRACE = 5.0
 
 _FAILURES = re.compile(
@@ -30,7 +30,7 @@ def find_missing_ranks(
     """See `Platform.find_missing_ranks`.
 
     Args:
-        store: the ``TCPStore`` at which the ranks have met, served by rank 0; None under msrun, which has none.
+        store: a ``TCPStore`` of all ranks, served by rank 0; None where they have none.
         me: this rank.
         group: name of the group.
         ranks: global ranks of the group.

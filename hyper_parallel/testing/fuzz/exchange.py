@@ -21,14 +21,14 @@ import numpy as np
 from hyper_parallel.platform import get_platform
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.pool import WorkerPool
+from hyper_parallel.testing.pool import WorkerPool, slowness
 
 __all__ = ["Exchange", "ExchangePool", "OutOfStepError", "installed", "patience"]
 
 
 def patience() -> float:
-    """Seconds that a rank waits for another one that is in the same program."""
-    return float(os.environ.get("HYPER_PARALLEL_FUZZ_PATIENCE", "15"))
+    """Seconds that a rank waits for another one that is in the same program; more on a busy machine."""
+    return float(os.environ.get("HYPER_PARALLEL_FUZZ_PATIENCE", "15")) * slowness()
 
 
 #: Bytes of a message.

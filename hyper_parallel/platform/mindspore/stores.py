@@ -1,0 +1,148 @@
+"""Stores at which ranks meet, and how ranks part that have met at one.
+
+mccl acknowledges a message, with all that was in it, from a buffer, after it has given the message to the collective. A
+rank that then ends, or closes its connections, takes the acknowledgement with it. The rank that has sent then fails
+after its time-out, although nothing was wrong. So ranks part when all have returned from their last collective.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore.mint import distributed as dist
+
+__all__ = [
+    "SECONDS",
+    "make_store",
+    "meet",
+    "seconds_in_collectives",
+    "set_seconds_in_collectives",
+    "store_of_msrun",
+    "wait_for_leaving",
+]
+
+#: Seconds that mccl's collectives wait for the other ranks, where nobody says how long, and the variable that says it.
+#: It is read once.
+SECONDS, _VARIABLE = 30.0, "MS_CPU_COMM_OP_TIMEOUT"
+#: Where ranks are counted that have met, and that leave.
+_MET, _LEAVING = "hyper_parallel/met", "hyper_parallel/leaving"
+#: How many ports are tried, where other processes are quicker to take them.
+_PORTS = 9
+#: All stores of this process, until it ends: about one in ten clients ends the process with a segmentation fault when
+#: MindSpore destroys it while the server is there.
+_stores: list[Any] = []
+
+
+def set_seconds_in_collectives(seconds: float) -> None:
+    """Have mccl's collectives wait so long for the other ranks, unless MindSpore's variable says how long."""
+    os.environ.setdefault(_VARIABLE, str(math.ceil(seconds)))
+
+
+def seconds_in_collectives() -> float:
+    """How long mccl's collectives wait for the other ranks."""
+    seconds = float(os.environ.get(_VARIABLE) or SECONDS)
+    return math.inf if seconds < 0 else seconds
+
+
+def make_store(address: str, port: int, size: int, serve: bool, timeout: timedelta, wait: bool = True) -> Any:
+    """A store that stays until the process ends.
+
+    Args:
+        address, port: where it is served; the address is a numeric one.
+        size: how many ranks there are.
+        serve: whether this process serves it.
+        timeout: how long to try to reach it.
+        wait: whether the process that serves it waits here for all others.
+    """
+    store = dist.TCPStore(address, port, world_size=size, is_master=serve, timeout=timeout, wait_for_workers=wait)
+    _stores.append(store)
+    return store
+
+
+def store_of_msrun(
+    rank: int, size: int, group: str | None, timeout: timedelta, environ: Mapping[str, str] = os.environ
+) -> Any:
+    """A store for ranks that have met at msrun's scheduler; all of them call this.
+
+    Rank 0 serves it, and tells the others where, with a broadcast.
+
+    Args:
+        rank: this rank.
+        size: how many there are.
+        group: name of the group of all.
+        timeout: how long to try to reach the store.
+        environ: the environment, in which msrun says where its scheduler is.
+    """
+    where, store = np.zeros(5, np.int32), None
+    if rank == 0:
+        address = _address_towards(environ["MS_SCHED_HOST"], int(environ["MS_SCHED_PORT"]))
+        port, store = _serve(address, size, timeout)
+        where[:] = *map(int, address.split(".")), port
+    told = ms.Tensor(where)
+    dist.broadcast(told, 0, group)
+    if rank != 0:
+        *numbers, port = told.asnumpy().tolist()
+        store = make_store(".".join(map(str, numbers)), port, size, False, timeout)
+    return store
+
+
+def _address_towards(host: str, port: int) -> str:
+    """The address of this machine in the network in which a host is."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _serve(address: str, size: int, timeout: timedelta) -> tuple[int, Any]:
+    """A store on a free port, and the port. The store takes no socket, so another process may be quicker."""
+    left = _PORTS
+    while True:
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            port = int(probe.getsockname()[1])
+        try:
+            return port, make_store(address, port, size, True, timeout, wait=False)
+        except RuntimeError:
+            left -= 1
+            if not left:
+                raise
+
+
+def meet(store: Any, size: int, seconds: float) -> None:
+    """Return when as many ranks have come here as there are.
+
+    Raises:
+        RuntimeError: when some have not come in so many seconds.
+    """
+    came = _count(store, _MET, size, seconds)
+    if came is not None and came < size:
+        raise RuntimeError(f"{came} of {size} ranks have met within {seconds:g} s: the others have ended, or hang")
+
+
+def wait_for_leaving(store: Any, size: int, seconds: float) -> None:
+    """Return when as many ranks have come here as there are, or after some seconds: a rank may be lost."""
+    _count(store, _LEAVING, size, seconds)
+
+
+def _count(store: Any, place: str, size: int, seconds: float) -> int | None:
+    """Count this rank, wait for the others, and return how many came in so many seconds; None where the store is gone.
+
+    Rank 0, which serves it, goes when it has seen all, or when it is lost.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        came = int(store.add(place, 1))
+        while came < size and time.monotonic() < deadline:
+            time.sleep(0.01)
+            came = int(store.add(place, 0))
+    except RuntimeError:
+        return None
+    return came
