@@ -21,7 +21,7 @@ class coalesce_gradients:
 
     This is about parameters that are replicated while the inputs of their module are sharded: norms under
     `SequenceParallel`. Outside, backward does one all-reduce for each of them; the block does one for each mesh and
-    dtype.
+    dtype. It sends each parameter once, however often the model, or several backward passes, have used it.
 
     The gradients of these parameters are complete after the block, and their part of this backward is missing inside.
     So whatever reads them - clipping, the optimizer, an exchange over a data-parallel mesh dimension - goes after the
@@ -42,7 +42,8 @@ class coalesce_gradients:
     Source: Megatron-LM, ``finalize_model_grads`` (Korthikanti et al. 2022).
     """
 
-    _waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], list[tuple[Any, Any]]]
+    #: For each mesh, mesh dimensions and dtype: the parameters by their `id`, and the sums of their cotangents so far.
+    _waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], dict[int, tuple[Any, Any]]]
 
     def take(self, parameter: Any, cotangent: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
         """Whether the block, or data parallelism, will add the sum of ``cotangent`` over ``mesh_dims`` to the gradient
@@ -52,7 +53,10 @@ class coalesce_gradients:
             return True
         if not (mesh.platform.fast or NOTHING_FASTER).can_delay_gradient(parameter):
             return False
-        self._waiting.setdefault((mesh, mesh_dims, cotangent.dtype), []).append((parameter, cotangent))
+        entries = self._waiting.setdefault((mesh, mesh_dims, cotangent.dtype), {})
+        # Uses of a parameter share a view, and so a cotangent, where an operation keeps it: that depends on kernels.
+        _, before = entries.get(id(parameter), (None, None))
+        entries[id(parameter)] = parameter, cotangent if before is None else before + cotangent
         return True
 
     def __enter__(self) -> coalesce_gradients:
@@ -69,9 +73,9 @@ class coalesce_gradients:
             platform = mesh.platform
             fast = platform.fast or NOTHING_FASTER
             with platform.no_grad(), platform.no_dispatch(), recorded_as("backward"):
-                own = [cotangent for _, cotangent in entries]
+                own = [cotangent for _, cotangent in entries.values()]
                 summed = collectives.together(own, platform, collectives.all_reduce_over, mesh, mesh_dims)
-                fast.add_to_gradients([parameter for parameter, _ in entries], summed)
+                fast.add_to_gradients([parameter for parameter, _ in entries.values()], summed)
 
 
 def sum_together(cotangents: Sequence[Any], mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> list[Any]:
