@@ -237,6 +237,7 @@ def test_weights_alone(pool: Any, torch_pool: Any, tmp_path: Path) -> None:
     assert found == [found[0]] * 4 and len(found[0]) == 7
 
 
+@pytest.mark.nightly
 def test_example_goes_on_with_the_other_framework(tmp_path: Path) -> None:
     """train_llama: four steps of torch, then four of MindSpore, spread in another way; those of torch beside."""
 
