@@ -67,6 +67,25 @@ NOT_SIMULATED = {
     "test_rules_page.py": "a page",
     "test_torch_fully_shard.py": "torch's own fully_shard around models of this library",
 }
+#: What the gate leaves to the nightly run on simulated NPUs, which compute on the CPU: name of a file, or of a test in
+#: it -> why the gate of torch-cpu, on the same code, is enough.
+_FILES = "files of checkpoints, whichever device the tensors come from; test_checkpoint_state.py is run"
+NIGHTLY_ON_SIMULATED_NPU = {
+    "test_check_plan.py": "what a plan is compared with, on one process",
+    "test_checkpoint.py": _FILES,
+    "test_checkpoint_damage.py": _FILES,
+    "test_checkpoint_pretrained.py": _FILES,
+    "test_checkpoint_state_dict.py": _FILES,
+    "test_checkpoint_tool.py": _FILES,
+    "test_compile.py::test_inside_of_units": "more models; test_mlp and test_decoder are run",
+    "test_compile.py::test_outside": "what leaves compiled code",
+    "test_compile.py::test_styles": "more styles; test_mlp and test_decoder are run",
+    "test_compile.py::test_ways": "more ways to compile; test_mlp and test_decoder are run",
+    "test_compile_styles.py": "more styles; test_compile.py is run",
+    "test_explain.py": "worlds without devices",
+    "test_fuzz.py": "random programs, of operations that have tests here",
+    "test_readme.py": "programs of the README; tests/npu starts programs",
+}
 #: Files of tests/torch that no NPU can run.
 NOT_ON_NPU = {"test_flex_attention.py": "an operator that torch refuses on NPUs"}
 #: What ranks that share a GPU cannot try, since they talk over gloo: name of a file, or of a test in it -> why.
@@ -136,12 +155,21 @@ def left_out() -> set[str]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the nightly tests to the nightly run. Skip `NEEDS_NCCL` where several ranks share a GPU."""
+    if PLATFORM == "torch-npu" and preload.is_simulated():
+        for item in items:
+            if _named(item, NIGHTLY_ON_SIMULATED_NPU):
+                item.add_marker(pytest.mark.nightly)
     keep_the_gate(config, items)
     if PLATFORM == "torch-cuda" and os.environ.get("HYPER_PARALLEL_TORCH_BACKEND") == "gloo":
         for item in items:
-            test = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
-            if reason := NEEDS_NCCL.get(test) or NEEDS_NCCL.get(item.path.name):
+            if reason := _named(item, NEEDS_NCCL):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _named(item: pytest.Item, reasons: dict[str, str]) -> str | None:
+    """The reason that a table gives for a test, or for all of its file."""
+    test = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
+    return reasons.get(test) or reasons.get(item.path.name)
 
 
 @pytest.fixture(scope="session")
