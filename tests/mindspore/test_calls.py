@@ -80,7 +80,15 @@ def problems_when_repeated(mesh: Any, dim: int, calls: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("world", "dim"), [(1, None), (2, 0), (2, 1), (3, 0)])
+@pytest.mark.parametrize(
+    ("world", "dim"),
+    [
+        pytest.param(1, None, marks=pytest.mark.nightly),
+        pytest.param(2, 0, marks=pytest.mark.nightly),
+        (2, 1),
+        (3, 0),
+    ],
+)
 def test_calls(pool: Any, world: int, dim: int | None) -> None:
     """Over three ranks, dims of size 4 leave one of them without elements."""
     assert pool.run(world, problems, dim, CALLS, timeout=300) == [[]] * world
