@@ -48,6 +48,7 @@ NO_FIGURE: dict[tuple[str, str], str] = {
     ("docs/faults.md", "30 minutes"): "a time-out of torch's",
     ("docs/gates.md", "for about 25 s"): "a limit that is set",
     ("docs/mindspore.md", "after 30 s"): "a time-out of MindSpore's",
+    ("docs/mindspore.md", "below 30 s"): "a time-out of msrun's",
 }
 #: What is made by a program and held up by a test, and what is code.
 MADE = re.compile(r"<!-- (?:made by|begin).*?<!-- end.*?-->|^```.*?^```", re.DOTALL | re.MULTILINE)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from hyper_parallel.testing import one_device, spmd
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import torch_groups
 
 #: Seconds that a collective waits for ranks that are late. The pool finds out sooner where ranks hang.
 TIMEOUT = 1800.0
@@ -97,7 +98,7 @@ def _join(settings: Settings) -> None:
     if settings.platform is not None:
         os.environ["HYPER_PARALLEL_PLATFORM"] = settings.platform
         if settings.platform.startswith("torch-"):
-            one_device.share()
+            torch_groups.share_one_device()
         from hyper_parallel.platform import get_platform
 
         get_platform().init_process_group(timeout=TIMEOUT)

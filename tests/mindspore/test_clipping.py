@@ -75,7 +75,13 @@ def clipped(mesh: Any, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("world", "how"), [(1, "grad"), (2, "value_and_grad"), (2, "GradOperation"), (3, "value_and_grad")]
+    ("world", "how"),
+    [
+        (1, "grad"),
+        pytest.param(2, "value_and_grad", marks=pytest.mark.nightly),
+        (2, "GradOperation"),
+        (3, "value_and_grad"),
+    ],
 )
 def test_local_gradients(pool: Any, world: int, how: str) -> None:
     """They are known for what they are: the norm is that of the gradients of all ranks, and so on each."""

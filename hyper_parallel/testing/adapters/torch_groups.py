@@ -9,10 +9,10 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-__all__ = ["share"]
+__all__ = ["share_one_device"]
 
 
-def share() -> None:
+def share_one_device() -> None:
     """Let all groups that `torch.distributed` makes in this process from now on share one device and its thread.
 
     Does nothing where torch has no gloo.
