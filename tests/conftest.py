@@ -84,7 +84,9 @@ NIGHTLY_ON_SIMULATED_NPU = {
     "test_compile_styles.py": "more styles; test_compile.py is run",
     "test_explain.py": "worlds without devices",
     "test_fuzz.py": "random programs, of operations that have tests here",
+    "test_huggingface.py": "models of a library",
     "test_readme.py": "programs of the README; tests/npu starts programs",
+    "test_training_features.py": "what training loops do around the library",
 }
 #: Files of tests/torch that no NPU can run.
 NOT_ON_NPU = {"test_flex_attention.py": "an operator that torch refuses on NPUs"}
