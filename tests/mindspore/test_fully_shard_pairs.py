@@ -10,7 +10,6 @@ from hyper_parallel.testing.extent import in_gate
 from tests.mindspore.data_parallel_rows import run, settle
 from tests.support.data_parallel_table import pairs, title
 
-
 #: Every two choices together. A row takes seconds of compilation: the gate has the first and every fourth.
 ROWS = pairs(settle)
 
