@@ -7,7 +7,7 @@
 # make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
 # make fuzz [N=100000] [PLATFORM=mindspore]   random programs with fresh seeds, recorded in ci/last_fuzz.json
 # make nightly [PLATFORM=mindspore] [N=100] [SEED=1] [PARTS="unit mindspore"]   everything, recorded in ci/last_nightly.json; hours
-# make mutants [N=200] [SEED=1] [PLATFORM=mindspore]   which small changes of the code no test notices; hours
+# make mutants [N=200] [SEED=1] [PLATFORM=mindspore]   which small changes of the code the gate misses, and which all tests; hours
 # make lint                               ruff and mypy
 # make docs                               the site, under build/site; a warning is an error
 # make dist                               wheel and source distribution, checked, under build/dist

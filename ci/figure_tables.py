@@ -58,24 +58,30 @@ def fuzz(root: Path) -> str:
 
 
 def mutants(root: Path) -> str:
-    """The last run of mutants, and the table of those that no test notices."""
+    """The last run of mutants, and the tables of those that no test notices and that nightly tests alone notice."""
     found = _read(root, "ci/last_mutants.json")
-    survivors, verdicts = found["survivors"], {name: count for name, count in found["verdicts"].items() if count}
+    survivors, verdicts = found["survivors"], found["verdicts"]
     noticed = sum(verdicts.get(name, 0) for name in ("failed", "hung", "broken"))
+    # Runs of before there were nightly tests say nothing of them.
+    late, untried = found.get("at night alone", []), found.get("not tried at night", 0)
     same = sum(survivor["why"].startswith("equivalent") for survivor in survivors)
     first = (
-        f"Of {found['mutants']} mutants of seed {found['seed']}, {noticed} were noticed ({_stamp(found)}), and "
-        f"{len(survivors)} survived, of which {same} change nothing:"
+        f"Of {found['mutants']} mutants of seed {found['seed']}, {noticed} were noticed by the gate and {len(late)} by "
+        f"the nightly run alone ({_stamp(found)}), and {len(survivors)} survived, of which {same} change nothing"
+        f"{f' and {untried} were not tried at night' if untried else ''}:"
     )
-    rows = [
-        [
-            f"`{survivor['where'].removeprefix('hyper_parallel/')}`",
-            f"`{_code(survivor['change'])}` in `{_code(survivor['text'])}`",
-            survivor["why"],
-        ]
-        for survivor in survivors
-    ]
-    return f"{_filled(first)}\n\n{_table(['where', 'change', 'why it does not matter'], rows)}"
+    rows = [[*_where(survivor), survivor["why"]] for survivor in survivors]
+    parts = [_filled(first), _table(["where", "change", "why it does not matter"], rows)]
+    if late:
+        rows = [[*_where(mutant), f"`{_code(mutant['test'] or mutant['verdict'])}`"] for mutant in late]
+        parts += ["The nightly run alone notices:", _table(["where", "change", "test"], rows)]
+    return "\n\n".join(parts)
+
+
+def _where(mutant: dict[str, Any]) -> list[str]:
+    """The cells that say which file a mutant changes, and how."""
+    change = f"`{_code(mutant['change'])}` in `{_code(mutant['text'])}`"
+    return [f"`{mutant['where'].removeprefix('hyper_parallel/')}`", change]
 
 
 def _code(text: str) -> str:

@@ -1,10 +1,11 @@
-"""Which one-line changes of the code no test notices.
+"""Which one-line changes of the code the gate notices, which the nightly run alone, and which no test.
 
-    python -m ci.mutants [--count 200] [--seed 1] [--backend torch-cpu]
+    python -m ci.mutants [--count 200] [--seed 1] [--backend torch-cpu] [--gate-only]
 
 Samples mutations of `hyper_parallel/core` and of the backends, runs the tests that reach each, the closest first, and
 names those that survive. What came out is added to ``build/mutants/results.jsonl``: the same command goes on where it
 was cut off. Each mutant is tried with torch-cpu, and with mindspore if it is in core and survived, or in that backend.
+First the tests of the gate are run; then, for what survived them with each backend, all tests, as at night.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import product
 from pathlib import Path
 from queue import Queue
 
@@ -38,14 +41,22 @@ TRIES = {
 
 
 class Trials:
-    """The trials of one backend. ``sound`` are the tests that have passed in a place, with whatever mutation.
+    """The trials of one backend, in its gate or at ``night``.
 
-    ``tests`` are those to be run; with none they are chosen for each mutation."""
+    ``tests`` are those to be run; with none they are chosen for each mutation. ``sound`` are the tests that have passed
+    in a place, with whatever mutation."""
 
     def __init__(
-        self, root: Path, backend: str, reach: Reach, results: report.Results, tests: Sequence[str] = ()
+        self,
+        root: Path,
+        backend: str,
+        reach: Reach,
+        results: report.Results,
+        tests: Sequence[str] = (),
+        night: bool = False,
     ) -> None:
         self.root, self.backend, self.reach, self.results, self.tests = root, backend, reach, results, tests
+        self.night = night
         self.sound: set[str] = set()
         self.unsound: set[str] = set()
         self.lock = threading.Lock()
@@ -54,7 +65,7 @@ class Trials:
         """Try mutations, ``at_once`` at a time, and add what comes out to the results."""
         places: Queue[Place] = Queue()
         for number in range(at_once):
-            places.put(Place(self.root, self.backend, number))
+            places.put(Place(self.root, self.backend, number, self.night))
         # By parts, so that not much is in doubt when all this is cut off.
         for i in range(0, len(mutations), PART):
             todo = mutations[i : i + PART]
@@ -73,7 +84,8 @@ class Trials:
             finally:
                 places.put(place)
             with self.lock:
-                self.results.add(mutation, self.backend, verdict, test, ran, time.monotonic() - started)
+                seconds = time.monotonic() - started
+                self.results.add(mutation, self.backend, verdict, test, ran, seconds, self.night)
 
         with ThreadPoolExecutor(at_once) as pool:
             for future in [pool.submit(one, mutation) for mutation in mutations]:
@@ -81,7 +93,7 @@ class Trials:
 
     def doubted(self, mutations: list[Mutation], places: Queue[Place]) -> list[Mutation]:
         """Those of the mutations that were noticed by a test that fails without any too: to be tried again."""
-        noticed = {m: self.results.test_of(m, self.backend) for m in mutations}
+        noticed = {m: self.results.test_of(m, self.backend, self.night) for m in mutations}
         while suspects := sorted({test for test in noticed.values() if test} - self.sound - self.unsound):
             place = places.get()
             outcome = place.run(suspects, self.reach, time.monotonic() + 60 + 10 * len(suspects), len(suspects))
@@ -93,14 +105,20 @@ class Trials:
             print(f"{outcome.test} fails without a mutation: left out\n{outcome.log}", file=sys.stderr, flush=True)
         again = [m for m, test in noticed.items() if test in self.unsound]
         for mutation in again:
-            self.results.add(mutation, self.backend, "doubted", "", 0, 0.0)
+            self.results.add(mutation, self.backend, "doubted", "", 0, 0.0, self.night)
         return again
 
     def attempt(self, place: Place, mutation: Mutation) -> tuple[str, str, int]:
         """(verdict, the test that noticed, how many tests ran) for one mutation."""
         source = (self.root / mutation.path).read_text(encoding="utf-8")
+        nightly = self.reach.nightly
         tests = [*self.tests] or [test for near in self.reach.rounds(mutation, source) for test in near]
         unrecorded = [test for test in self.reach.seconds if test.startswith(UNRECORDED) and test not in tests]
+        unrecorded = [test for test in unrecorded if (test in nightly) == self.night]
+        if self.night:  # tests of the gate once more, since some try more at night, but after those that it leaves out
+            tests.sort(key=lambda test: test not in nightly)
+        else:
+            tests = [test for test in tests if test not in nightly]
         ran = 0
         place.mutate(mutation)
         try:
@@ -162,6 +180,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="those in files whose path contains this")
     parser.add_argument("--tests", nargs="+", default=(), help="run these, as pytest takes them, and not those near")
     parser.add_argument("--again", action="store_true", help="try those again that survived")
+    parser.add_argument("--gate-only", action="store_true", help="no nightly tests for those that the gate misses")
     parser.add_argument("--old-map", action="store_true", help="do not make the map anew when sources changed")
     parser.add_argument("--report", action="store_true", help="try nothing, sum up what came out so far")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="the project")
@@ -169,14 +188,16 @@ def main() -> int:
     root = arguments.root.resolve()
     mutations = sample(root, arguments.count, arguments.seed)
     results = report.Results(root / BUILD / "results.jsonl")
-    for backend in () if arguments.report else arguments.backend or ("torch-cpu", "mindspore"):
-        reach = up_to_date(root, backend, arguments.old_map)
+    backends = () if arguments.report else arguments.backend or ("torch-cpu", "mindspore")
+    reach_of = cache(lambda backend: up_to_date(root, backend, arguments.old_map))
+    for night, backend in product((False,) if arguments.gate_only else (False, True), backends):
+        reach = reach_of(backend)
         wanted = (m for m in mutations if TRIES[backend](m.path) and arguments.only in m.path)
-        todo = [m for m in wanted if results.is_open(m, backend, arguments.again)]
+        todo = [m for m in wanted if results.is_open(m, backend, arguments.again, night)]
         # What one backend noticed needs no other one; those that only this backend can notice come first.
         todo.sort(key=lambda m: "/core/" in m.path)
-        print(f"{backend}: {len(todo)} mutants", flush=True)
-        Trials(root, backend, reach, results, arguments.tests).run(todo, arguments.at_once)
+        print(f"{backend}{' at night' if night else ''}: {len(todo)} mutants", flush=True)
+        Trials(root, backend, reach, results, arguments.tests, night).run(todo, arguments.at_once)
     summary = report.summary(results, mutations, arguments.seed)
     report.write(root, summary)
     print(report.text(summary))

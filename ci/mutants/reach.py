@@ -1,8 +1,8 @@
 """Which tests reach which line: made from a whole run of a backend's tests, kept outside git.
 
-`record` runs tests under coverage with `ci.mutants.recording`: all of a backend once, and later those files of tests
-that changed. A recording keeps the sources it was made with: a line is looked up where it stood then, so that it stays
-of use while other lines change.
+`record` runs tests under coverage with `ci.mutants.recording`, the nightly ones too: all of a backend once, and later
+those files of tests that changed. A recording keeps the sources it was made with: a line is looked up where it stood
+then, so that it stays of use while other lines change.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from ci.mutants.mutations import AREAS, Mutation, function_at
+from hyper_parallel.testing.extent import VARIABLE
 
 BUILD = Path("build") / "mutants"
 #: backend -> the folders of its tests; unit tests count for one of them, since they run without a framework.
@@ -43,12 +44,14 @@ class Recording:
         lines: file -> line -> the tests, by their position in ``seconds``.
         sources: file -> its text then.
         files: file of tests -> its digest then, see `files_of`.
+        nightly: the tests that the gate leaves out.
     """
 
     seconds: dict[str, float]
     lines: dict[str, dict[int, list[int]]]
     sources: dict[str, str]
     files: dict[str, str]
+    nightly: list[str] = field(default_factory=list)
 
     @cached_property
     def tests(self) -> list[str]:
@@ -74,18 +77,21 @@ class Reach:
     Attributes:
         seconds: test -> how long it took.
         breadth: test -> how many lines it reaches: the fewer, the closer it looks at each.
+        nightly: the tests that the gate leaves out.
     """
 
     def __init__(self, recordings: list[Recording]) -> None:
         self.recordings = recordings
         self.seconds: dict[str, float] = {}
         self.breadth: dict[str, int] = {}
+        self.nightly: set[str] = set()
         self._last: dict[str, Recording] = {}
         for recording in recordings:
             files = {test.partition("::")[0] for test in recording.tests}
             self._last = {test: r for test, r in self._last.items() if test.partition("::")[0] not in files}
             self._last.update(dict.fromkeys(recording.tests, recording))
             self.seconds.update(recording.seconds)
+            self.nightly = self.nightly.difference(recording.tests).union(recording.nightly)
             self.breadth.update(dict.fromkeys(recording.tests, 0))
             for by_line in recording.lines.values():
                 for indices in by_line.values():
@@ -151,9 +157,10 @@ def files_of(root: Path, backend: str) -> dict[str, str]:
     return found
 
 
-def environment(root: Path, backend: str) -> dict[str, str]:
-    """The variables with which the tests of a backend run."""
-    return {**os.environ, "HYPER_PARALLEL_PLATFORM": backend, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+def environment(root: Path, backend: str, night: bool) -> dict[str, str]:
+    """The variables with which the tests of a backend run, in the gate or at night."""
+    extent = {VARIABLE: "yes" if night else ""}
+    return {**os.environ, "HYPER_PARALLEL_PLATFORM": backend, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **extent}
 
 
 def up_to_date(root: Path, backend: str, old_sources: bool = False) -> Reach:
@@ -191,7 +198,8 @@ def record(root: Path, backend: str, name: str, tests: Iterable[str], python: st
     command = [python, "-m", "coverage", "run", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "ci.mutants.recording", f"--record={run}", *tests]
     # The tracer of newer Pythons sees each line once only, for the first test that comes there.
-    variables = {**environment(root, backend), "COVERAGE_FILE": str(run / "coverage"), "COVERAGE_CORE": "ctrace"}
+    variables = environment(root, backend, night=True)
+    variables |= {"COVERAGE_FILE": str(run / "coverage"), "COVERAGE_CORE": "ctrace"}
     with (run / "log.txt").open("w") as log:
         subprocess.run(command, cwd=root, env=variables, check=False, stdout=log, stderr=log)
     recording = take(root, backend, run)
@@ -221,7 +229,8 @@ def take(root: Path, backend: str, run: Path) -> Recording:
             by_line = data.contexts_by_lineno(file)
             lines[path] = {line: sorted(index[t] for t in by_line[line] if t in index) for line in sorted(by_line)}
             sources[path] = (root / path).read_text(encoding="utf-8")
-    return Recording(seconds, lines, sources, files_of(root, backend))
+    nightly = [entry["test"] for entry in ran if entry["nightly"]]
+    return Recording(seconds, lines, sources, files_of(root, backend), nightly)
 
 
 def _read(path: Path) -> Recording | None:

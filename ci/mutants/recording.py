@@ -3,7 +3,8 @@
     coverage run -m pytest -p ci.mutants.recording --record=FOLDER tests/...
 
 Workers start once and serve many tests, so each gets a small job before the first job of a test, which switches the
-context of its measurement. ``FOLDER/tests.jsonl`` gets a line for every test: its name, whether it passed, its seconds.
+context of its measurement. ``FOLDER/tests.jsonl`` gets a line for every test: its name, whether it passed, its seconds,
+and whether it is nightly.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Recorder:
         switch(self.test)
         result = yield
         switch("")
-        entry = {"test": self.test, "passed": self.passed, "seconds": round(self.seconds, 3)}
+        nightly = item.get_closest_marker("nightly") is not None
+        entry = {"test": self.test, "passed": self.passed, "seconds": round(self.seconds, 3), "nightly": nightly}
         print(json.dumps(entry), file=self.log, flush=True)
         return result
 

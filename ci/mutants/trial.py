@@ -42,10 +42,12 @@ class Outcome:
 
 
 class Place:
-    """A copy of the project with a server that runs tests in it."""
+    """A copy of the project with a server that runs tests in it, with the amounts of the gate or of the ``night``."""
 
-    def __init__(self, root: Path, backend: str, number: int, python: str = sys.executable) -> None:
-        self.backend, self.python = backend, python
+    def __init__(
+        self, root: Path, backend: str, number: int, night: bool = False, python: str = sys.executable
+    ) -> None:
+        self.backend, self.night, self.python = backend, night, python
         self.folder = root / BUILD / "places" / f"{backend}-{number}"
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(root, self.folder, ignore=NOT_COPIED)
@@ -131,7 +133,7 @@ class Place:
     def _started(self) -> subprocess.Popen:
         if self._server is None or self._server.poll() is not None:
             command = [self.python, "-m", "ci.mutants.server", self.backend.split("-")[0]]
-            variables = environment(self.folder, self.backend) | {"GLOG_v": "3"}
+            variables = environment(self.folder, self.backend, self.night) | {"GLOG_v": "3"}
             self._server = subprocess.Popen(
                 command,
                 cwd=self.folder,

@@ -161,3 +161,19 @@ def test_sections_of_other_results(tmp_path: Path, capsys: pytest.CaptureFixture
     survivors = tmp_path / "ci" / "last_mutants.json"
     survivors.write_text(survivors.read_text().replace("lru_cache(maxsize=4096)", "a | b"))
     assert "`a \\| b -> lru_cache()` in `@a \\| b` |" in figure_tables.mutants(tmp_path)
+
+
+def test_mutants_that_the_nightly_run_alone_notices(tmp_path: Path) -> None:
+    (tmp_path / "ci").mkdir()
+    record = tmp_path / "ci" / "last_mutants.json"
+    known = json.loads((ROOT / "ci" / "last_mutants.json").read_text(encoding="utf-8"))
+    mutant = {"where": "hyper_parallel/core/a.py", "change": "1 -> 2", "text": "x = 1", "verdict": "failed"}
+    late = [{**mutant, "test": "t.py::test_a[b|c]"}, {**mutant, "verdict": "broken", "test": ""}]
+    record.write_text(json.dumps({**known, "at night alone": late, "not tried at night": 3}))
+    first, _, after = figure_tables.mutants(tmp_path).partition("The nightly run alone notices:")
+    assert " by the gate and 2 by the nightly run alone (" in first.replace("\n", " ")
+    assert "and 3 were not tried at night:" in first.replace("\n", " ")
+    assert after.splitlines()[-2:] == [
+        "| `core/a.py` | `1 -> 2` in `x = 1` | `t.py::test_a[b\\|c]` |",
+        "| `core/a.py` | `1 -> 2` in `x = 1` | `broken` |",
+    ]

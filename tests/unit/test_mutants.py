@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ci.mutants import mutations, reach, report, trial
+from ci.mutants.__main__ import Trials
 from ci.mutants.mutations import Mutation
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +167,56 @@ def test_on_the_level_of_a_module_the_file_counts() -> None:
     assert [sorted(tests) for tests in found.rounds(mutation, source)] == [["t::first_to_import", "t::one"]]
 
 
+def test_which_tests_are_nightly(tmp_path: Path) -> None:
+    """Later recordings count; those of before there were nightly tests have none."""
+    first, later = (recording({"t.py::one": 1.0, "t.py::two": 1.0}, {}) for _ in range(2))
+    first.nightly, later.nightly = ["t.py::one"], ["t.py::two"]
+    assert reach.Reach([first]).nightly == {"t.py::one"}
+    assert reach.Reach([first, later]).nightly == {"t.py::two"}
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps({"seconds": {"t.py::one": 1.0}, "lines": {}, "sources": {}, "files": {}}))
+    old = reach._read(path)
+    assert old is not None and reach.Reach([old]).nightly == set()
+
+
+class Passing:
+    """A place in which all tests pass."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def mutate(self, mutation: Mutation | None, undo: Mutation | None = None) -> None:
+        pass
+
+    def run(self, tests: list[str], *args: Any) -> trial.Outcome:
+        self.ran += tests
+        return trial.Outcome("passed", "", tests)
+
+
+@pytest.mark.parametrize(
+    ("night", "ran"),
+    [
+        (False, ["t::near", "t::far", "tests/torch/test_costs.py::gate"]),
+        (True, ["t::late", "t::near", "t::far", "tests/torch/test_costs.py::late"]),
+    ],
+)
+def test_nightly_tests_are_left_out_of_the_gate_and_come_first_at_night(
+    tmp_path: Path, night: bool, ran: list[str]
+) -> None:
+    (tmp_path / "a.py").write_text(BEFORE)
+    costs = [f"tests/torch/test_costs.py::{name}" for name in ("gate", "late")]
+    # The slow ones wait for the last round.
+    seconds = {"t::near": 1.0, "t::late": 2.0, "t::far": 3.0, **dict.fromkeys(costs, 100.0)}
+    found = recording(seconds, {2: [0, 1], 6: [2]})
+    found.nightly = ["t::late", costs[1]]
+    place = Passing()
+    results = report.Results(tmp_path / "results.jsonl")
+    trials = Trials(tmp_path, "torch-cpu", reach.Reach([found]), results, night=night)
+    mutation = next(m for m in mutations.mutations_of("a.py", BEFORE) if m.line == 2)
+    assert trials.attempt(place, mutation) == ("survived", "", len(ran))  # type: ignore[arg-type]
+    assert place.ran == ran
+
+
 # ---------------------------------------------------------------------- what is remembered
 def some_mutations() -> list[Mutation]:
     return mutations.mutations_of("a.py", "x = 1\ny = a < b\nz = a and b\n")
@@ -187,6 +238,53 @@ def test_results_go_on(tmp_path: Path) -> None:
     assert again.is_open(second, "torch-cpu", True)
     assert again.is_open(third, "torch-cpu", False)
     assert (again.test_of(first, "torch-cpu"), again.test_of(second, "torch-cpu")) == ("t::one", "")
+
+
+def test_results_of_nights(tmp_path: Path) -> None:
+    """What a nightly run noticed is left to the gates of other backends, but to no other nightly run."""
+    first, second, *_ = some_mutations()
+    results = report.Results(tmp_path / "results.jsonl")
+    results.add(first, "torch-cpu", "survived", "", 3, 1.0)
+    assert not results.is_open(first, "torch-cpu", False)
+    assert results.is_open(first, "torch-cpu", False, night=True)
+    results.add(first, "torch-cpu", "failed", "t::late", 9, 1.0, night=True)
+    results.add(second, "torch-cpu", "failed", "t::one", 3, 1.0)
+    results = report.Results(tmp_path / "results.jsonl")
+    assert (results.verdict(first), results.verdict(second)) == ("noticed at night", "failed")
+    assert results.is_open(first, "mindspore", False) and not results.is_open(first, "mindspore", True, night=True)
+    assert not results.is_open(second, "torch-cpu", True, night=True)
+    assert (results.test_of(first, "torch-cpu"), results.test_of(first, "torch-cpu", True)) == ("", "t::late")
+    results.add(first, "mindspore", "hung", "t::two", 3, 1.0)
+    assert results.verdict(first) == "hung"
+
+
+def test_results_of_before_there_were_nights(tmp_path: Path) -> None:
+    """They are the gate's."""
+    first, *_ = some_mutations()
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps({"key": first.key, "backend": "torch-cpu", "verdict": "failed", "test": "t::one"}))
+    assert report.Results(path).verdict(first) == "failed"
+
+
+def test_report_of_nights(tmp_path: Path) -> None:
+    first, second, third, *_ = some_mutations()
+    results = report.Results(tmp_path / "results.jsonl")
+    results.add(first, "torch-cpu", "survived", "", 3, 1.0)
+    results.add(second, "torch-cpu", "failed", "t::one", 3, 1.0)
+    results.add(third, "torch-cpu", "survived", "", 3, 1.0)
+    found = report.summary(results, [first, second, third], 5)
+    assert (found["noticed by the gate"], found["not tried at night"], found["at night alone"]) == (1, 2, [])
+    assert "not tried at night: 2" in report.text(found)
+    results.add(first, "torch-cpu", "failed", "t::late", 3, 1.0, night=True)
+    results.add(third, "torch-cpu", "survived", "", 3, 1.0, night=True)
+    found = report.summary(results, [first, second, third], 5)
+    assert (found["noticed by the gate"], found["not tried at night"]) == (1, 0)
+    assert found["verdicts"] | {"failed": 1, "noticed at night": 1, "survived": 1} == found["verdicts"]
+    assert [(m["key"], m["verdict"], m["test"]) for m in found["at night alone"]] == [(first.key, "failed", "t::late")]
+    assert [s["key"] for s in found["survivors"]] == [third.key]
+    text = report.text(found)
+    assert "1 noticed by the gate: 1 failed, 1 noticed at night, 1 survived" in text
+    assert "at night failed" in text and "t::late" in text
 
 
 def test_report(tmp_path: Path) -> None:
@@ -214,7 +312,7 @@ def test_report(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- a small project
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project of which one line is tested and one is not."""
+    """A project of which one line is tested by the gate, two are at night, by a test and by an amount, one is not."""
     pytest.importorskip("torch")
     root = tmp_path / "project"
     shutil.copytree(ROOT / "ci" / "mutants", root / "ci" / "mutants", ignore=shutil.ignore_patterns("__pycache__"))
@@ -222,11 +320,33 @@ def project(tmp_path: Path) -> Path:
     files = {
         "hyper_parallel/__init__.py": "",
         "hyper_parallel/core/__init__.py": "",
-        "hyper_parallel/core/small.py": "def tested(x):\n    return x + 1\n\n\ndef untested(x):\n    return x - 1\n",
+        "hyper_parallel/core/small.py": """\
+            def tested(x):
+                return x + 1
+
+
+            def untested(x):
+                return x - 1
+
+
+            def late(x):
+                return x + 2
+
+
+            def much(x):
+                return x + 3
+            """,
         "tests/unit/test_small.py": """
-            from hyper_parallel.core.small import tested
+            import pytest
+            from hyper_parallel.core.small import late, much, tested
+            from hyper_parallel.testing.extent import everything
             def test_small():
                 assert [tested(0), tested(5)] == [1, 6]
+            @pytest.mark.nightly
+            def test_late():
+                assert [late(0), late(5)] == [2, 7]
+            def test_amount():
+                assert not everything() or [much(0), much(5)] == [3, 8]
             """,
         "tests/unit/hanging.py": """
             from hyper_parallel.core.small import tested, untested
@@ -239,6 +359,7 @@ def project(tmp_path: Path) -> Path:
         "pyproject.toml": """
             [tool.pytest.ini_options]
             pythonpath = ["."]
+            markers = ["nightly"]
             [tool.coverage.run]
             branch = true
             parallel = true
@@ -255,13 +376,22 @@ def project(tmp_path: Path) -> Path:
 @pytest.mark.nightly
 def test_command(project: Path) -> None:
     """One mutant of each line; that of the line that is not tested survives, and a second run tries nothing again."""
-    command = [sys.executable, "-m", "ci.mutants", "--backend=torch-cpu", "--at-once=1"]
-    for expected in ("torch-cpu: 2 mutants", "torch-cpu: 0 mutants"):
+
+    def run(*options: str) -> tuple[str, dict[str, Any]]:
+        command = [sys.executable, "-m", "ci.mutants", "--backend=torch-cpu", "--at-once=1", *options]
         done = subprocess.run(command, cwd=project, check=False, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        assert expected in done.stdout
-        found = json.loads((project / "ci" / "last_mutants.json").read_text())
-        assert found["verdicts"] | {"failed": 1, "survived": 1} == found["verdicts"], done.stdout + done.stderr
+        return done.stdout + done.stderr, json.loads((project / "ci" / "last_mutants.json").read_text())
+
+    output, found = run("--gate-only")
+    assert "torch-cpu: 4 mutants" in output and "torch-cpu at night" not in output
+    assert found["verdicts"] | {"failed": 1, "survived": 3} == found["verdicts"], output
+    for tried in (3, 0):
+        output, found = run()
+        assert "torch-cpu: 0 mutants" in output and f"torch-cpu at night: {tried} mutants" in output
+        assert found["verdicts"] | {"failed": 1, "noticed at night": 2, "survived": 1} == found["verdicts"], output
+        late = {m["text"]: m["test"].rpartition("::")[2] for m in found["at night alone"]}
+        assert late == {"return x + 2": "test_late", "return x + 3": "test_amount"}
         ((where, text),) = [(s["where"], s["text"]) for s in found["survivors"]]
         assert (where, text) == ("hyper_parallel/core/small.py", "return x - 1")
     assert "return x + 1" in (project / "hyper_parallel" / "core" / "small.py").read_text()
@@ -281,7 +411,7 @@ def test_trial(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = reach.Reach([recording({small: 0.1, fine: 0.1, endless: 0.1}, {})])
 
     def run(place: trial.Place, *tests: str, **options: Any) -> tuple[str, str, list[str]]:
-        outcome = place.run([*tests], known, time.monotonic() + 100, **options)
+        outcome = place.run([*tests], known, time.monotonic() + 300, **options)
         return outcome.verdict, outcome.test, outcome.passed
 
     with trial.Place(project, "torch-cpu", 0) as place:
