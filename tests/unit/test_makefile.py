@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def run_make(*words: str) -> subprocess.CompletedProcess[str]:
     # A make above the tests hands its own variables down.
-    handed_down = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "PLATFORM", "TORCH")
+    handed_down = ("MAKELEVEL", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "PLATFORM", "TORCH", "FILES")
     own = {name: value for name, value in os.environ.items() if name not in handed_down}
     return subprocess.run(["make", *words], cwd=ROOT, env=own, capture_output=True, text=True, check=False)
 
