@@ -18,8 +18,8 @@ With ``--files`` these tests run alone, each in the parts that it belongs to. No
 only printed: it says nothing about a backend.
 
 A backend that cannot live in one environment with the others is given with its interpreter.
-A backend whose device is simulated (`SIMULATORS`) runs on the real one where that is set up. One whose device is faked
-(`FAKES`) runs everything where the device can be used, and otherwise the tests with fake tensors alone, for which
+A backend whose device is simulated (`ci/devices.py`) runs on the real one where that is set up. One whose device is
+faked runs everything where the device can be used, and otherwise the tests with fake tensors alone, for which
 ``coverage-fake.ini`` has the areas. Where neither can run, its row says why; that is a failure when the variable CI is
 set.
 """
@@ -27,37 +27,23 @@ set.
 from __future__ import annotations
 
 import argparse
-import configparser
-import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+import areas
 import choice
 import junit
 import results
+from devices import DEVICES, device_of, folders_of, is_faked, launcher, places_of, why_not
 from reporter import Part, Reporter
-from results import Area, Row
+from results import Row
 from suite import Tests, cores, processes_for
 
-COVERAGE = [sys.executable, "-m", "coverage"]
-#: backend -> (module that simulates its device, variable that is set where the real one is)
-SIMULATORS = {"torch-npu": ("tests.simulated_npu", "ASCEND_HOME_PATH")}
-#: backend -> (folder of the tests on a fake device, program that exits with 0 where the real one can be used)
-FAKES = {
-    "torch-cuda": (
-        "fake_cuda",
-        "from hyper_parallel.platform.torch.cuda import TorchCudaPlatform as platform\n"
-        "raise SystemExit(platform.unavailable_reason())",
-    )
-}
-#: backend -> what the table calls its device: the real one, and what stands in for it
-DEVICES = {"torch-cuda": ("GPU", "fake GPU"), "torch-npu": ("NPU", "simulated NPU")}
 #: The backend on which a part of the conformance suite runs a second time, without `Platform.fast`.
 TWICE = "torch-cpu"
 WITHOUT_FAST = f"{TWICE}-without-fast"
@@ -88,118 +74,7 @@ SLOWEST = 20
 #: How many lines of the log of a part are shown that has failed without a failing test.
 END_OF_LOG = 40
 
-#: A problem that begins so has been shown with a report.
-COVERAGE_OF = "coverage of "
-
 Work = Callable[[Part], Row]
-
-
-def launcher(backend: str, python: str) -> list[str]:
-    """The command that starts Python for the tests of ``backend``: within a simulator where the device needs one."""
-    module, real = SIMULATORS.get(backend, ("", ""))
-    simulated = module and not os.environ.get(real)
-    return [python, "-m", module, "run", python] if simulated else [python]
-
-
-def why_not(root: Path, backend: str, python: str) -> str:
-    """Why the tests of ``backend`` cannot run here, or nothing."""
-    if shutil.which(python) is None:
-        return f"its environment could not be made: there is no {python}"
-    command = launcher(backend, python)
-    if len(command) == 1:
-        return ""
-    check = [*command[: command.index("run")], "check"]
-    done = subprocess.run(check, cwd=root, check=False, capture_output=True, text=True)
-    return done.stderr.strip() if done.returncode else ""
-
-
-def is_faked(root: Path, backend: str, python: str, part: Part) -> bool:
-    """Whether the tests of ``backend`` have to do with a fake device here."""
-    if backend not in FAKES:
-        return False
-    question = subprocess.run([python, "-c", FAKES[backend][1]], cwd=root, check=False, capture_output=True, text=True)
-    if question.returncode:
-        reason = question.stderr.strip().splitlines()[-1]
-        part.say(f"== {backend}: on a fake device, since {reason}")
-    return bool(question.returncode)
-
-
-def device_of(backend: str, command: list[str], faked: bool) -> str:
-    """What the table says the tests of ``backend`` run on."""
-    if backend == "mindspore":  # MindSpore takes the Ascend wherever CANN is set up
-        return "NPU" if os.environ.get("ASCEND_HOME_PATH") else "CPU"
-    real, stand_in = DEVICES.get(backend, ("CPU", "CPU"))
-    return stand_in if faked or len(command) > 1 else real
-
-
-def measure(tests: Tests, row: Row, config: Path, part: Part) -> None:
-    """Combine what the unit tests and this backend's tests reached, and compare it with the thresholds.
-
-    The report goes to the log, and to the terminal where too little was reached.
-    """
-    root = tests.root
-    thresholds = thresholds_in(config)
-    output = tests.build / row.backend
-    data = output / "combined" / "coverage"
-    data.parent.mkdir()
-
-    def coverage(*words: str | Path) -> subprocess.CompletedProcess[str]:
-        part.doing(f"coverage {words[0]}")
-        command = [*COVERAGE, *map(str, words)]
-        done = subprocess.run(
-            command, cwd=root, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        print(done.stdout, end="", file=part.log, flush=True)
-        return done
-
-    if coverage("combine", "--keep", "--quiet", f"--data-file={data}", tests.build / "unit", output).returncode:
-        row.problem = row.problem or "no coverage data"
-        return
-    options = [f"--data-file={data}", f"--rcfile={config}"]
-    print(f"\n== {row.name}: coverage", file=part.log, flush=True)
-    shown = coverage("report", *options, "--skip-covered").stdout
-    coverage("html", *options, "--quiet", f"--directory={output / 'html'}")
-    report = output / "coverage.json"
-    coverage("json", *options, "--quiet", "-o", report)
-    files = json.loads(report.read_text())["files"] if report.exists() else {}
-    row.areas = [Area(path, least, reached(files, path)) for path, least in thresholds.items()]
-    if missed := [area.path for area in row.areas if area.missed]:
-        part.show(f"\n== {row.name}: coverage\n{shown}")
-        row.problem = row.problem or COVERAGE_OF + ", ".join(missed)
-
-
-def thresholds_in(config: Path) -> dict[str, float]:
-    """Areas and the least percentages that a file asks for; none when it leaves out the backend's own code."""
-    settings = configparser.ConfigParser()
-    settings.read(config)
-    areas = {path: float(least) for path, least in settings["areas"].items()} if "areas" in settings else {}
-    own = any(results.is_own(path) for path in areas)
-    return areas if own and all(least > 0 for least in areas.values()) else {}
-
-
-def reached(files: dict, path: str) -> float:
-    """Percentage of the lines and branches of the file ``path``, or below the folder, or of the files that a pattern
-    such as ``folder/*.py`` names, that ran; 0 when nothing there was measured."""
-
-    def within(name: str) -> bool:
-        return name == path or name.startswith(path + "/") or ("*" in path and PurePosixPath(name).match(path))
-
-    there = [file["summary"] for name, file in files.items() if within(name)]
-    ran = sum(summary["covered_lines"] + summary["covered_branches"] for summary in there)
-    there_are = sum(summary["num_statements"] + summary["num_branches"] for summary in there)
-    return 100 * ran / there_are if there_are else 0.0
-
-
-def folders_of(root: Path, backend: str, faked: bool) -> list[str]:
-    """The test folders that speak about ``backend``: for torch-npu conformance/, torch/ and npu/."""
-    names = [FAKES[backend][0]] if faked else ["conformance", *backend.split("-")]
-    return [f"tests/{name}" for name in names if (root / "tests" / name).is_dir()]
-
-
-def places_of(root: Path, backend: str) -> list[str]:
-    """Return all folders of tests that speak about ``backend``, whether its device is real or not."""
-    faked = folders_of(root, backend, True) if backend in FAKES else []
-    return [*folders_of(root, backend, False), *faked]
 
 
 def gate(tests: Tests, backend: str, python: str, unit: Callable[[], Row], part: Part) -> Row:
@@ -214,7 +89,7 @@ def gate(tests: Tests, backend: str, python: str, unit: Callable[[], Row], part:
     faked, command = is_faked(root, backend, python, part), launcher(backend, python)
     row = Row(backend, device_of(backend, command, faked))
     config = root / "platform" / backend / ("coverage-fake.ini" if faked else "coverage.ini")
-    if not thresholds_in(config):
+    if not areas.thresholds_in(config):
         row.problem = f"{config.relative_to(root)} asks for no coverage of the backend's own code"
         return row
     folders = folders_of(root, backend, faked)
@@ -232,7 +107,7 @@ def gate(tests: Tests, backend: str, python: str, unit: Callable[[], Row], part:
     if tests.measured and not tests.stopped:
         part.doing("waiting for the unit tests, whose coverage counts")
         unit()
-        measure(tests, row, config, part)
+        areas.measure(tests, row, config, part)
     return row
 
 
@@ -309,7 +184,8 @@ def run_parts(
         with reporter.part(name, path) as part:
             row = work(part)
         part.show(summary(row, path.relative_to(tests.root)))
-        if row.problem and not row.failed and not row.problem.startswith(COVERAGE_OF):
+        shown = row.failed or row.problem.startswith(areas.COVERAGE_OF) or tests.stopped
+        if row.problem and not shown:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-END_OF_LOG:]
             part.show("\n".join(["its log ends:", *lines, ""]))
         if ended:

@@ -185,11 +185,11 @@ def test_reached(gate: Any) -> None:
         return {"summary": counts}
 
     files = {"p/torch/cuda.py": file(8, 8), "p/torch/cuda_other.py": file(0, 8), "p/torch_other/cpu.py": file(0, 5)}
-    assert gate.reached(files, "p/torch/cuda.py") == 90
-    assert gate.reached(files, "p/torch") == 50
-    assert gate.reached(files, "p/torch/*.py") == 50
-    assert gate.reached({**files, "p/base.py": file(8, 8)}, "p/*.py") == 90
-    assert gate.reached(files, "p/moved") == gate.reached({}, "p/torch") == 0
+    assert gate.areas.reached(files, "p/torch/cuda.py") == 90
+    assert gate.areas.reached(files, "p/torch") == 50
+    assert gate.areas.reached(files, "p/torch/*.py") == 50
+    assert gate.areas.reached({**files, "p/base.py": file(8, 8)}, "p/*.py") == 90
+    assert gate.areas.reached(files, "p/moved") == gate.areas.reached({}, "p/torch") == 0
 
 
 def test_the_conformance_suite_without_short_ways(gate: Any, tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_no_coverage_data(gate: Any, tmp_path: Path) -> None:
     root = project(tmp_path, 10, PASSES)
     (root / "build" / "gate" / "demo").mkdir(parents=True)
     row = gate.Row("demo", "CPU")
-    gate.measure(gate.Tests(root), row, root / "platform" / "demo" / "coverage.ini", part_of(gate))
+    gate.areas.measure(gate.Tests(root), row, root / "platform" / "demo" / "coverage.ini", part_of(gate))
     assert row.verdict == "FAIL: no coverage data"
 
 
