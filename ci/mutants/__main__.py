@@ -1,11 +1,11 @@
-"""Which one-line changes of the code the gate notices, which the nightly run alone, and which no test.
+"""Find which one-line changes of the code the gate notices, which the nightly run alone, and which no test.
 
     python -m ci.mutants [--count 200] [--seed 1] [--backend torch-cpu] [--gate-only]
 
 Samples mutations of `hyper_parallel/core` and of the backends, runs the tests that reach each, the closest first, and
 names those that survive. What came out is added to ``build/mutants/results.jsonl``: the same command goes on where it
 was cut off. Each mutant is tried with torch-cpu, and with mindspore if it is in core and survived, or in that backend.
-First the tests of the gate are run; then, for what survived them with each backend, all tests, as at night.
+The tests of the gate come first. Mutants that survive them with every backend get all tests, as at night.
 """
 
 from __future__ import annotations

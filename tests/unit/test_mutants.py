@@ -241,7 +241,7 @@ def test_results_go_on(tmp_path: Path) -> None:
 
 
 def test_results_of_nights(tmp_path: Path) -> None:
-    """What a nightly run noticed is left to the gates of other backends, but to no other nightly run."""
+    """Gates of other backends still try a mutant that a nightly run noticed; no other nightly run does."""
     first, second, *_ = some_mutations()
     results = report.Results(tmp_path / "results.jsonl")
     results.add(first, "torch-cpu", "survived", "", 3, 1.0)
@@ -259,7 +259,7 @@ def test_results_of_nights(tmp_path: Path) -> None:
 
 
 def test_results_of_before_there_were_nights(tmp_path: Path) -> None:
-    """They are the gate's."""
+    """Entries without a word of nights are the gate's."""
     first, *_ = some_mutations()
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps({"key": first.key, "backend": "torch-cpu", "verdict": "failed", "test": "t::one"}))
