@@ -144,7 +144,7 @@ def packed_row(mesh: Any, n_in: int, sizes: Any) -> Any:
 
 
 @pytest.mark.parametrize("sizes", [2, (8, 4), (5, 2, 1)], ids=str)
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, 4, gate=(3, 4))
 def test_packed_input_features(pool: Any, world_size: int, sizes: Any) -> None:
     n_in = 12 if isinstance(sizes, int) else sum(sizes)
     for counts in pool.run(world_size, packed_row, n_in, sizes):

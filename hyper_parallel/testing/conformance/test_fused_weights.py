@@ -176,7 +176,7 @@ def a_word_in_strict(mesh: Any) -> None:
     apply(mesh, inside(holder(any=(12, 40))), {"attn.any": ColwiseParallel()}, in_strict=True)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, 4, gate=(2, 4))
 @pytest.mark.parametrize(
     "job",
     [query_key_value, heads_of_packed, gate_and_up, no_false_alarm, a_word_in_strict],
