@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from hyper_parallel.platform.timeout import slowness
+
 __all__ = ["exchange_reports", "leave_report"]
 
 #: Where the reports of a rank lie whatever group it failed in; those of one group lie below.
@@ -35,16 +37,17 @@ def exchange_reports(
         group: name of the group of the failed collective.
         ranks: global ranks of the group.
         report: what this rank was doing.
-        seconds: how long to wait for the reports of the others.
+        seconds: how long to wait for the reports of the others, where the machine is idle.
         served_by_rank_0: whether the store ends with the process of rank 0.
     """
     here = f"{_ANYWHERE}{group}/"
     reports: dict[int, str] = {me: report}
-    deadline = time.monotonic() + seconds
     try:
         leave_report(store, me, report, here)
         leave_report(store, me, report)
-        while (waiting := _without_report(ranks, reports)) and time.monotonic() < deadline:
+        deadline, over = time.monotonic() + seconds * slowness(), False
+        while (waiting := _without_report(ranks, reports)) and not over:
+            over = time.monotonic() > deadline  # before the last look, since much may come while this rank does not run
             _collect(store, here, waiting, reports)
             time.sleep(0.05)
         _collect(store, _ANYWHERE, waiting, reports)

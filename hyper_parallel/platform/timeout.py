@@ -6,10 +6,12 @@ import math
 import os
 from collections.abc import Mapping
 
-__all__ = ["VARIABLE", "timeout_seconds"]
+__all__ = ["SLOWEST", "VARIABLE", "slowness", "timeout_seconds"]
 
 #: Seconds, for programs that do not call `init_process_group` themselves.
 VARIABLE = "HYPER_PARALLEL_TIMEOUT"
+#: How many times longer than on an idle machine a limit may be.
+SLOWEST = 10.0
 
 
 def timeout_seconds(timeout: float | None, environ: Mapping[str, str] = os.environ) -> float | None:
@@ -40,3 +42,12 @@ def timeout_seconds(timeout: float | None, environ: Mapping[str, str] = os.envir
     if not 0 < seconds < math.inf:
         raise ValueError(f"{source}{given}: the timeout is a positive number of seconds")
     return seconds
+
+
+def slowness() -> float:
+    """How many times longer than on an idle machine ranks may take now, by what waits for the processors."""
+    try:
+        waiting = os.getloadavg()[0]
+    except (AttributeError, OSError):  # the system does not say
+        return 1.0
+    return min(max(1.0, waiting / 2 / (os.cpu_count() or 1)), SLOWEST)

@@ -29,6 +29,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.platform.timeout import slowness
 from hyper_parallel.testing.worker import Failure, Settings, serve
 
 #: Ranks in the pool, and so the largest world that a test can have.
@@ -42,8 +43,6 @@ GRACE = 5.0
 GRACE_OF_HUNG = 4.0
 #: What all get in the end.
 GRACE_OF_ALL = 30.0
-#: How many times longer than alone a limit may be.
-SLOWEST = 10.0
 #: The first port that is asked for; those below are known by what listens there.
 FIRST_PORT = 10_000
 #: The frame below which a worker's stack is that of `multiprocessing`.
@@ -252,11 +251,6 @@ def _in_step(failures: dict[int, Failure], world_size: int) -> bool:
     """Whether exactly the ranks that take part failed, all in one place: then no collective is left half done."""
     places = {failure.place for failure in failures.values()}
     return set(failures) == set(range(world_size)) and len(places) == 1 and not places & {"hung", "died"}
-
-
-def slowness() -> float:
-    """How many times longer than alone everything may take now, by what waits for the processors."""
-    return min(max(1.0, os.getloadavg()[0] / 2 / (os.cpu_count() or 1)), SLOWEST)
 
 
 def free_port() -> int:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from hyper_parallel.checkpoint import (
     save,
 )
 from hyper_parallel.testing.spmd import on_mesh
+from tests.support.programs import run_ranks
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, scheduler: Any = None) -> list[float]:
@@ -197,7 +195,7 @@ import torch
 import hyper_parallel as hp
 from hyper_parallel.checkpoint import CheckpointError, disk, save
 
-hp.get_platform().init_process_group(timeout=5)
+hp.get_platform().init_process_group()
 rank, directory = hp.get_platform().rank(), sys.argv[1]
 mesh = hp.init_device_mesh("cpu")
 state = {"x": hp.distribute_tensor(torch.arange(8.0), mesh, [hp.Shard(0)])}
@@ -217,16 +215,9 @@ os._exit(0)
 
 
 def test_a_rank_is_lost(tmp_path: Path) -> None:
-    """The others do not wait for it, and the checkpoint before is there."""
-    port = str(29500 + os.getpid() % 2000)
-    ranks = []
-    for rank in range(2):
-        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
-        environment = {**os.environ, **environment, "LOCAL_RANK": str(rank), "HYPER_PARALLEL_PLATFORM": "torch-cpu"}
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    output = [process.communicate(timeout=90)[0] for process in ranks]
-    assert ranks[1].returncode == -signal.SIGKILL and ranks[0].returncode == 0
-    assert "lost|" in output[0]
+    """The others do not wait for it for as long as the time-out, half an hour, and the checkpoint before is there."""
+    first, second = run_ranks(["-c", PROGRAM, tmp_path / "run"], 2)
+    assert second.status == -signal.SIGKILL and first.status == 0, (first, second)
+    assert "lost|" in first.out
     assert latest(tmp_path / "run") == tmp_path / "run" / "step-1"
     assert load({"x": torch.zeros(8)}, tmp_path / "run" / "step-1")["x"].equal(torch.arange(8.0))

@@ -5,10 +5,6 @@ Processes that are killed or sleep are started here, outside the pool.
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,21 +19,31 @@ from hyper_parallel.platform.fault_reports import leave_report
 from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import lost_ranks
 from hyper_parallel.testing.spmd import on_mesh
+from tests.support.programs import run_ranks
 
-TIMEOUT = 4
-PROGRAM = f"""
+#: What processes meet with: `together` returns when ``size`` of them have come to it, however long that takes. The
+#: time-outs that are tested begin then, and do not count imports, or that a rank is late on a busy machine.
+TOGETHER = """
 import os, pathlib, sys, time
+
+def together(place, size=int(os.environ["WORLD_SIZE"])):
+    folder = pathlib.Path(sys.argv[1], place)
+    folder.mkdir(exist_ok=True)
+    (folder / os.environ["RANK"]).touch()
+    while len(list(folder.iterdir())) < size:
+        time.sleep(0.01)
+"""
+#: Seconds: the time-out of ranks that lose one which hangs, and of those that need none; and what both have less.
+TIMEOUT, LONG, SOON = 8, 1800, 600
+PROGRAM = f"""
+{TOGETHER}
 import torch
 import hyper_parallel as hp
 
-platform = hp.get_platform()
-# The time-out is also that of the meeting of all ranks, and imports take longer than that on a busy machine.
-folder = pathlib.Path(sys.argv[3])
-(folder / os.environ["RANK"]).touch()
-while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]):
-    time.sleep(0.01)
-platform.init_process_group(timeout={TIMEOUT})
-rank, lost, how = platform.rank(), int(sys.argv[1]), sys.argv[2]
+platform, lost, how = hp.get_platform(), int(sys.argv[2]), sys.argv[3]
+together("imported")
+platform.init_process_group(timeout={TIMEOUT} if how == "hangs" else {LONG})
+rank, others = platform.rank(), platform.world_size() - 1
 if how == "hangs":
     mesh = hp.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
 else:
@@ -45,52 +51,26 @@ else:
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
 hp.parallelize_module(model, mesh, {{"0": hp.ColwiseParallel(), "2": hp.RowwiseParallel()}})
 x = torch.ones(2, 8, requires_grad=True)
+together("the first step")
 model(x).sum().backward()
 
 def be_lost(gradient):  # before the all-reduce of the input's gradient
     if rank == lost:
-        time.sleep(60 if how == "hangs" else 0)
+        time.sleep(10 ** 6 if how == "hangs" else 0)
         os._exit(1)
 
 model[0].weight.register_hook(be_lost)
+together("the second step")
 started = time.monotonic()
 try:
     model(x).sum().backward()
-    time.sleep({TIMEOUT} + 10 if rank == 0 else 0)  # it serves the store at which the others meet
 except hp.CollectiveError as error:
     assert "gloo" in str(error.__cause__)
     seconds = time.monotonic() - started
     print(f"raised|{{seconds:.1f}}|{{error.collective}}|{{error.ranks}}|{{error.missing}}|{{error}}", flush=True)
+together("the end", others)  # rank 0 serves the store at which the others leave their reports
 os._exit(0)
 """
-
-
-def run_ranks(program: str, *args: str, size: int = 4, stop: int | None = None, **environ: str) -> list[str]:
-    """Output of each rank; rank ``stop``, which sleeps, is killed when the others have ended."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    root = str(Path(__file__).parents[2])
-    common = {**os.environ, "PYTHONPATH": root, "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", **environ}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HYPER_PARALLEL_PLATFORM": "torch-cpu"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, *args],
-            env={**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = ["" if r == stop else p.communicate(timeout=120)[0] for r, p in enumerate(processes)]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-    return outputs
 
 
 @pytest.mark.parametrize(
@@ -105,67 +85,67 @@ def run_ranks(program: str, *args: str, size: int = 4, stop: int | None = None, 
     ],
 )
 def test_lost_rank_is_named(lost: int, how: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
-    outputs = run_ranks(PROGRAM, str(lost), how, str(tmp_path), size=max(ranks) + 1, stop=lost)
+    ended = run_ranks(["-c", PROGRAM, tmp_path, lost, how], max(ranks) + 1, kill=lost)
     for rank in set(ranks) - {lost}:
-        _, _, raised = outputs[rank].partition("raised|")
-        assert raised, outputs[rank]
+        _, _, raised = ended[rank].out.partition("raised|")
+        assert raised, ended
         seconds, collective, members, missing, message = raised.split("|", 4)
         assert (collective, members, missing) == ("all_reduce", str(ranks), f"({lost},)"), raised
         assert f"failed on rank {rank}: rank {lost} did not take part, and has ended, or hangs" in message
         assert "all_reduce of a torch.float32 tensor of shape (2, 8) along mesh dimension 0 ('tp')" in message
-        # The time-out, what the roll call waits, and time for a loaded machine; torch's own time-out is half an hour.
-        assert float(seconds) < TIMEOUT + 3 + 20, raised
+        assert float(seconds) < SOON, raised
 
 
-FAILURE = """
-import os, sys, time
+FAILURE = f"""
+{TOGETHER}
 import torch
 import hyper_parallel as hp
 from hyper_parallel.platform.torch import lost_ranks
 
-lost_ranks.ALIKE = 1.0
 platform = hp.get_platform()
-platform.init_process_group(timeout=600)
-rank, how = platform.rank(), sys.argv[1]
-mesh = hp.init_device_mesh("cpu", mesh_dim_names=("tp",))
+platform.init_process_group(timeout={LONG})
+rank, mesh = platform.rank(), hp.init_device_mesh("cpu", mesh_dim_names=("tp",))
 model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
-plan = {"0": hp.ColwiseParallel(), "1": hp.ColwiseParallel(input_layouts=hp.Shard(-1)), "2": hp.RowwiseParallel()}
+plan = {{"0": hp.ColwiseParallel(), "1": hp.ColwiseParallel(input_layouts=hp.Shard(-1)), "2": hp.RowwiseParallel()}}
 hp.parallelize_module(model, mesh, plan)
 table = hp.distribute_tensor(torch.ones(8, 4), mesh, [hp.Shard(1)])
 
-def step(last):
-    ids = torch.tensor([1, last])
-    if how == "module":
-        model(ids).sum().backward()
-    else:
-        torch.nn.functional.embedding(hp.DTensor.from_local(ids, mesh), table).full_tensor()
+def of_module(last):
+    model(torch.tensor([1, last])).sum().backward()
 
-step(7)
-for _ in range(2):
-    try:
-        step(99)  # all ranks alike: nothing is broken
-    except IndexError:
-        pass
-step(7)
-started = time.monotonic()
+def of_operation(last):
+    ids = hp.DTensor.from_local(torch.tensor([1, last]), mesh)
+    torch.nn.functional.embedding(ids, table).full_tensor()
+
+for step in (of_operation, of_module):
+    step(7)
+    lost_ranks.ALIKE = {LONG}
+    for _ in range(2):
+        try:
+            step(99)  # all ranks alike: nothing is broken
+        except IndexError:
+            pass
+    step(7)
+lost_ranks.ALIKE = 1.0
+step, started = locals()[sys.argv[2]], time.monotonic()
 try:
     step(99 if rank == 1 else 7)
 except (hp.CollectiveError, IndexError) as error:
     seconds = time.monotonic() - started
-    print(f"raised|{seconds:.1f}|{type(error).__name__}|{error}", flush=True)
-time.sleep(8 if rank == 0 else 6)  # nobody ends, and rank 0 serves the store
+    print(f"raised|{{seconds:.1f}}|{{type(error).__name__}}|{{error}}", flush=True)
+together("the end")  # no rank ends before, and rank 0 serves the store
 os._exit(0)
 """
 
 
-@pytest.mark.parametrize("how", ["module", "operation"])
-def test_failure_of_one_rank_reaches_the_others(how: str) -> None:
+@pytest.mark.parametrize("how", ["of_module", "of_operation"])
+def test_failure_of_one_rank_reaches_the_others(how: str, tmp_path: Path) -> None:
     """A rank that fails in a computation of its own, and lives on."""
-    for rank, output in enumerate(run_ranks(FAILURE, how, size=2)):
-        _, _, raised = output.partition("raised|")
-        assert raised, output
+    for rank, ended in enumerate(run_ranks(["-c", FAILURE, tmp_path, how], 2)):
+        _, _, raised = ended.out.partition("raised|")
+        assert raised, ended
         seconds, kind, message = raised.split("|", 2)
-        assert float(seconds) < 20, raised  # the time-out is ten minutes
+        assert float(seconds) < SOON, raised
         if rank == 1:
             assert kind == "IndexError", raised
         else:
@@ -251,20 +231,21 @@ print("equal")
 
 
 def test_groups_that_are_made_again_leave_nothing_behind(tmp_path: Path) -> None:
-    outputs = run_ranks(LEAKS, str(tmp_path), size=2)
-    assert all(output.endswith("equal\n") for output in outputs), "\n".join(outputs)
+    ended = run_ranks(["-c", LEAKS, tmp_path], 2)
+    assert all(rank.out.endswith("equal\n") for rank in ended), ended
 
 
 @on_mesh(4)
 def lose_a_rank_of_a_group(world: Any) -> tuple | None:
     """Rank 1 does not come to a collective of a group of its own with rank 0."""
     rank = world.get_rank()
+    mesh = DeviceMesh(None, [0, 1], mesh_dim_names=("absent",))
+    if rank:
+        return None
+    # Not from the beginning: ranks come to the making of a group one after another.
+    distributed_c10d._set_pg_timeout(timedelta(seconds=1), mesh.get_group())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lost_ranks, "timeout_of", lambda group, device_type: timedelta(seconds=1))
         patch.setattr(lost_ranks, "GRACE", 0.2)
-        mesh = DeviceMesh(None, [0, 1], mesh_dim_names=("absent",))
-        if rank:
-            return None
         errors = []
         for _ in range(2):
             with pytest.raises(CollectiveError) as lost:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 
 from hyper_parallel.platform.torch.launch import BACKEND_VARIABLE, Launch, chosen_backend, read_environment
+from hyper_parallel.testing.pool import free_port
+from tests.support.programs import run_each, run_ranks
 
 
 def test_torchrun() -> None:
@@ -62,23 +59,13 @@ platform.destroy_process_group()
 """
 
 
-def start(environ: dict[str, str]) -> subprocess.Popen:
-    command = [sys.executable, "-c", PROGRAM]
-    return subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
-
-
 @pytest.mark.parametrize("launcher", ["torchrun", "msrun"])
 def test_two_processes(launcher: str) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        if launcher == "torchrun":
-            environ = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        else:
-            environ = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "RANK_ID": str(rank)}
-            environ |= {"MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port)}
-        processes.append(start(environ))
-    assert [p.communicate(timeout=120)[0].strip() for p in processes] == ["0 2 [0, 1]", "1 2 [0, 1]"]
+    program = ["-c", PROGRAM]
+    if launcher == "torchrun":
+        ended = run_ranks(program, 2)
+    else:
+        common = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1"}
+        common["MS_SCHED_PORT"] = str(free_port())
+        ended = run_each(program, [{**common, "RANK_ID": rank} for rank in "01"])
+    assert [rank.out.strip() for rank in ended] == ["0 2 [0, 1]", "1 2 [0, 1]"], ended

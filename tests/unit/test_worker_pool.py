@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hyper_parallel.platform import timeout
 from hyper_parallel.testing import pool
 from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.pool import JobError, WorkerPool
@@ -108,12 +109,14 @@ def test_limits_are_longer_on_a_busy_machine(bare_pool: WorkerPool, monkeypatch:
     bare_pool.run(2, pool_jobs.describe)
     at_first = iter([1])
     monkeypatch.setattr(os, "getloadavg", lambda: (2 * (os.cpu_count() or 1) * next(at_first, 10_000), 0, 0))
-    assert pool.slowness() == 1 and pool.slowness() == pool.SLOWEST
-    monkeypatch.setattr(pool, "SLOWEST", 10_000)
+    assert timeout.slowness() == 1 and timeout.slowness() == timeout.SLOWEST
+    monkeypatch.setattr(timeout, "SLOWEST", 10_000)
     at_first = iter([1])
     assert bare_pool.run(2, pool_jobs.sleep_on, 1, 0.3, timeout=0.1) == [None, None]
     monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0, 0))
-    assert pool.slowness() == 1
+    assert timeout.slowness() == 1
+    monkeypatch.delattr(os, "getloadavg")
+    assert timeout.slowness() == 1
 
 
 def test_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:

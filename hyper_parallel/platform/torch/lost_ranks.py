@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.fault_reports import exchange_reports, leave_report
+from hyper_parallel.platform.timeout import slowness
 from hyper_parallel.platform.torch.private import default_store
 
 __all__ = ["ALIKE", "GRACE", "is_communication_failure", "find_missing_ranks", "tell_of_failure", "timeout_of"]
 
-#: Seconds that a rank whose collective has failed waits for the reports of the others.
+#: Seconds that a rank whose collective has failed waits for the reports of the others; more on a busy machine.
 GRACE = 3.0
-#: Seconds that a rank whose local computation has failed waits for the others to fail in the same way.
+#: The same for a rank whose local computation has failed, until the others fail in the same way.
 ALIKE = 4.0
 _TAG = 0x4E0
 #: What gloo's errors contain when a connection is lost; the second comes from every later use of the group.
@@ -62,7 +63,7 @@ def tell_of_failure(groups: Sequence[Any], ranks: Sequence[int], report: str) ->
     store, members = default_store(), "_".join(map(str, ranks))
     # The number of the failure lies in the store as well, so that it starts anew with other process groups.
     mine = f"hyper_parallel/failures/{members}/{dist.get_rank()}"
-    deadline = time.monotonic() + ALIKE
+    deadline = time.monotonic() + ALIKE * slowness()
     try:
         together = f"hyper_parallel/failures/{members}/number {store.add(mine, 1)}"
         store.add(together, 1)

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.timeout import slowness
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
-from hyper_parallel.testing.pool import WorkerPool, slowness
+from hyper_parallel.testing.pool import WorkerPool
 
 __all__ = ["Exchange", "ExchangePool", "OutOfStepError", "installed", "patience"]
 
