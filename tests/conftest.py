@@ -71,7 +71,6 @@ NOT_SIMULATED = {
 #: it -> why the gate of torch-cpu, on the same code, is enough.
 _FILES = "files of checkpoints, whichever device the tensors come from; test_checkpoint_state.py is run"
 NIGHTLY_ON_SIMULATED_NPU = {
-    "test_check_plan.py": "what a plan is compared with, on one process",
     "test_checkpoint.py": _FILES,
     "test_checkpoint_damage.py": _FILES,
     "test_checkpoint_pretrained.py": _FILES,
@@ -82,7 +81,6 @@ NIGHTLY_ON_SIMULATED_NPU = {
     "test_compile.py::test_styles": "more styles; test_mlp and test_decoder are run",
     "test_compile.py::test_ways": "more ways to compile; test_mlp and test_decoder are run",
     "test_compile_styles.py": "more styles; test_compile.py is run",
-    "test_explain.py": "worlds without devices",
     "test_fuzz.py": "random programs, of operations that have tests here",
     "test_huggingface.py": "models of a library",
     "test_readme.py": "programs of the README; tests/npu starts programs",
