@@ -13,7 +13,6 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-import pytest
 from mindspore import Tensor, mint, nn, ops
 from mindspore.graph import jit_trace
 from mindspore.graph.api import _JitExecutor
@@ -34,6 +33,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.mindspore import value_and_grad
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore import llama
 from tests.mindspore.nets import batch, error_of, make_net, whole
@@ -243,7 +243,7 @@ def llama_block(mesh: Any) -> tuple[float, float, dict[str, int], dict[str, int]
     return of_block, of_model, dict(collectives_of(phases)), {"AllReduce": mode.get_total_counts()}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@on_ranks(2, 4, name="size")
 def test_linear_layers(pool: Any, size: int) -> None:
     for found in pool.run(size, linear_layers):
         assert list(found) == list(LINEAR)

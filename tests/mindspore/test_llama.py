@@ -120,7 +120,10 @@ def generated(mesh: Any, cases: list[Case]) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("world", "cases"),
-    [(2, [CASES["untied"], CASES["tied"]]), (4, [CASES["norms in heads"], CASES["fused"], FEW_HEADS])],
+    [
+        pytest.param(2, [CASES["untied"], CASES["tied"]], marks=pytest.mark.nightly),
+        (4, [CASES["norms in heads"], CASES["fused"], FEW_HEADS]),
+    ],
 )
 def test_greedy_generation_is_identical(pool: Any, world: int, cases: list[Case]) -> None:
     assert pool.run(world, generated, cases) == [[True] * len(cases)] * world
@@ -178,7 +181,10 @@ def trained(mesh: Any, case: Case) -> None:
         same(got[name], wanted, name, tolerance=2e-4)
 
 
-@pytest.mark.parametrize(("world", "name"), [(2, "tied, loss_parallel"), (4, "norms in heads")])
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [(2, "tied, loss_parallel"), pytest.param(4, "norms in heads", marks=pytest.mark.nightly)],
+)
 def test_ten_steps_of_adamw(pool: Any, world: int, name: str) -> None:
     pool.run(world, trained, CASES[name])
 

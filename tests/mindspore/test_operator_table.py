@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.mindspore.operators import UNSTEADY
 from tests.support.operator_table.checks import as_good_as_the_page, operator_pool
 from tests.support.operator_table.exchange import OperatorPool
@@ -27,6 +29,7 @@ def look_at(*names: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.nightly
 def test_what_differs_from_call_to_call() -> None:
     """Where MindSpore is mended, the operator is to be compared again."""
     names = [name for name in UNSTEADY if name != DEADLY]

@@ -12,11 +12,12 @@ from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import ColwiseParallel, DTensor, Shard, distribute_tensor, parallelize_module
 from hyper_parallel.mindspore import value_and_grad
+from hyper_parallel.testing.extent import everything
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import FEATURES, error_of, loss_of, make_net, rows_of, whole
 
 #: Each kind of gradient at least twice, and a schedule of learning rates on its way.
-STEPS = 5
+STEPS = 5 if everything() else 4
 optim = ms.experimental.optim
 
 #: Those that work on CPU with plain parameters.
