@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from hyper_parallel import DTensor, distribute_tensor, get_platform
+
+T = TypeVar("T")
+
+
+def of_release(values: Mapping[str, T]) -> T:
+    """Take what holds for the installed torch, of values by the release since when they do: the newest not newer."""
+
+    def number(release: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in release.split(".")[:2])
+
+    return values[max((since for since in values if number(since) <= number(torch.__version__)), key=number)]
 
 
 def device() -> torch.device:

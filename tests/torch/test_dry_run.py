@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
 
 from examples.train_llama.config import LlamaConfig
 from examples.train_llama.model_torch import LlamaForCausalLM
@@ -144,6 +145,17 @@ class Attends(nn.Module):
         y = F.scaled_dot_product_attention(q, q, q, mask)
         y = y + F.scaled_dot_product_attention(q, q[:, :1], q[:, :1], is_causal=True, enable_gqa=True)
         return F.scaled_dot_product_attention(y, q, q, dropout_p=0.5)
+
+
+def test_attention_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count two products forward and five backward, also where torch has no formula for CPUs, as before 2.15."""
+    for name in ("", "_backward"):
+        operator = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}")
+        monkeypatch.delitem(flop_registry, operator, raising=False)
+    q, count = torch.zeros(2, 4, 16, 8, requires_grad=True), 2 * 2 * 4 * 16 * 16 * 8
+    with UsageMode() as usage:
+        F.scaled_dot_product_attention(q, q, q).sum().backward()
+    assert sorted(flops for _, flops, _, _ in usage.operations if flops) == [2 * count, 5 * count]
 
 
 def test_attention_keeps_no_scores() -> None:

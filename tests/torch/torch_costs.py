@@ -29,7 +29,7 @@ from benchmarks.torch_groups import fake_group
 from benchmarks.torch_traffic import count_collectives
 from benchmarks.traffic import Traffic
 
-__all__ = ["DIFFERENT", "OPERATIONS", "PAGE", "Compared", "compare", "page"]
+__all__ = ["BEFORE", "DIFFERENT", "OPERATIONS", "PAGE", "Compared", "compare", "page"]
 
 #: Markers of the generated part of `PAGE`.
 BEGIN, END = "<!-- begin -->\n", "<!-- end -->"
@@ -105,6 +105,23 @@ DIFFERENT: dict[tuple[str, str], str] = {
     ): "two small reductions in place of gathering the tensor: more messages, fewer bytes; see below",
     ("log_softmax along 1", "S1"): "as softmax",
     ("cross_entropy", "S1"): "as softmax",
+}
+
+#: Torch since -> (operation, placements) -> what it sends, where that is not what the page says.
+BEFORE: dict[str, dict[tuple[str, str], tuple[int, float]]] = {
+    "2.13": {
+        ("cat along 0", "S0, P"): (2, 1152),
+        ("cat along 0", "P, S0"): (2, 1152),
+        ("cat along 1", "S1, P"): (2, 1152),
+        ("cat along 1", "P, S1"): (2, 1152),
+        ("gather along 0", "P"): (1, 384),
+        ("gather along 1", "P"): (1, 384),
+        ("cumsum along 1", "P"): (1, 768),
+        ("sort along 1", "P"): (1, 384),
+        ("topk along 1", "P"): (1, 384),
+        ("cross_entropy", "S0"): (0, 0),
+    },
+    "2.14": {},
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -65,7 +65,7 @@ class UsageMode(TorchDispatchMode):
             made = [x for x in outputs if x.untyped_storage()._cdata not in given]
             for x in made:
                 self._count(x.untyped_storage())
-            formula = flop_registry.get(func._overloadpacket)
+            formula = _formula(func._overloadpacket)
             flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
             # A view moves nothing, nor does memory without values.
             if "empty" in func._opname:
@@ -91,6 +91,16 @@ class UsageMode(TorchDispatchMode):
         if storage in self._sizes:
             self._sizes[storage].set(storage.nbytes())
             self.usage.timeline.append((storage.nbytes(), self.usage.live))
+
+
+def _formula(operator: Any) -> Callable[..., Any] | None:
+    """Give torch's formula for the floating-point operations of an operator, None where torch has none. Before 2.15 it
+    has none for attention on CPUs; the one for GPUs takes the same operands."""
+    found: Callable[..., Any] | None = flop_registry.get(operator)
+    if found is None and (name := str(operator)).partition("_for_cpu")[1]:
+        name = name.replace("_for_cpu", "")
+        found = next((formula for known, formula in flop_registry.items() if str(known) == name), None)
+    return found
 
 
 def _nbytes(x: Tensor) -> int:
