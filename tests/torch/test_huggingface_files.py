@@ -13,6 +13,7 @@ from hyper_parallel.checkpoint.index import Part, StoredTensor
 from hyper_parallel.integrations.huggingface import load_pretrained, parallelize_model, save_pretrained
 from hyper_parallel.integrations.huggingface.renamed import _one as one_of
 from hyper_parallel.integrations.huggingface.renamed import arrangement
+from hyper_parallel.testing import spmd
 from hyper_parallel.testing.spmd import device_mesh
 from tests.torch.huggingface_models import batch, build
 from tests.torch.support import close, device
@@ -22,9 +23,11 @@ CASES = ["llama", "llama, odd sizes", "gpt2", "qwen3", "mixtral", "deepseek 2", 
 
 
 def write(case: str, directory: str, dtype: torch.dtype) -> None:
-    """Write files as a user of transformers has them, who has loaded a model in this dtype and trained it."""
+    """Write files of a model that transformers has loaded in this dtype."""
     from transformers import AutoModelForCausalLM
 
+    if spmd.rank:
+        return
     build(case).to(dtype).save_pretrained(directory)
     AutoModelForCausalLM.from_pretrained(directory).save_pretrained(f"{directory}/kept", max_shard_size="20KB")
 
