@@ -30,6 +30,12 @@ class Net(nn.Cell):
         return self.head(x)
 
 
+def on_first_rank(mesh: Any, function: Any) -> Any:
+    """Return the NumPy result of ``function`` on the first rank, which alone computes what one process would."""
+    platform, first = mesh.platform, mesh.get_local_rank() == 0
+    return platform.all_gather_object(function() if first else None, mesh.platform_group(0), mesh.size())[0]
+
+
 def make_net(mesh: Any = None, frozen: tuple[str, ...] = ()) -> Net:
     """The same numbers every time; with a mesh, parallelized. Parameters whose name starts with one of ``frozen`` are
     frozen before."""

@@ -243,7 +243,7 @@ def llama_block(mesh: Any) -> tuple[float, float, dict[str, int], dict[str, int]
     return of_block, of_model, dict(collectives_of(phases)), {"AllReduce": mode.get_total_counts()}
 
 
-@on_ranks(2, 4, name="size")
+@on_ranks(2, 4, gate=(2,), name="size")
 def test_linear_layers(pool: Any, size: int) -> None:
     for found in pool.run(size, linear_layers):
         assert list(found) == list(LINEAR)

@@ -19,7 +19,7 @@ from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.llama import CASES, FEW_HEADS, PLAN, Case, Config, make, tokens
-from tests.mindspore.nets import error_of, whole
+from tests.mindspore.nets import error_of, on_first_rank, whole
 
 
 def loss_of(logits: Any, targets: Tensor) -> Any:
@@ -49,12 +49,6 @@ def run(model: Any, case: Case, ids: Tensor) -> tuple[Any, Any, dict[str, Any], 
     return loss, logits, {p.name: g for p, g in zip(parameters, gradients, strict=True)}, counts
 
 
-def on_first_rank(mesh: Any, function: Any) -> Any:
-    """What a function gives on the first rank, in numpy: one rank has to compute what the single process would."""
-    platform, first = mesh.platform, mesh.get_local_rank() == 0
-    return platform.all_gather_object(function() if first else None, mesh.platform_group(0), mesh.size())[0]
-
-
 def reference(case: Case, ids: Tensor) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """Loss, logits and gradients of the model in one process."""
     loss, logits, gradients, _ = run(make(case), case, ids)
@@ -82,7 +76,7 @@ def expected(case: Case) -> dict[str, dict[str, int]]:
     return {"forward": case.forward, "loss": {"all_reduce": 2} if case.sharded_loss else {}, "backward": case.backward}
 
 
-@on_ranks(2, 4, name="world")
+@on_ranks(2, 4, gate=(2,), name="world")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_and_collectives(pool: Any, name: str, world: int) -> None:
     assert pool.run(world, compare, CASES[name]) == [expected(CASES[name])] * world

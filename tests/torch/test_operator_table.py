@@ -86,7 +86,7 @@ def judged(wanted: tuple[str, str], number: int) -> None:
     x = torch.arange(15.0, dtype=torch.float64).reshape(5, 3).sin().requires_grad_()
     side = SimpleNamespace(**vars(operators))
     side.calls = lambda name, count: [Call((x,), {}, {"forward": JUDGED[wanted][number]})]
-    meshes = [spmd.device_mesh(*shape) for shape in judge.MESHES]
+    meshes = [spmd.device_mesh(*shape) for shape in judge.MESHES[spmd.world_size]]
     found = judge._Operator(side, "made up", meshes, many=False).verdicts(1)["found"]
     verdicts = tuple(max(found.get(form, {}), key=judge.ORDER.index, default="") for form in ("forward", "backward"))
     assert verdicts == wanted, found
@@ -94,4 +94,4 @@ def judged(wanted: tuple[str, str], number: int) -> None:
 
 @pytest.mark.parametrize(("wanted", "number"), [(w, i) for w, found in JUDGED.items() for i in range(len(found))])
 def test_the_verdicts(operator_pool: OperatorPool, wanted: tuple[str, str], number: int) -> None:
-    operator_pool.run(4, judged, wanted, number)
+    operator_pool.run(operator_pool.size, judged, wanted, number)

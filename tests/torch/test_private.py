@@ -226,7 +226,7 @@ def taken_from_torch(source: str) -> set[str]:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.startswith("torch.")}
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             found.add(ast.unparse(node))
     roots = ("torch.", "dist.", "nn.", "F.", "graph.", "distributed_c10d.")
     private_part = re.compile(r"\._(?!_)(?!foreach_|amp_foreach_)")

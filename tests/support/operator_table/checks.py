@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hyper_parallel.testing.extent import everything
 from tests.support.operator_table.exchange import OperatorPool
 from tests.support.operator_table.page import PAGE, read
 from tests.support.operator_table.table import ORDER, found_by, operators, worst
@@ -15,8 +16,10 @@ __all__ = ["as_good_as_the_page", "operator_pool"]
 
 @pytest.fixture(scope="module")
 def operator_pool(platform_name: str) -> Iterator[OperatorPool]:
-    """Ranks that can try operators."""
-    with OperatorPool(platform_name, first="tests.support.measured_ranks:leave_the_rest") as pool:
+    """Ranks that can try operators: four in the nightly run, three in the gate."""
+    with OperatorPool(
+        platform_name, 4 if everything() else 3, first="tests.support.measured_ranks:leave_the_rest"
+    ) as pool:
         yield pool
 
 

@@ -37,7 +37,8 @@ __all__ = ["judge", "names_of"]
 
 #: Seconds after which a call counts as hanging though it waits for no rank.
 PATIENCE = 60
-MESHES = ((4,), (2, 2))
+#: Number of ranks -> shapes of their meshes: a line, and where they make one, a grid.
+MESHES = {4: ((4,), (2, 2)), 3: ((3,),)}
 _BAD = ("wrong", "hanging")
 
 
@@ -57,7 +58,7 @@ def judge(platform: str, names: list[str], count: int, many: bool, results: str)
         results: path of a file that the first rank writes.
     """
     side = side_of(platform)
-    meshes = [spmd.device_mesh(*shape) for shape in MESHES]
+    meshes = [spmd.device_mesh(*shape) for shape in MESHES[spmd.world_size]]
     logging.getLogger("hyper_parallel").setLevel(logging.ERROR)
     out = Path(results) if spmd.rank == 0 else None
     for name in names:
@@ -349,7 +350,7 @@ def _placements(
     tensors: list[Any], side: Side, meshes: list[Any], chance: random.Random, many: bool, form: str
 ) -> Iterator[tuple[Any, list[tuple]]]:
     """Meshes, each with the placements of all tensors."""
-    line, grid = meshes
+    line, grid = meshes[0], meshes[-1]
     ndims = [len(x.shape) for x in tensors]
     partial = [side.can_be_partial(x) for x in tensors]
 
@@ -373,7 +374,8 @@ def _placements(
     yield line, first
     if any(partial):
         yield line, sums
-    yield grid, each(grid)
+    if grid is not line or not any(partial):
+        yield grid, each(grid)
     if not many:
         return
     if last != first:

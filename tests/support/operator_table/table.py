@@ -22,7 +22,7 @@ JOB_TIMEOUT = 900.0
 
 def operators(pool: WorkerPool) -> tuple[str, list[str]]:
     """Where the operators of the pool's backend come from, and their names."""
-    return pool.run(4, _NAMES, pool.platform, timeout=JOB_TIMEOUT)[0]
+    return pool.run(pool.size, _NAMES, pool.platform, timeout=JOB_TIMEOUT)[0]
 
 
 def found_by(pool: WorkerPool, names: list[str], samples: int, many: bool, tell: Any = None) -> dict[str, Any]:
@@ -35,7 +35,9 @@ def found_by(pool: WorkerPool, names: list[str], samples: int, many: bool, tell:
             path.touch()
             hung = ""
             try:
-                pool.run(4, _JUDGE, pool.platform, remaining[:BATCH], samples, many, str(path), timeout=JOB_TIMEOUT)
+                pool.run(
+                    pool.size, _JUDGE, pool.platform, remaining[:BATCH], samples, many, str(path), timeout=JOB_TIMEOUT
+                )
             except JobError as error:
                 hung = str(error)
             begun = ""
