@@ -212,4 +212,4 @@ def documented(mesh: Any) -> tuple[float, list, list]:
 def test_snippet_of_the_documentation(pool: Any) -> None:
     first, *others = pool.run(4, documented)
     assert 4 < first[0] < 8 and [len(row) for row in first[1]] == [12, 12] and all(first[2])
-    assert all(other == first for other in others)
+    assert others == [first] * 3
