@@ -23,7 +23,8 @@ COVERAGE_OF = "coverage of "
 def measure(tests: Tests, row: Row, config: Path, part: Part) -> None:
     """Combine what the unit tests and this backend's tests reached, and compare it with the thresholds.
 
-    The report goes to the log, and to the terminal where too little was reached.
+    Where too little was reached, a report goes to the log and the terminal, and one for browsers to
+    ``build/gate/<backend>/html``. Each of them takes half a minute, which a run that reached enough is spared.
     """
     root = tests.root
     thresholds = thresholds_in(config)
@@ -44,14 +45,14 @@ def measure(tests: Tests, row: Row, config: Path, part: Part) -> None:
         row.problem = row.problem or "no coverage data"
         return
     options = [f"--data-file={data}", f"--rcfile={config}"]
-    print(f"\n== {row.name}: coverage", file=part.log, flush=True)
-    shown = coverage("report", *options, "--skip-covered").stdout
-    coverage("html", *options, "--quiet", f"--directory={output / 'html'}")
     report = output / "coverage.json"
     coverage("json", *options, "--quiet", "-o", report)
     files = json.loads(report.read_text())["files"] if report.exists() else {}
     row.areas = [Area(path, least, reached(files, path)) for path, least in thresholds.items()]
     if missed := [area.path for area in row.areas if area.missed]:
+        print(f"\n== {row.name}: coverage", file=part.log, flush=True)
+        shown = coverage("report", *options, "--skip-covered").stdout
+        coverage("html", *options, "--quiet", f"--directory={output / 'html'}")
         part.show(f"\n== {row.name}: coverage\n{shown}")
         row.problem = row.problem or COVERAGE_OF + ", ".join(missed)
 

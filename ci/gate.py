@@ -9,8 +9,8 @@ what these and the unit tests reach together, lines and branches.
 Several of these parts run at a time, because ranks spend a third of their time waiting for one another. A line every
 ten seconds says how far each is (`ci/reporter.py`), and a failure is printed at once; what a part prints besides is in
 ``build/gate/logs``. On many cores the files of tests of a part are shared out over several processes of pytest.
-``platform/<backend>/coverage.ini`` names the areas that count, each with the least that is accepted. Reports for
-browsers stay in ``build/gate/<backend>/html``. Ends with the slowest files and a table, which is also written to
+``platform/<backend>/coverage.ini`` names the areas that count, each with the least that is accepted. Where less was
+reached, a report for browsers is in ``build/gate/<backend>/html``. Ends with the slowest files and a table, also in
 ``build/gate/table.{json,md}``, and exits non-zero if any test failed, a part ran no test or an area is under its
 threshold, or, where all backends ran, the library raises an error that no test of any came to (``ci/raises.py``).
 

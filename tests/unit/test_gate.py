@@ -105,10 +105,10 @@ def test_thresholds(tmp_path: Path, least: int, status: int) -> None:
     assert row_of("demo (CPU)", output) == f"1 0 0 66.6% - 100% {least}% / - / 100% SECONDS {verdict}"
     assert "2 passed, 0 failed, 0 skipped" in output
     build = tmp_path / "build" / "gate"
-    assert (build / "demo" / "html" / "index.html").exists()
+    assert (build / "demo" / "html" / "index.html").exists() == bool(status)
     log = (build / "logs" / "demo.txt").read_text()
     report = re.search(r"== demo \(CPU\): coverage\n.*\nTOTAL .*$", log, re.DOTALL | re.MULTILINE)
-    assert report is not None and (report[0] in output) == bool(status), output
+    assert (report is not None and report[0] in output) == bool(status), output
     assert "1 passed in" in log and "1 passed in" not in output
     rows = {row["backend"]: row for row in json.loads((build / "table.json").read_text())["rows"]}
     assert rows["demo"]["areas"][0] == {"path": "hyper_parallel/core", "least": least, "reached": 200 / 3}
