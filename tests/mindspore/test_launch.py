@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,9 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore import launch, stores
 from hyper_parallel.platform.mindspore.launch import GroupVerbs
+from hyper_parallel.testing.pool import free_port
 from hyper_parallel.testing.spmd import on_mesh
+from tests.support.programs import PATIENCE, ROOT, run_ranks
 
 SCRIPT = """
 import os
@@ -63,20 +64,8 @@ except RuntimeError as error:
 """
 
 
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
-def environment(**more: str) -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return {**os.environ, "PYTHONPATH": root, "PATH": path, "HYPER_PARALLEL_PLATFORM": "mindspore", **more}
-
-
-def test_torchrun_variables(tmp_path: Path) -> None:
-    check_leaving(run_ranks(tmp_path, SCRIPT, 4), 4)
+def test_torchrun_variables() -> None:
+    check_leaving(run_script(SCRIPT, 4), 4)
 
 
 def check_leaving(output: str, size: int) -> None:
@@ -104,9 +93,9 @@ print(f"rank {rank} passed", flush=True)
 """
 
 
-def test_a_program_may_end_right_after_a_collective(tmp_path: Path) -> None:
+def test_a_program_may_end_right_after_a_collective() -> None:
     """The rank that receives acknowledges, which takes a while, and the one that serves the store may be the first."""
-    assert "Error" not in run_ranks(tmp_path, ENDING, 2, MS_CPU_COMM_OP_TIMEOUT="60")
+    assert "Error" not in run_script(ENDING, 2, MS_CPU_COMM_OP_TIMEOUT="60")
 
 
 class Store:
@@ -201,33 +190,23 @@ def test_how_long_collectives_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stores.seconds_in_collectives() == 3 and os.environ["MS_CPU_COMM_OP_TIMEOUT"] == "3"
 
 
-def run_ranks(folder: Path, text: str, size: int, **more: str) -> str:
-    """Run a script that prints "rank r passed" on each rank, under torchrun's variables; return all output."""
-    script, port = folder / "script.py", free_port()
-    script.write_text(text)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env=environment(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
-    for rank, output in enumerate(outputs):
-        assert f"rank {rank} passed" in output, output
-    return "".join(outputs)
+def run_script(text: str, size: int, **variables: str) -> str:
+    """Run a program that prints "rank r passed" on each rank, under torchrun's variables; return all output."""
+    ended = run_ranks(["-c", text], size, **variables)
+    assert all(rank.status == 0 and f"rank {i} passed" in rank.out for i, rank in enumerate(ended)), ended
+    return "".join(rank.out + rank.err for rank in ended)
 
 
 def test_msrun(tmp_path: Path) -> None:
-    msrun = shutil.which("msrun", path=environment()["PATH"])
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    msrun = shutil.which("msrun", path=path)
     assert msrun is not None
     script, logs = tmp_path / "script.py", tmp_path / "logs"
     script.write_text(SCRIPT)
     options = f"--worker_num=2 --local_worker_num=2 --master_addr=127.0.0.1 --master_port={free_port()} --join=True"
-    subprocess.run([msrun, *options.split(), f"--log_dir={logs}", str(script)], env=environment(), timeout=300)
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HYPER_PARALLEL_PLATFORM": "mindspore"}
+    command = [msrun, *options.split(), f"--log_dir={logs}", script]
+    subprocess.run(command, env=environment, timeout=PATIENCE, check=True)
     output = "".join(file.read_text() for file in logs.glob("worker_*.log"))
     assert all(f"rank {rank} passed" in output for rank in range(2)), output
     check_leaving(output, 2)

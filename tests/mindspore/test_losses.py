@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,6 @@ import pytest
 from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import ColwiseParallel, CommDebugMode, DTensor, Shard, loss_parallel, parallelize_module
-from hyper_parallel.core.dtensor.operations import logit_shards
 from hyper_parallel.testing.spmd import on_mesh
 
 SAMPLES, CLASSES = 4, 6
@@ -87,7 +88,6 @@ def value_and_grad(function: Callable[[Any], Any], x: np.ndarray) -> tuple[np.nd
 
 @on_mesh()
 def losses(mesh: Any, dtype: type) -> list[str]:
-    logit_shards._HEADS.clear()  # those of earlier tests, which graphs keep
     problems = []
     tolerance = 1e-4 if dtype is np.float32 else 5e-3
     x = np.random.default_rng(0).standard_normal((SAMPLES, CLASSES)).astype(dtype)
@@ -121,7 +121,6 @@ def test_losses(pool: Any, dtype: type) -> None:
 @on_mesh()
 def elsewhere(mesh: Any) -> None:
     """Logits that were not computed with a head are not its part of the classes, whoever has as many."""
-    logit_shards._HEADS.clear()  # those of earlier tests, which graphs keep
     x, target = Tensor(np.ones((SAMPLES, 4), np.float32)), Tensor(TARGET)
     head, other = parallelize_module(Headed(), mesh, {"head": ColwiseParallel()}), nn.Dense(4, CLASSES)
     parameters = ms.ParameterTuple([*head.trainable_params(), *other.trainable_params()])
@@ -138,6 +137,32 @@ def elsewhere(mesh: Any) -> None:
             ms.value_and_grad(loss, None, parameters)(True)
 
 
+def jitted(head: Any) -> Callable:
+    @ms.jit
+    def function(x: Any) -> Any:
+        return head(x) * 2
+
+    function(Tensor(np.ones((SAMPLES, 4), np.float32)))
+    return function
+
+
+@on_mesh()
+def compiled_before(mesh: Any) -> None:
+    """A head that was compiled counts while the program has it, or a function that calls it, and no longer."""
+    logits, target = Tensor(np.ones((SAMPLES, CLASSES), np.float32)), Tensor(TARGET)
+    for keep in ("head", "function"):
+        net = parallelize_module(Headed(), mesh, {"head": ColwiseParallel()})
+        function, alive = jitted(net), weakref.ref(net.head)
+        held = {"head": net.head, "function": function}[keep]
+        del net, function
+        with pytest.raises(ValueError, match="part of the 12 that 'head' gives"):
+            ops.cross_entropy(logits, target)
+        del held
+        gc.collect()
+        assert alive() is None, f"the {keep} is kept"
+        assert np.isfinite(ops.cross_entropy(logits, target).asnumpy())
+
+
 class Headed(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
@@ -149,6 +174,10 @@ class Headed(nn.Cell):
 
 def test_logits_from_elsewhere(pool: Any) -> None:
     pool.run(2, elsewhere)
+
+
+def test_heads_that_were_compiled_before(pool: Any) -> None:
+    pool.run(2, compiled_before)
 
 
 @ms.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from mindspore.mint import distributed as dist
 
 from hyper_parallel.platform.mindspore import lost_ranks
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, World
+from hyper_parallel.testing.pool import free_port
 
 #: All that a test has made, until the process ends: MindSpore crashes now and then when it destroys a client.
 STORES: list[Any] = []
@@ -22,15 +22,13 @@ STORES: list[Any] = []
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Any, int]]:
     """A store like that of rank 0, and its port."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
+    port = free_port()
     yield store_at(port, is_master=True), port
 
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_ranks, "GRACE", 0.8)
+    monkeypatch.setattr(lost_ranks, "GRACE", 0.2)
 
 
 def store_at(port: int, is_master: bool = False) -> Any:
@@ -39,7 +37,7 @@ def store_at(port: int, is_master: bool = False) -> Any:
         port,
         world_size=1,
         is_master=is_master,
-        timeout=timedelta(seconds=10),
+        timeout=timedelta(seconds=600),
         wait_for_workers=False,
     )
     STORES.append(store)
@@ -53,8 +51,9 @@ def on_rank(rank: int, store: Any) -> GroupVerbs:
     return groups
 
 
-def test_all_answer(server: tuple[Any, int]) -> None:
+def test_all_answer(server: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as everybody has, and what each was doing arrives at each."""
+    monkeypatch.setattr(lost_ranks, "GRACE", 600.0)
     store, port = server
     answers: dict[int, Any] = {}
 

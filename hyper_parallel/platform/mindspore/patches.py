@@ -96,6 +96,10 @@ def _watched(name: str) -> Patch:
     )
 
 
+def _is_cached(function: Any) -> str | None:
+    return None if callable(getattr(function, "__wrapped__", None)) else "has no cache"
+
+
 def _allow(allowed: bool) -> None:
     Classes.allow(allowed)
     autograd.forget_recordings()
@@ -242,6 +246,14 @@ PATCHES = PatchSet(
             calling(plain_inside.bincount),
             check=takes("input weights minlength"),
             everywhere=True,
+            required=False,
+        ),
+        _patch(
+            "mindspore.graph.api._get_func_args_info_cached",
+            "compiled functions stay for ever, with the modules in their closures: a loss is refused because of a head "
+            "that the program has let go of",
+            lambda cached: cached.__wrapped__,
+            check=_is_cached,
             required=False,
         ),
         _patch("mindspore.graph.api._JitExecutor.__call__", _IN_A_GRAPH, calling(parsing.checked_jit)),
