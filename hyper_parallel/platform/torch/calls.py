@@ -73,7 +73,11 @@ def _with_replaced_forward(cls: Any, mixin: type | None) -> type:
             return run_forward(self, args, kwargs)
         return self._replaced_forward(self, *args, **kwargs)
 
-    return _derive(cls, {"forward": forward}, mixin)
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._moving():
+            return cls._apply(self, *args, **kwargs)
+
+    return _derive(cls, {"forward": forward, **({"_apply": _apply} if hasattr(mixin, "_moving") else {})}, mixin)
 
 
 @cache
