@@ -136,7 +136,9 @@ def _distributed(results: list[Any], out_placements: Any, mesh: DeviceMesh, name
     single = not isinstance(out_placements, tuple) or any(
         isinstance(own_placement(p), Placement) for p in out_placements
     )
-    given: list[Any] = [None if p is None else own_placements(p) for p in ((out_placements,) if single else out_placements)]
+    given: list[Any] = [
+        None if p is None else own_placements(p) for p in ((out_placements,) if single else out_placements)
+    ]
     misfit = _misfit(results, given, platform, name)
     # What all ranks know says whether they exchange shapes: not what one of them has returned.
     sharded = [i for i, own in enumerate(given) if type(own) is tuple and any(isinstance(p, Shard) for p in own)]

@@ -137,7 +137,13 @@ class DTensor:
                 raise ValueError(misfit)
             if key is not None:
                 _EVEN_LAYOUTS[mesh, own_placements(placements), local_shape] = layout
-        return _made_of(local_tensor, layout, grad_placements)
+        if CHECKS or mesh._coordinate is None or layout.summed_mesh_dims or grad_placements is not None:
+            return _made_of(local_tensor, layout, grad_placements)
+        with platform.no_dispatch():
+            x = platform.wrap(platform.alias(local_tensor), layout)
+            if platform.requires_grad(local_tensor):
+                x._origin = local_tensor
+            return x
 
     @staticmethod
     def _of_part(local: Any, layout: Layout) -> Any:

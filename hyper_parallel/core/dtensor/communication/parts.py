@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hyper_parallel.core.dtensor.communication.errors import RankMismatchError, explain, names_of
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_ranks, check_replicated
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Placement
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
 #: The most dimensions that a tensor of any framework has.
 _DIMS = 64
