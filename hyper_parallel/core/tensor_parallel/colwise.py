@@ -165,7 +165,9 @@ def _column_forward(
             else:
                 ndim = len(output.local_shape)
                 gathered = x._gathered
-                if gathered is None:
+                if x._summands is not None:
+                    rows = partial_grad_view(x, _FIRST)
+                elif gathered is None:
                     rows = view(x if x._origin is None else x._origin, weight)
                 else:
                     rows = made_with(x, gathered)
