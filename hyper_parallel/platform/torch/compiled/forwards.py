@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -47,13 +48,17 @@ def make_run(module: nn.Module, how: CompiledForward | None) -> Callable[..., An
     apply. Alike modules share one, so that they share a graph: compiled frames compare which one it is (`guards`)."""
     if how is None:
         return None
-    cls, kept = original_class(module), vars(how.mesh).setdefault("_compiled_runs", {})
+    # Weak, as layouts are known by their mesh: one that held layouts would never go.
+    kept: Any = vars(how.mesh).setdefault("_compiled_runs", WeakValueDictionary())
+    cls = original_class(module)
     key = cls, _read_of(module, cls), how.key
-    if key not in kept:
-        kept[key] = run = _make_run(module, cls, how)
+    run = kept.get(key)
+    if run is None:
+        run = _make_run(module, cls, how)
         if run is not None:
-            run.of_style = True  # type: ignore[attr-defined]
-    return kept[key]
+            run.of_style = True
+            kept[key] = run
+    return run
 
 
 def _read_of(module: Any, cls: type) -> tuple:
