@@ -179,7 +179,7 @@ def _column_forward(
             y = y if rows.ndim == ndim else y.view(*output.local_shape)
             return y if use_local_output else wrap(y, output)
 
-    return LocalForward(run if takes_plain else None, run)
+    return LocalForward(run if takes_plain else None, run, Replicate() if takes_plain else None)
 
 
 def _input_view(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:

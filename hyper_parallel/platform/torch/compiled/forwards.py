@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -44,21 +45,36 @@ def run_forward(module: Any, args: tuple, kwargs: dict) -> Any:
 
 def make_run(module: nn.Module, how: CompiledForward | None) -> Callable[..., Any] | None:
     """``run(module, args, kwargs)`` in place of the forward of ``module``: gives a reason, a string, where it does not
-    apply."""
-    run: Any = None if how is None else _make_run(module, how)
-    if run is not None:
-        run.of_style = True  # see `guards`
+    apply. Alike modules share one, so that they share a graph: compiled frames compare which one it is (`guards`)."""
+    if how is None:
+        return None
+    # Weak, as layouts are known by their mesh: one that held layouts would never go.
+    kept: Any = vars(how.mesh).setdefault("_compiled_runs", WeakValueDictionary())
+    cls = original_class(module)
+    key = cls, _read_of(module, cls), how.key
+    run = kept.get(key)
+    if run is None:
+        run = _make_run(module, cls, how)
+        if run is not None:
+            run.of_style = True
+            kept[key] = run
     return run
 
 
-def _make_run(module: nn.Module, how: CompiledForward) -> Callable[..., Any] | None:
-    cls = original_class(module)
+def _read_of(module: Any, cls: type) -> tuple:
+    """What is made of a module's own attributes, which its class does not say."""
+    return (module.padding_idx, is_simple(module)) if cls is nn.Embedding else ()
+
+
+def _make_run(module: nn.Module, cls: type, how: CompiledForward) -> Callable[..., Any] | None:
     if how.kind in ("column", "row"):
         if cls is nn.Linear:
             return _linear(how)
         return _embedding(how, module) if cls is nn.Embedding and is_simple(module) else None
     if how.kind == "parts":
         return _parts(how, cls)
+    if how.kind == "distributed":
+        return _distributed(how, cls)
     return _alike(how, module, cls)
 
 
@@ -227,6 +243,32 @@ def _parts(how: CompiledForward, cls: Any) -> Callable[..., Any]:
         else:
             y = plain(forward(module, x.as_subclass(part)))
         return moves.give(y, cut)
+
+    return run
+
+
+def _distributed(how: CompiledForward, cls: Any) -> Callable[..., Any] | None:
+    """A module's own forward on what stands for DTensors: `views` says which operations on those are traced."""
+    if cls.__module__.startswith("torch."):
+        return None  # random numbers and what writes: nothing that would be traced
+    moves, given, planned, forward = _moves(how), how.given, tuple(how.layouts.items()), cls.forward
+    shards = shards_of(how.compare)
+
+    def run(module: Any, args: tuple, kwargs: dict) -> Any:
+        found = INPUT if kwargs or len(args) != 1 else moves.take(args[0], given, module, shards)
+        if isinstance(found, str):
+            return found
+        x, cut = found
+        own = module._parameters
+        for name, layout in planned:
+            if not _is_planned(own.get(name), layout):
+                return _PARAMETERS
+        if given is None or cut != given % x.ndim:
+            return INPUT
+        y = forward(module, x.as_subclass(moves.placed[cut]))
+        if not isinstance(y, moves.dtensor):
+            return _OUTPUT
+        return y.to_local() if moves.local else y
 
     return run
 
