@@ -52,7 +52,7 @@ def make_run(module: nn.Module, how: CompiledForward | None) -> Callable[..., An
     kept: Any = vars(how.mesh).setdefault("_compiled_runs", WeakValueDictionary())
     cls = original_class(module)
     key = cls, _read_of(module, cls), how.key
-    run = kept.get(key)
+    run: Any = kept.get(key)
     if run is None:
         run = _make_run(module, cls, how)
         if run is not None:
