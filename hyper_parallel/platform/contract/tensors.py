@@ -67,6 +67,9 @@ class TensorRole(ABC):
         """Replace the values of a plain parameter or buffer by those of a plain tensor of its shape and dtype. It stays
         the same object, on its device. Called without gradients."""
 
+    #: Whether ``_version`` of a tensor counts every write to it, those of optimizers among them.
+    counts_writes: bool = True
+
     #: Whether `free_storage` gives memory back. Where it does not, core keeps what it would have freed until the graph
     #: is gone that needs it, and neither verb is called.
     frees_storage: bool = False
