@@ -286,7 +286,8 @@ def _packed_choices(case: Case, sharding: OpSharding) -> Iterator[Choice]:
     """A sharded label whose dimension is two unequal parts, and what `OpSharding.unpack` says."""
     for choice in _consecutive_choices(sharding):
         sizes = _sizes(case, sharding, choice.label)
-        if choice.label is None or len(sizes) > 1 or choice.label in sharding.nonempty or max(sizes) < 2:
+        never_packed = choice.label in (None, *sharding.nonempty, *sharding.filled)
+        if never_packed or len(sizes) > 1 or max(sizes) < 2:
             continue
         size = max(sizes)
         parts = (size // 3 + 1, size - size // 3 - 1)
@@ -400,7 +401,7 @@ def _fits(case: Case, sharding: OpSharding, label: Any, mesh: tuple[int, ...], c
     units = {number for own, number in sharding.units if own == label}
     if len(sizes | units) > 1 and any(size % int(np.prod(splits)) for size in sizes | units):
         return False
-    if label in sharding.nonempty:
+    if label in (*sharding.nonempty, *sharding.filled):  # what is filled, dispatch sees to
         smallest = min(sizes)
         for n in splits:
             smallest = chunk_sizes(smallest, n)[-1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.rules.labels import Labels
@@ -64,7 +63,7 @@ def labelled(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """A function by its signature, such as `ni..,oi..,o->no..` of a convolution. `n` and `o` can be sharded, and `i`,
     which the result lacks, gives partial sums, where terms follow a bar; a dot is a whole dimension. The letter `g`,
     which the first operand has, is a dimension of groups of channels, which are not cut. Of `g` and of what is summed
-    every rank needs an element; of others a rank without one computes with a sample that is dropped."""
+    every rank needs an element."""
     text, result_shapes, groups = static_args[:3]
     signature = read_signature(text)
     operands = tuple(
@@ -74,7 +73,9 @@ def labelled(shapes: tuple, static_args: tuple) -> OpSharding | None:
         return None
     grouped = groups and _GROUPED in signature.letters
     terms = tuple(term for term in signature.terms if all(shapes[i] is not None for i in term))
-    kept = [label for label in signature.letters if all(label in labels for labels in signature.results)]
+    kept = {label for label in signature.letters if all(label in labels for labels in signature.results)}
+    if grouped:
+        kept.discard(_GROUPED)
     return OpSharding(
         operands=operands,
         results=signature.results,
@@ -82,9 +83,8 @@ def labelled(shapes: tuple, static_args: tuple) -> OpSharding | None:
         terms=terms,
         reduce="sum" if terms else None,
         localize=_local_groups if grouped else None,
-        call=_with_a_sample,
-        native_if=_have_samples,
-        nonempty=tuple(label for label in signature.letters if label not in kept or (grouped and label == _GROUPED)),
+        nonempty=tuple(label for label in signature.letters if label not in kept),
+        filled=tuple(label for label in signature.letters if label in kept),
         units=((_GROUPED, groups),) if grouped else (),
     )
 
@@ -95,56 +95,3 @@ def _local_groups(static_args: tuple, operand_layouts: tuple, result_layouts: tu
     dim = read_signature(text).operands[0].index(_GROUPED)
     layout = operand_layouts[0]
     return (text, shapes, groups * layout.local_shape[dim] // layout.shape[dim], *rest)
-
-
-def _have_samples(operand_layouts: tuple) -> bool:
-    """Whether no rank is left without elements that the whole tensor has."""
-    return all(
-        layout is None or all(layout.smallest_part(dim) or not size for dim, size in enumerate(layout.shape))
-        for layout in operand_layouts
-    )
-
-
-def _with_a_sample(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
-    """The local call. Kernels are not right without samples, in backward above all. So a rank without any takes one,
-    of ones, and drops what comes of it: its cotangents are zeros."""
-    signature = read_signature(static_args[0])
-    missing = {
-        label
-        for labels, layout in zip(signature.operands, operand_layouts, strict=True)
-        if layout is not None
-        for label, here, size in zip(labels, layout.local_shape, layout.shape, strict=True)
-        if size and not here
-    }
-    if not missing:
-        return native(operands, static_args)
-    given = tuple(
-        x if layout is None else _extended(x, labels, missing, platform)
-        for x, labels, layout in zip(operands, signature.operands, operand_layouts, strict=True)
-    )
-    result = native(given, static_args)
-    several = isinstance(result, (tuple, list))
-    found = [
-        _dropped(y, labels, missing, platform)
-        for y, labels in zip(result if several else (result,), signature.results, strict=False)
-    ]
-    return type(result)([*found, *result[len(found) :]]) if several else found[0]
-
-
-def _extended(x: Any, labels: Labels, missing: set, platform: Any) -> Any:
-    for dim, label in enumerate(labels):
-        if label in missing:
-            shape = list(platform.shape_of(x))
-            shape[dim] = 1
-            new = platform.ones if platform.is_floating_point(x) else platform.zeros  # indices and classes begin at 0
-            x = platform.cat([x, new(shape, x)], dim)
-    return x
-
-
-def _dropped(y: Any, labels: Labels, missing: set, platform: Any) -> Any:
-    for dim, label in enumerate(labels):
-        if label in missing:
-            y = platform.narrow(y, dim, 0, 0)
-    return y
