@@ -19,6 +19,7 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.dtensor.operations.filling import bind_filled
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
@@ -401,7 +402,7 @@ def _fits(case: Case, sharding: OpSharding, label: Any, mesh: tuple[int, ...], c
     units = {number for own, number in sharding.units if own == label}
     if len(sizes | units) > 1 and any(size % int(np.prod(splits)) for size in sizes | units):
         return False
-    if label in (*sharding.nonempty, *sharding.filled):  # what is filled, dispatch sees to
+    if label in sharding.nonempty:
         smallest = min(sizes)
         for n in splits:
             smallest = chunk_sizes(smallest, n)[-1]
@@ -499,7 +500,8 @@ def run(case: Case, sharding: OpSharding, way: Way) -> list[np.ndarray]:
             static_args = sharding.localize(static_args, operand_layouts, result_layouts)
             hash(static_args)
         if sharding.call is None or (sharding.native_if is not None and sharding.native_if(operand_layouts)):
-            found = case.native(operands, static_args)
+            run = bind_filled(lambda _, xs, others: case.native(xs, others), sharding, operand_layouts, mesh.platform)
+            found = run(None, operands, static_args)
         else:
             found = sharding.call(mesh.platform, case.native, operands, static_args, operand_layouts, result_layouts)
         results[rank] = found = [*found] if isinstance(found, (list, tuple)) else [found]

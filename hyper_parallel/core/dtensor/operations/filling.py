@@ -52,8 +52,8 @@ def _with_elements(x: Any, labels: Labels, missing: set, platform: Platform) -> 
             shape = [*platform.shape_of(x)]
             shape[dim] = 1
             # Ones: zeros have no norm, and a mask of them lets nothing through. Places and classes begin at zero.
-            value = 1 if platform.is_floating_point(x) or x.dtype == (x == x).dtype else 0
-            x = platform.cat([x, platform.full(shape, value, x)], dim)
+            make = platform.ones if platform.is_floating_point(x) or x.dtype == (x == x).dtype else platform.zeros
+            x = platform.cat([x, make(shape, x)], dim)
     return x
 
 
