@@ -42,16 +42,16 @@ def attention() -> Any:
     adapter.load(model, np.random.default_rng(0))
 
     def run(model: Any, x: Any) -> Any:
-        call = adapter.call
+        call, reshape, add = adapter.call, adapter.reshape, adapter.sum
         x = call(model.inp, x)
         b, t = x.shape[:2]
-        q = call(model.wq, x).reshape(b, t, -1, SIZE + SHARED)
+        q = reshape(call(model.wq, x), (b, t, -1, SIZE + SHARED))
         given = call(model.wkv_a, x)
         latent, shared = given[..., :LATENT], given[..., LATENT:]
-        kv = call(model.wkv_b, latent).reshape(b, t, -1, 2 * SIZE)
+        kv = reshape(call(model.wkv_b, latent), (b, t, -1, 2 * SIZE))
         k, v = kv[..., :SIZE], kv[..., SIZE:]
-        y = (q[..., :SIZE] * k).sum(-1) + (q[..., SIZE:] * shared.reshape(b, t, 1, SHARED)).sum(-1)
-        return call(model.wo, (y.reshape(b, t, -1, 1) * v).reshape(b, t, -1))
+        y = add(q[..., :SIZE] * k, -1) + add(q[..., SIZE:] * reshape(shared, (b, t, 1, SHARED)), -1)
+        return call(model.wo, reshape(reshape(y, (b, t, -1, 1)) * v, (b, t, -1)))
 
     return model, run
 
@@ -126,9 +126,9 @@ def read_by_some(mesh: Any) -> None:
 
     def loss_of(model: Any) -> Any:
         def loss(x: Any) -> Any:
-            read = adapter.call(model.gate, x)[..., -4:].sum(-1)
+            read = adapter.sum(adapter.call(model.gate, x)[..., -4:], -1, True)
             z = adapter.call(model.up, x)
-            z = adapter.call(model.down, z * read.reshape(*read.shape, 1))
+            z = adapter.call(model.down, z * read)
             return adapter.sum(adapter.square(z)), z
 
         return loss
