@@ -23,7 +23,6 @@ from hyper_parallel import (
     Shard,
     fully_shard,
     parallelize_module,
-    replicate,
 )
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch import decoder
@@ -251,21 +250,22 @@ def deep_units(mesh: Any) -> None:
     """Data parallelism around the blocks: a unit for each, and one for all."""
     x = randn(2, 4, FEATURES)
     for name in ("linear layers", "own norms"):
-        for wrap in (fully_shard, replicate):
-            for each in (True, False):
-                fresh(mesh["tp"])
-                single, plan = stack(name, 4)
-                model: Any = parallelize_module(copy.deepcopy(single), mesh["tp"], plan)
-                blocks = list(model[1:-1])
-                for i in range(1, len(blocks) + 1) if each else ():
-                    model[i] = wrap(nn.Sequential(model[i]), mesh=mesh["dp"])
-                wrap(model, mesh=mesh["dp"])
-                made = compiles(blocks)
+        for each in (True, False):
+            fresh(mesh["tp"])
+            single, plan = stack(name, 4)
+            model: Any = parallelize_module(copy.deepcopy(single), mesh["tp"], plan)
+            blocks = list(model[1:-1])
+            for i in range(1, len(blocks) + 1) if each else ():
+                model[i] = fully_shard(nn.Sequential(model[i]), mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+            made = compiles(blocks)
+            for _ in range(2):
                 for one in (model, single):
+                    one.zero_grad()
                     one(x).square().sum().backward()
                 for (path, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
-                    close(p.grad, q.grad, f"{name}, {wrap.__name__}: {path}", 1e-4)
-                assert len(made) <= 2, (name, wrap.__name__, each, len(made))
+                    close(p.grad / q.grad.abs().max(), q.grad / q.grad.abs().max(), f"{name}: {path}", 1e-4)
+            assert len(made) <= 2, (name, each, len(made))
 
 
 @pytest.mark.nightly

@@ -56,6 +56,8 @@ class CompiledForward:
         sizes: of ``"column"`` and ``"row"``, how many of the features or rows each rank has.
         packed: whether these are several matrices in one, each cut by itself.
         normalized: of ``"parts"``, how many of the last dimensions of the input must be whole.
+        partial_features: of ``"alike"`` with a plain output, of how many of its last features each rank computes a part
+            of the gradient, which is added up; -1 of all.
         compare: for plain inputs of which no weight knows the size; None where the ranks need not compare them.
     """
 
@@ -71,13 +73,14 @@ class CompiledForward:
     sizes: tuple[int, ...] = ()
     packed: bool = False
     normalized: int = 0
+    partial_features: int = 0
     compare: Comparison | None = None
 
     @property
     def key(self) -> tuple:
         """All that tells it from others on its mesh: alike modules have equal keys, and share what is made of it."""
         shape = self.kind, self.given, self.wanted, self.local, self.sizes, self.packed, self.normalized
-        return (*shape, self.compare, tuple(self.layouts.items()))
+        return (*shape, self.partial_features, self.compare, tuple(self.layouts.items()))
 
 
 @dataclass(frozen=True)

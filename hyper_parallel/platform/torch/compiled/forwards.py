@@ -308,9 +308,18 @@ def _alike(how: CompiledForward, module: Any, cls: type) -> Callable[..., Any] |
             return INPUT
         to = None if wanted is None else wanted % y.ndim
         y = moves.move(y, None, to)
-        return _give(moves, y, to)
+        return _give(moves, _summed(moves, y, how.partial_features), to)
 
     return run
+
+
+def _summed(moves: Moves, y: Any, features: int) -> Any:
+    """``y`` with the gradient of its last ``features`` added up, -1 of all."""
+    if not features or moves.size == 1:
+        return y
+    if features < 0:
+        return functions.read_for_parts(y, moves.group)
+    return torch.cat((y[..., :-features], functions.read_for_parts(y[..., -features:], moves.group)), -1)
 
 
 when_imported("torch._dynamo", partial(importlib.import_module, f"{__package__}.outside"))
