@@ -58,4 +58,4 @@ def _remembering(flat: Any, xs: Sequence[Tensor]) -> Tensor:
     flat.addresses = list(map(address_of, xs))
     shapes = [tuple(as_plain(x.detach()).shape) for x in xs]
     flat.asked = [i for i, shape in enumerate(shapes) if len({n for n in shape if n > 1}) < sum(n > 1 for n in shape)]
-    return flat  # type: ignore[no-any-return]
+    return flat
