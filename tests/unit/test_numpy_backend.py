@@ -88,7 +88,7 @@ def test_conforms(site: Path, tmp_path: Path) -> None:
         skipped |= {"programs for this framework do not have this"}
     assert set(report["skip_reasons"]) == skipped
     assert sum(group["passed"] for group in report["groups"]) > (300 if SIZES else 900)
-    assert ("| styles | 8 | 0 | 0 |" if SIZES else "| styles | 64 | 0 | 0 |") in markdown.read_text()
+    assert ("| styles | 16 | 0 | 0 |" if SIZES else "| styles | 64 | 0 | 0 |") in markdown.read_text()
 
 
 MEMBERS = """
