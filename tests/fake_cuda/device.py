@@ -127,7 +127,11 @@ def fake_platform() -> Platform:
     def gather(self: Any, value: Any, group: Any, size: int) -> list[Any]:
         return [value] * size
 
+    def no_bytes(self: Any, x: Any) -> bytes:
+        return b""
+
     TorchCudaPlatform.make_dtensor_class = make  # type: ignore[method-assign]
+    TorchCudaPlatform.bytes_of = no_bytes  # type: ignore[method-assign]
     TorchCudaPlatform.all_gather_object = gather  # type: ignore[method-assign]
     return platform
 

@@ -23,6 +23,7 @@ from hyper_parallel import (
     ColwiseParallel,
     CommDebugMode,
     NoParallel,
+    Partial,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
@@ -139,6 +140,10 @@ LINEAR = {
         False,
     ),
     "alike": ({"up": NoParallel(), "down": NoParallel(input_layout=Shard(1), output_layout=Shard(1))}, False),
+    "alike, read by parts": (
+        {"up": NoParallel(partial_features=2), "down": NoParallel(local_output_grad_placements=(Partial(),))},
+        False,
+    ),
     "parts of features": ({"down": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1))}, False),
 }
 

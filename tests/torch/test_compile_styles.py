@@ -16,6 +16,7 @@ from hyper_parallel import (
     DTensor,
     HeadNormParallel,
     NoParallel,
+    Partial,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
@@ -118,6 +119,8 @@ def alike(mesh: Any) -> Iterator[Case]:
             yield nn.Linear(FEATURES, 8), style, {0: part(mesh, given)}
     for layer in (nn.LayerNorm(FEATURES), nn.RMSNorm(FEATURES)):
         yield layer, NoParallel(input_layout=Shard(1)), {0: part(mesh, Shard(1))}
+    yield nn.Linear(FEATURES, 8), NoParallel(local_output_grad_placements=(Partial(),)), {0: part(mesh, WHOLE)}
+    yield nn.Linear(FEATURES, 8), NoParallel(partial_features=3), {0: part(mesh, WHOLE)}
     yield nn.Embedding(ROWS, 8, 3), NoParallel(input_layout=Shard(0), output_layout=Shard(1)), {0: ids(mesh, Shard(0))}
 
 

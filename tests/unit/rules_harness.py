@@ -19,6 +19,7 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.dtensor.operations.filling import bind_filled
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
@@ -286,7 +287,8 @@ def _packed_choices(case: Case, sharding: OpSharding) -> Iterator[Choice]:
     """A sharded label whose dimension is two unequal parts, and what `OpSharding.unpack` says."""
     for choice in _consecutive_choices(sharding):
         sizes = _sizes(case, sharding, choice.label)
-        if choice.label is None or len(sizes) > 1 or choice.label in sharding.nonempty or max(sizes) < 2:
+        never_packed = choice.label in (None, *sharding.nonempty, *sharding.filled)
+        if never_packed or len(sizes) > 1 or max(sizes) < 2:
             continue
         size = max(sizes)
         parts = (size // 3 + 1, size - size // 3 - 1)
@@ -498,7 +500,8 @@ def run(case: Case, sharding: OpSharding, way: Way) -> list[np.ndarray]:
             static_args = sharding.localize(static_args, operand_layouts, result_layouts)
             hash(static_args)
         if sharding.call is None or (sharding.native_if is not None and sharding.native_if(operand_layouts)):
-            found = case.native(operands, static_args)
+            run = bind_filled(lambda _, xs, others: case.native(xs, others), sharding, operand_layouts, mesh.platform)
+            found = run(None, operands, static_args)
         else:
             found = sharding.call(mesh.platform, case.native, operands, static_args, operand_layouts, result_layouts)
         results[rank] = found = [*found] if isinstance(found, (list, tuple)) else [found]

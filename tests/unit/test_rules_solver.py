@@ -107,29 +107,6 @@ def test_packed_shards_stay_where_the_native_operation_runs() -> None:
         assert (strategy.operands[0] is packed) is stays
 
 
-#: Of these the kernels for nothing are others than for something, with other graphs: see their rules.
-NEVER_EMPTY = [
-    ("attention", ((2, 2, 5, 4),) * 3, (None, 0.0)),
-    ("along_dims", ((2, 2),), ((0,), 1)),
-]
-
-
-@pytest.mark.parametrize(("op", "shapes", "static_args"), NEVER_EMPTY, ids=[name for name, *_ in NEVER_EMPTY])
-def test_no_rank_runs_on_nothing(op: str, shapes: tuple, static_args: tuple) -> None:
-    """What fewer elements than ranks shard is gathered; where each rank has one, it stays sharded."""
-    sharding = OPERATIONS[op].rule(shapes, static_args)
-    assert sharding is not None
-    labels = sharding.operands[0] or ()
-    dims = [i for i, label in enumerate(labels) if label is not None and label in sharding.nonempty]
-    assert dims
-    for ranks, wanted in ((2, Shard), (3, Replicate)):
-        mesh = mesh_of_rank((ranks,), 0)
-        for dim in dims:
-            strategy = solve(sharding, tuple(get_layout(mesh, (Shard(dim),), shape) for shape in shapes), mesh)
-            assert strategy is not None
-            assert {type(layout.placements[0]) for layout in strategy.results} == {wanted}, (ranks, dim)
-
-
 S0, NESTED = Shard(0), PackedShard(0, (5, 3))
 FIRST_LAST = (StridedShard(0, 2), S0)
 

@@ -118,7 +118,7 @@ def sgd(module: Any, rate: float) -> Callable[[dict[str, Any]], None]:
         with no_dispatch():
             for name, parameter in module.named_parameters():
                 if grads[name] is not None:
-                    parameter.value = parameter.value - rate * grads[name].value
+                    parameter.value[...] -= rate * grads[name].value
                     parameter.writes[0] += 1
 
     return step

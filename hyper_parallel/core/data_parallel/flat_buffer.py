@@ -61,6 +61,25 @@ class FlatBuffer:
         self._under_way: Any = None
 
     # ---------------------------------------------------------------------- parameters
+    def move(self, parameters: Sequence[Any]) -> None:
+        """Move the shards into one storage, where that is possible, while nobody can have taken anything of them."""
+        if self._fast is not None and self._length:
+            self._flat = None
+            flat = self._fast.move_to_one_storage(self._sent_of(parameters), self._lengths)
+            if flat is not None:
+                self._keep(flat)
+
+    def _sent_of(self, parameters: Sequence[Any]) -> Sequence[Any]:
+        """Without those that every rank has whole."""
+        if not self._not_sent:
+            return parameters
+        return [x for block, x in zip(self.blocks, parameters, strict=True) if block.sent]
+
+    def _keep(self, flat: Any) -> None:
+        """Gather what lies in ``flat``."""
+        sent = self._sent(flat)
+        self._flat, self._sent_flat = flat, sent if self.platform.same_memory(sent, flat) else None
+
     def start(self, parameters: Sequence[Any], again: bool = False) -> None:
         """Begin to gather, unless that has begun.
 
@@ -115,16 +134,14 @@ class FlatBuffer:
     def _row(self, parameters: Sequence[Any]) -> Any:
         """What this rank sends: its shards, each in as many elements as rank 0 has of it."""
         platform = self.platform
-        if self._not_sent:
-            parameters = [x for block, x in zip(self.blocks, parameters, strict=True) if block.sent]
+        parameters = self._sent_of(parameters)
         if self._fast is not None:
             flat = self._fast.in_one_storage(parameters, self._lengths, self._flat)
             if flat is not None:
                 if flat is not self._flat:
-                    sent = self._sent(flat)
-                    self._flat, self._sent_flat = flat, sent if platform.same_memory(sent, flat) else None
+                    self._keep(flat)
                 return self._sent(flat) if self._sent_flat is None else self._sent_flat
-            self._flat = None
+            self._flat = self._sent_flat = None
         pieces: list[Any] = []
         with platform.no_grad():
             for block, x in zip([b for b in self.blocks if b.sent], parameters, strict=True):

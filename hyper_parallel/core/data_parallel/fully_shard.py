@@ -134,6 +134,7 @@ def fully_shard(
     what = f"{name_of_unit} under fully_shard"
     for one in modules:
         platform.replace_forward(one, lambda forward: _sharded(forward, platform, what), FSDPModule)
+    unit_of(module if not isinstance(module, (list, tuple)) else modules[0]).parameters.move()
     return module
 
 

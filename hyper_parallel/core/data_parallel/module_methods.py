@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.core.data_parallel.unit import Unit
@@ -111,6 +112,15 @@ class FSDPModule:
         then."""
         for unit in self._units(recurse):
             unit.parameters.keeps_storage = bool(keep)
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """See `Platform.replace_forward`: shards are what is moved, and then they may lie in one storage again."""
+        parameters = unit_of(self).parameters
+        parameters.reshard()
+        before = parameters.memory()
+        yield
+        parameters.move(before)
 
     # ---------------------------------------------------------------------- gradients
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

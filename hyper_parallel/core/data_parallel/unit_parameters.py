@@ -77,6 +77,32 @@ class UnitParameters:
             self._dtypes, self._asked = dtypes, None
         return parameters
 
+    def memory(self) -> list[Any]:
+        """The memory of the shards, as plain tensors."""
+        with self._platform.no_dispatch(), self._platform.no_grad():
+            return [*map(self._platform.detach, self.places.parameters())]
+
+    def move(self, before: Sequence[Any] = ()) -> None:
+        """Let the shards of each buffer lie in one storage, which is gathered without copies. Called where nobody can
+        have taken anything of them: from then on they stay where they are.
+
+        Args:
+            before: what `memory` has said. Where a shard still has the same, it may have been taken, and all stay.
+        """
+        platform = self._platform
+        if not self._plan.slots:
+            return
+        with platform.no_dispatch(), platform.no_grad():
+            parameters = self.places.parameters()
+            if any(map(platform.is_meta, parameters)):
+                return
+            pairs = zip(before, parameters, strict=True) if before else ()
+            if any(0 not in platform.shape_of(x) and platform.same_memory(x, p) for x, p in pairs):
+                return
+            parameters = self.shards()
+            for buffer, members in zip(self.buffers, self.members, strict=True):
+                buffer.move(chosen(parameters, members))
+
     def trained(self, parameters: Sequence[Any]) -> tuple[list[list[int]], int | None]:
         """Of each buffer, the indices of those of ``parameters`` that gradients are asked for, not to be changed; and
         one of them, which answers for all whether gradients are recorded now."""

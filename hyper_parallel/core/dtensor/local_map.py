@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
+from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
+from hyper_parallel.core.dtensor.communication.parts import layout_of_parts, shapes_of_ranks
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layouts.layout import normalize_placements
-from hyper_parallel.core.dtensor.placement_types import Placement, own_placement, own_placements
+from hyper_parallel.core.dtensor.layouts.layout import Layout, normalize_placements
+from hyper_parallel.core.dtensor.placement_types import Placement, Shard, own_placement, own_placements
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.platform import Platform
 
 __all__ = ["local_map"]
 
@@ -43,11 +46,12 @@ def local_map(
         redistribute_inputs: redistribute arguments that lie otherwise, instead of raising.
 
     Returns:
-        The function of DTensors. Its results have the global shape that shards of one size make; ``in_placements`` may
-        cut unevenly, results must not.
+        The function of DTensors. The global shape of a sharded result follows from what all ranks return, which they
+        exchange in one small all-gather for each call. The sizes of its parts are those that `distribute_tensor` gives.
 
     Raises:
-        ValueError: when called: for an argument that lies otherwise, and when placements are not one for each.
+        ValueError: when called: for an argument that lies otherwise, and when placements are not one for each. On all
+            ranks for results that are no parts of one tensor, a `RankMismatchError`.
         TypeError: when called: for placements of what is no tensor, or none for a tensor.
 
     Example:
@@ -98,8 +102,12 @@ def local_map(
             for i, x in enumerate(flat)
         ]
         results: list[Any] = []
-        shape_of_results = _flatten(func(*_rebuild(shape_of_args, iter(local)), **kwargs), results)
-        return _rebuild(shape_of_results, iter(_distributed(results, out_placements, mesh, name)))
+        try:
+            shape_of_results = _flatten(func(*_rebuild(shape_of_args, iter(local)), **kwargs), results)
+        except Exception as error:
+            tell_of_failure(error, f"local_map({name})", mesh)
+            raise
+        return _rebuild(shape_of_results, iter(_distributed(results, out_placements, mesh, f"local_map({name})")))
 
     return mapped
 
@@ -128,22 +136,44 @@ def _distributed(results: list[Any], out_placements: Any, mesh: DeviceMesh, name
     single = not isinstance(out_placements, tuple) or any(
         isinstance(own_placement(p), Placement) for p in out_placements
     )
-    given = (out_placements,) if single else out_placements
+    given: list[Any] = [
+        None if p is None else own_placements(p) for p in ((out_placements,) if single else out_placements)
+    ]
+    misfit = _misfit(results, given, platform, name)
+    # What all ranks know says whether they exchange shapes: not what one of them has returned.
+    sharded = [i for i, own in enumerate(given) if type(own) is tuple and any(isinstance(p, Shard) for p in own)]
+    layouts: dict[int, Layout] = {}
+    if sharded and mesh.size() > 1 and mesh.get_coordinate() is not None:
+        shapes = [None if misfit else tuple(platform.shape_of(results[i])) for i in sharded]
+        parts = shapes_of_ranks(shapes, mesh)
+        if misfit is None:
+            for i, of_ranks in zip(sharded, parts, strict=True):
+                layouts[i] = layout_of_parts(of_ranks, given[i], mesh, f"result {i} of {name}")
+    if misfit is not None:
+        raise misfit
+    return [
+        result
+        if placements is None
+        else DTensor._of_part(result, layouts[i])
+        if i in layouts
+        else DTensor.from_local(result, mesh, placements)
+        for i, (result, placements) in enumerate(zip(results, given, strict=True))
+    ]
+
+
+def _misfit(results: list[Any], given: Sequence[Placements], platform: Platform, name: str) -> Exception | None:
+    """What is wrong with the results, for which there are these placements."""
     if len(given) != len(results):
-        raise ValueError(f"local_map({name}) gave {len(results)} result(s), out_placements has {len(given)} entries")
-    found = []
+        return ValueError(f"{name} gave {len(results)} result(s), out_placements has {len(given)} entries")
     for i, (result, placements) in enumerate(zip(results, given, strict=True)):
         if isinstance(result, DTensor):
-            raise TypeError(f"local_map({name}): result {i} is a DTensor, and the function is to return plain tensors")
+            return TypeError(f"{name}: result {i} is a DTensor, and the function is to return plain tensors")
         if platform.is_tensor(result) is (placements is None):
-            raise TypeError(
-                f"local_map({name}): result {i} is a {type(result).__name__}, and out_placements has {placements} for "
-                "it: placements for tensors, None for everything else"
+            return TypeError(
+                f"{name}: result {i} is a {type(result).__name__}, and out_placements has {placements} for it: "
+                "placements for tensors, None for everything else"
             )
-        if placements is not None:
-            result = DTensor.from_local(result, mesh, own_placements(placements))
-        found.append(result)
-    return found
+    return None
 
 
 def _flatten(value: Any, flat: list[Any]) -> Any:

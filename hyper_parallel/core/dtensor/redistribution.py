@@ -12,7 +12,7 @@ from hyper_parallel.core.dtensor.communication.redistribute import plan_redistri
 from hyper_parallel.core.dtensor.communication.started import can_start, start_redistribution
 from hyper_parallel.core.dtensor.communication.transitions import Move, ReduceExtreme, ReduceProduct, Step
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, requested_layout
+from hyper_parallel.core.dtensor.layouts.layout import Layout, replicated_layout, requested_layout
 from hyper_parallel.core.dtensor.layouts.rectangles import held_rectangles
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.platform import Platform
@@ -81,11 +81,10 @@ def redistribute_over(x: Any, mesh: DeviceMesh, placements: Sequence[Placement] 
             "operations, or from DTensor.from_local"
         )
     reduced = x.redistribute(placements=layout.cotangent.placements)
-    cls: Any = type(x).from_local
+    cls: Any = type(x)._of_part
     if _AGREE[layout.cotangent, target]:
-        y = cls(reduced.to_local(), mesh, target.placements, shape=layout.shape)
-        return y
-    whole = cls(reduced.full_tensor(), mesh, None, shape=layout.shape)
+        return cls(reduced.to_local(), target)
+    whole = cls(reduced.full_tensor(), replicated_layout(mesh, layout.shape))
     return whole.redistribute(placements=target.placements)
 
 

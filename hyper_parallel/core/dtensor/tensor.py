@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.caches import Cache
-from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_ranks, check_replicated
+from hyper_parallel.core.dtensor.communication.parts import check_parts, is_wrong_on_a_rank, misfit_of
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute, redistribute_local
 from hyper_parallel.core.dtensor.communication.transitions import ConvertCotangent, to_owner, to_summands
 from hyper_parallel.core.dtensor.communication.watching import watch_as_told
@@ -67,6 +68,9 @@ class DTensor:
     #: The plain tensor that `from_local` made the instance of: partial-gradient views are kept there, so that several
     #: modules that are given the same plain tensor share one collective.
     _origin: Any = None
+    #: (mesh dimensions, ``make``) of an instance whose gradient is to be left as summands on these mesh dimensions:
+    #: ``make(mesh_dims)`` is its local tensor for consumers whose cotangent is partial over ``mesh_dims``.
+    _summands: Any = None
     #: How many elements of this rank tie for the extreme value, of an instance that is to be compared with other ranks.
     _ties: Any = None
     #: ``_collect(cotangent, mesh, mesh_dims)`` of an instance that stands for a parameter of `fully_shard`: takes a
@@ -87,7 +91,7 @@ class DTensor:
         grad_placements: Sequence[Placement] | None = None,
     ) -> Any:
         """Make a DTensor of each rank's local tensor. It is differentiable, and communicates nothing without
-        ``run_check``.
+        ``run_check`` and ``shape``, also in backward.
 
         Args:
             local_tensor: plain tensor, this rank's part; from another device it is copied to the mesh's.
@@ -96,10 +100,12 @@ class DTensor:
             run_check: whether to compare shapes, dtypes and replicated data over the ranks. Where they differ, all
                 ranks raise.
             shape: global shape. It is needed when shards are uneven: without it, all shards are taken to have the size
-                of this one.
+                of this one. With it, ranks compare whether their parts fit, in one small all-gather, and all raise
+                where one does not.
             stride: taken because torch has it, and not read: strides follow from the local tensor.
             grad_placements: how the gradient that reaches ``local_tensor`` is laid out; by default as ``placements``,
-                `Replicate` for `Partial`.
+                `Replicate` for `Partial`. With ``[Partial()]`` for a `Replicate` each rank keeps the summand that it
+                has computed, and nothing is sent.
 
         Raises:
             TypeError: when ``local_tensor`` is no plain tensor.
@@ -122,33 +128,36 @@ class DTensor:
             normal = normalize_placements(placements, mesh, len(local_shape), f"a tensor of local shape {local_shape}")
             whole = _even_global_shape(local_shape, normal, mesh) if shape is None else tuple(shape)
             layout = get_layout(mesh, normal, whole)
-            misfit = None
-            if mesh.get_coordinate() is not None and tuple(layout.local_shape) != local_shape:
-                misfit = (
-                    f"a tensor of global shape {whole} placed {list(normal)} on {mesh} has local shape "
-                    f"{tuple(layout.local_shape)} on rank {platform.rank()}, got {local_shape}"
-                )
-            if run_check and mesh.get_coordinate() is not None:
-                _check_over_ranks(local_tensor, layout, misfit)
+            misfit = misfit_of(layout, local_shape)
+            if mesh.get_coordinate() is not None and (
+                run_check or (shape is not None and is_wrong_on_a_rank(layout, str(local_tensor.dtype), bool(misfit)))
+            ):
+                check_parts(local_tensor, layout, misfit, _GIVEN)
             if misfit is not None:
                 raise ValueError(misfit)
             if key is not None:
                 _EVEN_LAYOUTS[mesh, own_placements(placements), local_shape] = layout
-        if CHECKS:
-            check_replicated(local_tensor, mesh, layout.placements, _GIVEN)
-        if mesh._coordinate is None:
-            local_tensor = platform.zeros((0,), local_tensor)  # this rank has no part
+        if CHECKS or mesh._coordinate is None or layout.summed_mesh_dims or grad_placements is not None:
+            return _made_of(local_tensor, layout, grad_placements)
         with platform.no_dispatch():
-            local = platform.alias(local_tensor)
-            if grad_placements is not None:
-                wanted = requested_layout(mesh, grad_placements, layout.shape)
-                local = _with_cotangent(local, layout.cotangent, wanted)
-            if layout.summed_mesh_dims:
-                local = _for_summands(local, layout, to_owner)
-            x = platform.wrap(local, layout)
-            if platform.requires_grad(local_tensor) and grad_placements is None and not layout.summed_mesh_dims:
+            x = platform.wrap(platform.alias(local_tensor), layout)
+            if platform.requires_grad(local_tensor):
                 x._origin = local_tensor
             return x
+
+    @staticmethod
+    def _of_part(local: Any, layout: Layout) -> Any:
+        """`from_local` of a part that is known to be of ``layout``: ranks compare nothing.
+
+        Raises:
+            ValueError: on a rank whose part has another shape.
+        """
+        platform = bind_platform(layout.mesh.platform)
+        local = platform.to_device(local)
+        misfit = misfit_of(layout, tuple(platform.shape_of(local)))
+        if misfit is not None:
+            raise ValueError(misfit)
+        return _made_of(local, layout, None)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
         """This rank's part, as a plain tensor of the local shape. It is differentiable, and communicates nothing in
@@ -305,11 +314,7 @@ def restore(rebuild: Callable[..., Any], layout: Layout, coordinate: tuple[int, 
     return rebuild(layout, *parts)
 
 
-def _from_local(local: Any, layout: Layout) -> Any:
-    return DTensor.from_local(local, layout.mesh, layout.placements, shape=layout.shape)
-
-
-_SERVICES = Services(restore, _from_local)
+_SERVICES = Services(restore, DTensor._of_part)
 
 
 def dtensor_class(platform: Platform) -> type:
@@ -361,13 +366,30 @@ def _for_summands(local: Any, layout: Layout, convert: Callable[[Any, Layout], A
     return ConvertCotangent(layout.mesh.platform, lambda g: convert(g, layout))(local)
 
 
-def _check_over_ranks(local: Any, layout: Layout, misfit: str | None) -> None:
-    """Raise ValueError on every rank of the mesh when ranks differ, or not all of them have the same ``misfit``."""
-    facts = {
-        "what does not fit": misfit or "nothing",
-        "the global shape, which follows from the local one where it is not given": str(tuple(layout.shape)),
-        "the dtype": str(local.dtype),
-    }
-    with check_ranks(layout.mesh):
-        CHECKS[-1].agree("DTensor.from_local", facts)
-        check_replicated(local, layout.mesh, layout.placements, _GIVEN)
+def _made_of(local_tensor: Any, layout: Layout, grad_placements: Sequence[Placement] | None) -> Any:
+    """The DTensor of ``layout`` of which this rank has the plain ``local_tensor``. See `DTensor.from_local`."""
+    mesh = layout.mesh
+    platform = mesh.platform
+    if CHECKS:
+        check_replicated(local_tensor, mesh, layout.placements, _GIVEN)
+    if mesh._coordinate is None:
+        local_tensor = platform.zeros((0,), local_tensor)  # this rank has no part
+    given = layout.cotangent
+    wanted = given if grad_placements is None else requested_layout(mesh, grad_placements, layout.shape)
+
+    def make(partial: tuple[int, ...] = ()) -> Any:
+        summands = [Partial() if d in partial else p for d, p in enumerate(given.placements)]
+        local = _with_cotangent(platform.alias(local_tensor), given.with_placements(summands), wanted)
+        return _for_summands(local, layout, to_owner) if layout.summed_mesh_dims else local
+
+    with platform.no_dispatch():
+        x = platform.wrap(make(), layout)
+        if not platform.requires_grad(local_tensor):
+            return x
+        if grad_placements is None and not layout.summed_mesh_dims:
+            x._origin = local_tensor
+        ways = zip(wanted.placements, layout.placements, strict=True)
+        summed = tuple(d for d, (w, p) in enumerate(ways) if w is Partial() and p is Replicate())
+        if summed:
+            x._summands = summed, make
+        return x

@@ -102,6 +102,12 @@ def remember_plan(module: Any, styled: list[Any], mesh: DeviceMesh) -> None:
         _PLANS.set(submodule, (weakref.ref(module), weakref.ref(mesh)))
 
 
+def model_of(submodule: Any) -> Any:
+    """The module that was given to `parallelize_module` with the style of ``submodule``, None where there is none."""
+    known = _PLANS.get(submodule)
+    return None if known is None else known[0]()
+
+
 def check_first_call(submodule: Any) -> None:
     """To be called when a check is on and a module with a style is called: the first call of a model inside
     `check_ranks` compares what should be equal in the whole of it, and the end of the context does so again.

@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, curren
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard, own_placements
-from hyper_parallel.core.dtensor.tensor import bind_platform, dtensor_class
+from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform, dtensor_class
 from hyper_parallel.core.dtensor.undistributed import check_first_call
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.convert import Slots, convert_outputs, to_output, to_placement, too_few_inputs
@@ -27,9 +27,12 @@ from hyper_parallel.core.tensor_parallel.planned_parameters import (
     path_of,
     remember_layouts,
 )
-from hyper_parallel.core.tensor_parallel.uneven_shards import compare_shapes
+from hyper_parallel.core.tensor_parallel.same_inputs import compare_input
+from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED, compare_shapes
 from hyper_parallel.platform.contract import CompiledForward
 from hyper_parallel.platform.contract.modules import APPLIED
+
+_WHOLE = Replicate()
 
 
 class ParallelStyle(ABC):
@@ -118,12 +121,13 @@ class LocalForward:
     Attributes:
         plain: ``plain(module, x)`` for a plain tensor, None where the style must look at it.
         distributed: ``distributed(module, x)`` for a DTensor.
-        shard: what ``plain`` takes a plain tensor for, where the ranks must compare the sizes of theirs.
+        given: what ``plain`` takes a plain tensor for, where the ranks must compare theirs: shards by their sizes, what
+            is replicated by its values.
     """
 
     plain: Callable[[Any, Any], Any] | None
     distributed: Callable[[Any, Any], Any]
-    shard: Shard | None = None
+    given: Placement | None = None
 
 
 class ModuleStyle(ParallelStyle):
@@ -189,17 +193,25 @@ class ModuleStyle(ParallelStyle):
         if len(layouts) == 1 and layouts[0] is not None:
             what = f"the input of {name}"
             if args:
-                return (self.prepare_input(module, args[0], 0, what, mesh), *args[1:]), kwargs
+                x = args[0]
+                if layouts[0] is _WHOLE and not isinstance(x, DTensor) and what not in vars(module).get(COMPARED, ()):
+                    compare_input(x, mesh, what, module)
+                return (self.prepare_input(module, x, 0, what, mesh), *args[1:]), kwargs
             if kwargs:
-                first = next(iter(kwargs))
-                return args, {**kwargs, first: self.prepare_input(module, kwargs[first], 0, what, mesh)}
+                first, x = next(iter(kwargs.items()))
+                if layouts[0] is _WHOLE and not isinstance(x, DTensor) and what not in vars(module).get(COMPARED, ()):
+                    compare_input(x, mesh, what, module)
+                return args, {**kwargs, first: self.prepare_input(module, x, 0, what, mesh)}
             raise ValueError(f"{name} was called without inputs")
         if len(args) < len(layouts):
             raise too_few_inputs(module, args, layouts, self)
         new = list(args)
         for i, layout in enumerate(layouts):
             if layout is not None and args[i] is not None:
-                new[i] = self.prepare_input(module, args[i], i, f"input {i} of {name}", mesh)
+                x, what = args[i], f"input {i} of {name}"
+                if layout is _WHOLE and not isinstance(x, DTensor) and what not in vars(module).get(COMPARED, ()):
+                    compare_input(x, mesh, what, module)
+                new[i] = self.prepare_input(module, x, i, what, mesh)
         return tuple(new), kwargs
 
     def prepare_outputs(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
@@ -282,13 +294,17 @@ class ModuleStyle(ParallelStyle):
         if local is None:
             return convert
         by_class: dict[type, Any] = {plain: local.plain, distributed: local.distributed}
-        shard, run_plain = local.shard, local.plain
-        compares = shard is not None and run_plain is not None
-        if shard is not None and run_plain is not None:
+        given, run_plain = local.given, local.plain
+        compares = isinstance(given, Shard) and run_plain is not None
+        if given is not None and run_plain is not None:
 
             def compare(module: Any, x: Any) -> Any:
                 """In the first call, and in all calls once shards are uneven."""
-                compare_shapes(x, mesh, shard, f"the input of {module_label(module)}", module)
+                what = f"the input of {module_label(module)}"
+                if isinstance(given, Shard):
+                    compare_shapes(x, mesh, given, what, module)
+                else:
+                    compare_input(x, mesh, what, module)
                 by_class[plain] = run_plain
                 return run_plain(module, x)
 

@@ -165,7 +165,9 @@ def _column_forward(
             else:
                 ndim = len(output.local_shape)
                 gathered = x._gathered
-                if gathered is None:
+                if x._summands is not None:
+                    rows = partial_grad_view(x, _FIRST)
+                elif gathered is None:
                     rows = view(x if x._origin is None else x._origin, weight)
                 else:
                     rows = made_with(x, gathered)
@@ -177,7 +179,7 @@ def _column_forward(
             y = y if rows.ndim == ndim else y.view(*output.local_shape)
             return y if use_local_output else wrap(y, output)
 
-    return LocalForward(run if takes_plain else None, run)
+    return LocalForward(run if takes_plain else None, run, Replicate() if takes_plain else None)
 
 
 def _input_view(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:

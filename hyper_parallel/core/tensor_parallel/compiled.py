@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -30,11 +31,23 @@ def cut_of(placement: Any) -> Cut:
     return dim
 
 
+@dataclass(frozen=True)
+class _Comparing:
+    """A `Comparison`."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    what: str
+
+    def __call__(self, module: str, shape: tuple[int, ...]) -> None:
+        agree_on_shape(shape, self.mesh, self.placement, f"{self.what} of {module!r}")
+
+
 def comparison(mesh: DeviceMesh, placement: Placement | None, what: str) -> Comparison | None:
     """How the ranks compare plain shards, which messages call ``what`` of their module."""
     if placement is None or not placement.is_shard() or mesh.size() == 1:
         return None
-    return lambda module, shape: agree_on_shape(shape, mesh, placement, f"{what} of {module!r}")
+    return _Comparing(mesh, placement, what)
 
 
 def describe(

@@ -10,7 +10,7 @@ from hyper_parallel.core.dtensor.communication.errors import RankMismatchError
 from hyper_parallel.core.dtensor.communication.redistribute import redistribute
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
-from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.layouts.layout import Layout, requested_layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.lookalikes import import_hint
@@ -56,7 +56,7 @@ def to_placement(
         if x.device_mesh is not mesh:
             raise OtherMeshError(f"{what} is distributed over {x.device_mesh}, the style works on {mesh}")
     elif mesh.platform.is_tensor(x):
-        shape = None
+        known: Layout | None = None
         if size is not None and isinstance(layout, Shard):
             shape = list(x.shape)
             shape[layout.dim] = size
@@ -66,6 +66,7 @@ def to_placement(
                     f"{what} has {x.shape[layout.dim]} features, and the weight takes {own} on this rank, its part of "
                     f"{size} as {layout!r}: give the shard, or say with input_layouts=... how the input lies"
                 )
+            known = requested_layout(mesh, (layout,), shape, what)
         elif (
             taker is not None
             and isinstance(layout, Shard)
@@ -73,7 +74,10 @@ def to_placement(
         ):
             compare_shapes(x, mesh, layout, what, taker)
         try:
-            x = DTensor.from_local(x, mesh, _WHOLE if layout is None else (layout,), shape=shape)
+            if known is None:
+                x = DTensor.from_local(x, mesh, _WHOLE if layout is None else (layout,))
+            else:
+                x = DTensor._of_part(x, known)
         except RankMismatchError as error:
             raise RankMismatchError(f"{what}: {error}", error.ranks) from None
         except ValueError as error:

@@ -226,7 +226,7 @@ def _kept_part(x: DTensor, split: _Split, mesh: DeviceMesh) -> Any:
 
 def _on(mesh: DeviceMesh, local: Any, own: Placement | None, shape: Sequence[int]) -> Any:
     """A plain tensor as it is, or as a DTensor on ``mesh`` where it is a part of one."""
-    return local if own is None else DTensor.from_local(local, mesh, [own], shape=shape)
+    return local if own is None else DTensor._of_part(local, get_layout(mesh, (own,), shape))
 
 
 def _is_empty(batch: Layout) -> bool:
@@ -286,6 +286,6 @@ def _whole(y: Any, beside: Layout, mesh: DeviceMesh, what: str) -> Any:
     if distributed:
         layout = nest(layout, mesh, y.placements, shape)
     local = y.to_local() if distributed else y
-    x = DTensor.from_local(local, layout.mesh, layout.placements, shape=shape)
+    x = DTensor._of_part(local, layout)
     _keep_part(x, y, mesh)
     return x

@@ -17,6 +17,7 @@ from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.tensor_parallel.attention import KEY_OR_VALUE, Attention, Match
 from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.heads import check_heads
+from hyper_parallel.core.tensor_parallel.latent import Latent, latent_of
 from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 from hyper_parallel.core.tensor_parallel.weight import linear_sizes
 
@@ -68,9 +69,12 @@ def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh)
                 _check_attention(projection, attention, size, mesh)
             else:
                 _check_parts(projection, attention, size, mesh)
-        if style.packed is None and style.heads is None:
+        latent = latent_of(projection.path, projection.inputs, matches, modules, mesh.platform)
+        if latent is not None and projection.taken:
+            _check_latent(projection, latent, mesh)
+        elif style.packed is None and style.heads is None:
             if attention is None or _FUSED.match(projection.name):
-                _check_gate_and_up(projection, mesh)
+                _check_multiples(projection, mesh)
             if is_strict():
                 _check_named(projection, mesh)
 
@@ -160,19 +164,45 @@ def _check_attention(projection: _Projection, attention: Attention, size: int, m
         )
 
 
-def _check_gate_and_up(projection: _Projection, mesh: DeviceMesh) -> None:
-    """Raise ValueError where what comes after takes half of the features: the rest is a gate."""
+def _check_multiples(projection: _Projection, mesh: DeviceMesh) -> None:
+    """Raise ValueError where what comes after takes a half or a third of the features."""
     if projection.features in projection.taken.values():
         return
     for path, size in projection.taken.items():
-        if 2 * size == projection.features:
-            raise ValueError(
-                f"{projection.path!r} has {projection.features} output features, twice the {size} that {path!r} takes: "
-                f"a gate and what it multiplies, and {projection.style!r} cuts dimension {_dim(projection, mesh)} of "
-                f"its weight into consecutive features for the {mesh.size()} ranks of {mesh}, across both: write "
-                "ColwiseParallel(packed=2), or heads= and packed= for parts of other sizes; packed=1 where both "
-                "alternate, so that consecutive features belong together"
-            )
+        for times, word, what in (
+            (2, "twice", "two matrices in one (gate and up, keys and values)"),
+            (3, "three times", "three matrices in one (queries, keys and values)"),
+        ):
+            if times * size == projection.features:
+                raise ValueError(
+                    f"{projection.path!r} has {projection.features} output features, {word} the {size} that {path!r} "
+                    f"takes, as {what} or one whose parts alternate, and {projection.style!r} cuts dimension "
+                    f"{_dim(projection, mesh)} of its weight into consecutive features for the {mesh.size()} ranks of "
+                    f"{mesh}: write ColwiseParallel(packed={times}) where code takes it apart by chunk or split, "
+                    "heads= and packed= for parts of other sizes; packed=1 where the parts alternate, head by head or "
+                    "feature by feature, so that consecutive features belong together"
+                )
+
+
+def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> None:
+    """Raise ValueError where keys and values of a latent are cut across heads, or a gradient would be a part."""
+    path, style = projection.path, projection.style
+    left = latent.features - projection.inputs
+    if style.is_packed and style.heads is None:
+        raise ValueError(
+            f"{path!r} takes {projection.inputs} of the {latent.features} features of {latent.path!r}, as keys and "
+            f"values are made of a latent, head by head, and {style!r} cuts its weight into parts of "
+            f"{style.parts(projection.module, mesh.platform, path)} features: leave packed= out; where all keys come "
+            "before all values, say with heads=(keys, values) how many there are"
+        )
+    if not latent.says_how_it_is_read:
+        raise ValueError(
+            f"{latent.path!r} gives {latent.features} features, of which {path!r} takes {projection.inputs}, and code "
+            f"that has this rank's heads only, before {next(iter(projection.taken))!r}, is left with the other {left}: "
+            f"each of the {mesh.size()} ranks of {mesh} computes a part of their gradient. Give {latent.path!r} "
+            f"NoParallel(partial_features={left}), which adds it up; or partial_features=0, if all ranks read them "
+            "alike"
+        )
 
 
 def _check_named(projection: _Projection, mesh: DeviceMesh) -> None:

@@ -163,4 +163,4 @@ def overlapped_first(
         return run_distributed(module, x)
 
     gathers = collective == "all_gather"
-    return LocalForward(plain if gathers or run_plain else None, distributed, moved if gathers else None)
+    return LocalForward(plain if gathers or run_plain else None, distributed, moved if gathers else local.given)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, hook_of_style, mark_applied
 from hyper_parallel.core.tensor_parallel.compiled import describe_conversions
@@ -22,6 +22,10 @@ from hyper_parallel.core.tensor_parallel.convert import (
 )
 from hyper_parallel.core.tensor_parallel.distributed_batches import OtherMeshError, convert_part
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
+from hyper_parallel.core.tensor_parallel.same_inputs import compare_input
+from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED
+
+_WHOLE = Replicate()
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -106,6 +110,8 @@ class PrepareModuleInput(ParallelStyle):
             y = to_known_placement(x, mesh, desired) if type(x) is distributed else None
             if y is None:
                 what = f"input {key!r} of {module_label(module)}"
+                if layout is _WHOLE and not isinstance(x, distributed) and what not in vars(module).get(COMPARED, ()):
+                    compare_input(x, mesh, what, module)
                 try:
                     y = to_placement(x, mesh, layout, desired, what, taker=module)
                 except OtherMeshError as error:

@@ -52,7 +52,9 @@ class SequenceParallel(ModuleStyle):
 
     def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
         normalized = mesh.platform.normalized_dims(module)
-        return None if normalized is None else describe(self, module, mesh, "parts", normalized=normalized)
+        if normalized is None:
+            return describe(self, module, mesh, "distributed")
+        return describe(self, module, mesh, "parts", normalized=normalized)
 
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         normalized = mesh.platform.normalized_dims(module)

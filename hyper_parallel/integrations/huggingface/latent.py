@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
-from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle, hook_of_style, mark_applied
+from hyper_parallel.core.tensor_parallel.replicated import read_by_parts
 
 __all__ = ["LatentKeyParallel"]
 
@@ -35,6 +34,4 @@ class LatentKeyParallel(ParallelStyle):
         return module
 
     def _after(self, mesh: DeviceMesh, module: Any, args: tuple, output: Any) -> Any:
-        latent, rotary = output[..., : -self.features], output[..., -self.features :]
-        rotary = DTensor.from_local(rotary, mesh, (Replicate(),)).to_local(grad_placements=(Partial(),))
-        return mesh.platform.cat((latent, rotary), -1)
+        return read_by_parts(output, mesh, self.features)

@@ -26,7 +26,7 @@ __all__ = [
 #: How a tensor lies on a 1-D mesh: the dimension that is cut into consecutive parts, or None where all have all of it.
 Cut: TypeAlias = "int | None"
 #: ``compare(module, shape)`` raises, on all ranks, where plain shards for a module differ in shape between them;
-#: ``module`` is what messages call it.
+#: ``module`` is what messages call it. Those that compare alike are equal.
 Comparison: TypeAlias = Callable[[str, tuple[int, ...]], None]
 
 
@@ -44,6 +44,8 @@ class CompiledForward:
             - ``"parts"``: any module that treats the parts of its input as the whole: norms. Its parameters are whole,
               and each rank computes a summand of their gradients. The output is cut as the input.
             - ``"alike"``: any module that computes the same on all ranks.
+            - ``"distributed"``: any module, which computes by its own forward on a distributed input and distributed
+              parameters. A backend traces it where each operation of it is one that needs no communication in forward.
         mesh: 1-D mesh of core.
         group: of its ranks.
         size, rank: how many they are, and which one this is.
@@ -54,6 +56,8 @@ class CompiledForward:
         sizes: of ``"column"`` and ``"row"``, how many of the features or rows each rank has.
         packed: whether these are several matrices in one, each cut by itself.
         normalized: of ``"parts"``, how many of the last dimensions of the input must be whole.
+        partial_features: of ``"alike"`` with a plain output, of how many of its last features each rank computes a part
+            of the gradient, which is added up; -1 of all.
         compare: for plain inputs of which no weight knows the size; None where the ranks need not compare them.
     """
 
@@ -69,7 +73,14 @@ class CompiledForward:
     sizes: tuple[int, ...] = ()
     packed: bool = False
     normalized: int = 0
+    partial_features: int = 0
     compare: Comparison | None = None
+
+    @property
+    def key(self) -> tuple:
+        """All that tells it from others on its mesh: alike modules have equal keys, and share what is made of it."""
+        shape = self.kind, self.given, self.wanted, self.local, self.sizes, self.packed, self.normalized
+        return (*shape, self.partial_features, self.compare, tuple(self.layouts.items()))
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,11 @@ class CompiledInputs:
     count: int
     local: bool
     of_outputs: bool
+
+    @property
+    def key(self) -> tuple:
+        """As `CompiledForward.key`."""
+        return self.conversions, self.count, self.local, self.of_outputs
 
 
 @dataclass(frozen=True)

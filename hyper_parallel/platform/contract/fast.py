@@ -154,10 +154,17 @@ class Fast:
         Called with interception off."""
         return x
 
+    def move_to_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
+        """Move the data of the parameters ``xs`` into a new 1-D tensor, one after the other, and return that. Each has
+        the first of ``lengths[i]`` elements of its own; the others are zero. What was taken of a parameter before has
+        its old memory, so core asks only where nobody can have taken anything. None where they cannot be moved. Called
+        with interception off."""
+        return None
+
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
-        """A 1-D tensor in which the data of the parameters ``xs`` lie one after the other, each at the beginning of
-        ``lengths[i]`` elements of its own: ``flat`` where that is the one, otherwise a new one, to which they have been
-        moved, and which is zero elsewhere. None where they cannot be moved. Called with interception off."""
+        """Find the 1-D tensor in which the data of the parameters ``xs`` lie as `move_to_one_storage` lays them:
+        ``flat`` where that is the one. None where they lie elsewhere. Nothing is moved. Called with interception
+        off."""
         return None
 
     def pack_rows(self, xs: Sequence[Tensor], size: int) -> Tensor | None:

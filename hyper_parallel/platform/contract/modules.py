@@ -187,7 +187,9 @@ class ModuleRole(ABC):
     def replace_forward(self, module: Module, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
         """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)`` in place of ``forward(module, *args,
         **kwargs)``, that of its class, or what replaces it already. Hooks run around it as before. A copy of the module
-        runs it on itself. It stays an instance of its class, and becomes one of ``mixin``, which goes first."""
+        runs it on itself. It stays an instance of its class, and becomes one of ``mixin``, which goes first. Where the
+        framework gives all parameters below other memory (another dtype or device), it does so inside of the context
+        that a method ``_moving()`` of ``mixin`` returns, where there is one."""
 
 
 def _kind_of(module: Module, kinds: Mapping[type, ModuleKind]) -> ModuleKind | None:

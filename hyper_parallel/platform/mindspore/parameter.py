@@ -11,6 +11,7 @@ from typing import Any
 from mindspore import Parameter, Tensor
 from mindspore.common.initializer import initializer
 
+from hyper_parallel.platform.mindspore.collectives import dense
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, copy_of, is_dispatching
 from hyper_parallel.platform.without_patches import NeedsPatches
 
@@ -42,9 +43,15 @@ class DistributedParameter:
         return _new_parameter(local, self)
 
     def set_data(self: Any, data: Any, slice_shape: bool = False) -> Any:
-        """New data: a DTensor of the same layout, this rank's part, or the whole tensor, of which a part is taken."""
+        """New data: a DTensor of the same layout, this rank's part, or the whole tensor, of which a part is taken.
+
+        The data go where the old ones are, so that what was taken of the parameter stays the parameter."""
         local = _local_part(self, data)
         with NoDispatch():
+            if isinstance(local, Tensor) and not (local.has_init or self.has_init or 0 in self.shape):
+                self.copy_(dense(local.astype(self.dtype)))
+                self.sliced = slice_shape
+                return self
             return Parameter.set_data(self, local, slice_shape=slice_shape)
 
     def assign_value(self: Any, value: Any) -> Any:

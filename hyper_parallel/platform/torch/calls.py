@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from typing import Any
 
 from torch import nn
 
 from hyper_parallel.platform.contract import CompiledForward
 from hyper_parallel.platform.module_text import text_of_plan
+from hyper_parallel.platform.torch.compiled.comparisons import NUMBER
 from hyper_parallel.platform.torch.compiled.forwards import make_run, run_forward
 from hyper_parallel.platform.torch.compiled.hooks import share_inputs
 from hyper_parallel.platform.torch.compiled.tracing import is_tracing
@@ -28,6 +30,8 @@ from hyper_parallel.platform.torch.private import (
     global_forward_pre_hooks,
     tracer,
 )
+
+_NUMBERS = count()
 
 __all__ = ["call_quickly", "replace_forward", "set_compiled_forward", "share_compiled_inputs"]
 
@@ -57,11 +61,13 @@ def _with_shared_inputs(cls: Any) -> type:
 def set_compiled_forward(module: nn.Module, how: CompiledForward | None) -> None:
     """See `Platform.set_compiled_forward`."""
     module.__dict__["_compiled_run"] = make_run(module, how)
+    module.__dict__[NUMBER] = str(next(_NUMBERS))
 
 
 def call_quickly(module: nn.Module) -> None:
     """Give ``module`` a quick ``__call__``."""
     cls: Any = type(module)
+    module.__dict__.setdefault(NUMBER, str(next(_NUMBERS)))
     if "_quick" not in cls.__dict__:
         module.__class__ = _with_quick_call(cls)
 
@@ -73,7 +79,11 @@ def _with_replaced_forward(cls: Any, mixin: type | None) -> type:
             return run_forward(self, args, kwargs)
         return self._replaced_forward(self, *args, **kwargs)
 
-    return _derive(cls, {"forward": forward}, mixin)
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._moving():
+            return cls._apply(self, *args, **kwargs)
+
+    return _derive(cls, {"forward": forward, **({"_apply": _apply} if hasattr(mixin, "_moving") else {})}, mixin)
 
 
 @cache

@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint and DTensors.
 
 Its planners take from methods of a tensor what this rank writes and reads: the rectangles that it holds. A packed
-shard is several. Its functions for whole state dicts gather DTensors as they gather torch's own, and
-``load_state_dict(assign=True)`` of whole tensors makes DTensors of them.
+shard is several. ``load_state_dict(assign=True)`` of whole tensors makes DTensors of them. Whole state dicts are in
+`whole_states`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hyper_parallel.platform.torch.tensor import State, is_dtensor, wrap
 __all__ = [
     "PROTOCOL",
     "assign_distributed",
-    "gather_first",
     "offload_local",
+    "part_of_whole",
     "refuse_parts_in_one_file",
     "write_chunks_apart",
 ]
@@ -154,30 +154,6 @@ def write_chunks_apart(original: Callable, writer: Any, plan: Any, planner: Any)
     return done
 
 
-# ---------------------------------------------------------------------------------------------- whole state dicts
-def gather_first(original: Callable, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the function that ``get_model_state_dict`` and ``get_optimizer_state_dict`` with
-    ``full_state_dict=True`` go through, and which asks for torch's own class: it gets DTensors gathered."""
-    on_cpu, only = bool(kwargs.get("cpu_offload")), kwargs.get("ranks_only") or ()
-    keep = not only or dist.get_rank(kwargs.get("pg")) in only
-    return original(_whole(state_dict, on_cpu, keep), *args, **kwargs)
-
-
-def _whole(x: Any, on_cpu: bool, keep: bool) -> Any:
-    """The same with whole plain tensors in place of DTensors; without content where they are not kept."""
-    if is_dtensor(x):
-        with torch.no_grad():
-            full = x.full_tensor()
-        if not keep:
-            return full.new_empty(0)
-        return full.cpu() if on_cpu else full
-    if isinstance(x, dict):
-        return {name: _whole(value, on_cpu, keep) for name, value in x.items()}
-    if type(x) in (list, tuple):
-        return type(x)(_whole(value, on_cpu, keep) for value in x)
-    return x
-
-
 # ---------------------------------------------------------------------------------------------- assign=True
 def assign_distributed(original: Callable, module: Any, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> Any:
     """Stands for ``Module._load_from_state_dict``, which with ``assign=True`` puts the tensors of the state dict in the
@@ -209,8 +185,14 @@ def _placed_as(held: Any, given: Any, name: str) -> Any:
                     "is on meta, or give whole tensors (full_tensor())"
                 )
             return given.redistribute(placements=layout.placements).detach()
-        local = given.new_empty(tuple(layout.local_shape))
-        for r in State.core.held_rectangles(layout):
-            place = tuple(map(_slice, r.local_offsets, r.sizes))
-            local[place].copy_(given.detach()[tuple(map(_slice, r.offsets, r.sizes))])
+        local = part_of_whole(given, layout, given.device)
     return wrap(local.requires_grad_(held.requires_grad), layout)
+
+
+def part_of_whole(whole: Tensor, layout: Any, device: Any) -> Tensor:
+    """This rank's part of a whole plain tensor, a new tensor on ``device``; no communication."""
+    local = torch.empty(tuple(layout.local_shape), dtype=whole.dtype, device=device)
+    for r in State.core.held_rectangles(layout):
+        place = tuple(map(_slice, r.local_offsets, r.sizes))
+        local[place].copy_(whole.detach()[tuple(map(_slice, r.offsets, r.sizes))])
+    return local

@@ -31,6 +31,7 @@ from hyper_parallel.platform.torch.autograd import (
     shape_of,
     stride_of,
 )
+from hyper_parallel.platform.torch.flat_storage import find_flat, move_to_flat
 from hyper_parallel.platform.torch.gathered_rows import GatheredRows
 from hyper_parallel.platform.torch.private import (
     any_autocast,
@@ -151,21 +152,9 @@ class TorchFast(Fast):
         y._backward_hooks = None  # see `in_place_step`
         return y
 
-    def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
-        """See `Fast.in_one_storage`."""
-        known: Any = flat
-        if known is not None and list(map(address_of, xs)) == known.addresses:
-            return flat
-        if any(x.is_meta or x.is_pinned() or not x.is_contiguous() for x in xs):
-            return None
-        locals_ = [_detach(x).as_subclass(Tensor) for x in xs]
-        new: Any = locals_[0].new_zeros(sum(lengths))
-        for x, local, part in zip(xs, locals_, new.split_with_sizes(list(lengths)), strict=True):
-            place = part.narrow(0, 0, local.numel()).view(local.shape)
-            place.copy_(local)
-            x.data = place
-        new.addresses = list(map(address_of, xs))
-        return new
+    #: See `Fast.move_to_one_storage` and `Fast.in_one_storage`.
+    move_to_one_storage: Any = staticmethod(move_to_flat)
+    in_one_storage: Any = staticmethod(find_flat)
 
     def pack_rows(self, xs: Sequence[Tensor], size: int) -> Tensor | None:
         """See `Fast.pack_rows`."""

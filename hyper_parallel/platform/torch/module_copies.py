@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel.platform.contract.modules import APPLIED
+from hyper_parallel.platform.torch.compiled.comparisons import NUMBER
 
 __all__ = ["copying_methods"]
 
@@ -53,6 +54,7 @@ def _reduce(self: Any, protocol: Any) -> tuple:
     state = dict(self.__getstate__())
     state.pop("_replaced_forward", None)
     state.pop("_compiled_run", None)
+    state.pop(NUMBER, None)
     for name, options in _HOOKS.items():
         kept = type(state[name])((i, hook) for i, hook in state[name].items() if not getattr(hook, "of_style", False))
         for hook in kept.values():

@@ -20,6 +20,7 @@ from hyper_parallel.platform.torch import (
     fully_sharded,
     native_meshes,
     transforms,
+    whole_states,
     wrappers,
 )
 from hyper_parallel.platform.torch.compiled import dynamo, flex, guards
@@ -35,6 +36,7 @@ _DYNAMO = "torch._dynamo"
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _COMPILED_HANDLERS = "torch's compiler compiles the functions of this library that compute on DTensors, one by one"
 _OF_STATE = "state_dict prefix local_metadata strict missing_keys unexpected_keys error_msgs"
+_OF_WHOLE = "full_state_dict local_state_dict device pg"
 _OF_PARAMETERS = "mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy"
 
 
@@ -87,6 +89,12 @@ def _transform(target: str, function: Callable) -> Patch:
         "see no tangents"
     )
     return _patch(target, reason, calling(function))
+
+
+def _whole_states(name: str, function: Callable, parameters: str) -> Patch:
+    reason = "``set_optimizer_state_dict`` with ``full_state_dict=True`` leaves whole plain state beside shards"
+    check = takes(parameters)
+    return _patch(f"{_STATES}.{name}", reason, calling(function), check=check, everywhere=True, after=_STATES)
 
 
 PATCHES = PatchSet(
@@ -151,9 +159,14 @@ PATCHES = PatchSet(
         _patch(
             f"{_STATES}._gather_state_dict",
             "``get_model_state_dict`` and the like with ``full_state_dict=True`` give one rank's shard",
-            calling(checkpoints.gather_first),
+            calling(whole_states.gather_first),
             everywhere=True,
             after=_STATES,
+        ),
+        _whole_states("_distribute_state_dict", whole_states.distribute_into, _OF_WHOLE),
+        _whole_states("_broadcast_state_dict", whole_states.broadcast_into, f"{_OF_WHOLE} strict cpu_offload"),
+        _whole_states(
+            "_broadcast_tensors", whole_states.place_what_came, "full_state_dict local_state_dict keys device pg"
         ),
         _optional(
             "torch.distributed._functional_collectives._resolve_group",

@@ -85,7 +85,8 @@ def query_key_value(mesh: Any) -> None:
         apply(mesh, outer, {"attn.qkv": ColwiseParallel(), "attn.proj": ROW})
     outer = inside(holder(wide=(24, 72), proj=(24, 24)))
     outer.n_head = 12
-    apply(mesh, outer, {"attn.wide": ColwiseParallel(), "attn.proj": ROW})
+    with fails(ValueError, "'attn.wide'", "three times", "packed=3"):
+        apply(mesh, outer, {"attn.wide": ColwiseParallel(), "attn.proj": ROW})
 
 
 @spmd.on_mesh()

@@ -81,7 +81,9 @@ class Check:
         shared = {"what comes next": step, **(facts or {})}
         mine = _Step(self._platform.rank(), shared, tuple(row), row_facts or {})
         digest = mine._replace(facts=_digest(mine.facts), row_facts=_digest(mine.row_facts))
-        if _first_difference(self._gather(digest)) is not None:
+        steps = self._gather(digest)
+        alike = all(step[1:] == digest[1:] for step in steps)  # quick, where there are many ranks
+        if not alike and _first_difference(steps) is not None:
             raise _mismatch(self._gather(mine), step, remedy)
 
     def compare(self, event: CollectiveEvent) -> None:

@@ -52,10 +52,10 @@ def redistribute_local(local: Any, source: Layout, target: Layout) -> Any:
 def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     """The local tensor of ``x`` for a consumer whose cotangent is partial over ``mesh_dims``.
 
-    ``x`` is a DTensor replicated on these mesh dimensions. The view has the same data; its backward all-reduces, or,
-    where ``x`` was gathered from a shard, does one reduce-scatter instead. It is kept on ``x`` (or on the plain tensor
-    that ``x`` was made from), so that several consumers share one collective. To be called under
-    `Platform.no_dispatch`.
+    ``x`` is a DTensor replicated on these mesh dimensions. The view has the same data. Its backward all-reduces; where
+    ``x`` was gathered from a shard, it does one reduce-scatter instead; where the gradient of ``x`` is left as
+    summands, it sends nothing. The view is kept on ``x`` (or on the plain tensor that ``x`` was made from), so that
+    several consumers share one collective. To be called under `Platform.no_dispatch`.
     """
     layout = x._layout
     mesh = layout.mesh
@@ -72,7 +72,9 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     linear = platform.read_cache(holder, linear_key(mesh, mesh_dims))
     if gathered is not None and gathered[3] != (gathered[0]._writes, gathered[0]._version):
         gathered = None  # the shard has another value and another history by now
-    if gathered is None:
+    if x._summands is not None:
+        view = x._summands[1](mesh_dims)
+    elif gathered is None:
         if linear is None and isinstance(x, platform.Parameter):
             view = identity_reduce_grad(mesh, mesh_dims).of_parameter(x)
         elif linear is None:

@@ -114,7 +114,25 @@ class Slice(Move):
     def back(self) -> Step:
         return self._reversed(Gather)
 
+    def move(self, x: Any) -> Any:
+        if x._summands is None or self.mesh_dim not in x._summands[0]:
+            return super().move(x)
+        # The gradient of the part, with zeros around it, is a summand: nothing is sent.
+        mesh_dims, make = x._summands
+
+        def part(partial: tuple[int, ...] = ()) -> Any:
+            return self._part(make((self.mesh_dim, *partial)))
+
+        y = self.platform.wrap(part(), self.layout)
+        rest = tuple(d for d in mesh_dims if d != self.mesh_dim)
+        if rest and self.platform.requires_grad(y):
+            y._summands = rest, part
+        return y
+
     def forward(self, ctx: Any, x: Any) -> Any:
+        return self._part(x)
+
+    def _part(self, x: Any) -> Any:
         rank, sizes, platform = self.mesh.get_local_rank(self.mesh_dim), self.target_sizes, self.platform
         if isinstance(self.target, PackedShard):
             return take_packed(x, self.target, rank, len(sizes), platform)

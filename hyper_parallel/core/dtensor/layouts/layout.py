@@ -126,6 +126,14 @@ class Layout:
             size = shard_sizes(placement, size, self.mesh.shape[outer])[coordinate[outer]]
         return size
 
+    def shape_at(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the part of the rank at ``coordinate`` of the mesh."""
+        ranges = (
+            ranges_of(size, self.shard_mesh_dims(dim), self.placements, self.mesh.shape, coordinate)
+            for dim, size in enumerate(self.shape)
+        )
+        return tuple(sum(length for _, length in pieces) for pieces in ranges)
+
     @property
     def packed_mesh_dim(self) -> int | None:
         """The mesh dimension whose placement is `PackedShard`, or None."""

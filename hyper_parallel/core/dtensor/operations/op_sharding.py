@@ -58,6 +58,9 @@ class OpSharding:
             it is not reduced for nothing, and no gradient flows to it.
         nonempty: labels that may be sharded only if every rank then has at least one element of the dimension, because
             the local operation fails for none (a largest element).
+        filled: labels of all results for which the local operation fails for no element, or has another gradient than
+            the other ranks have. They may be sharded all the same: a rank without an element computes with one, and
+            drops what comes of it. See `filling`.
         units: (label, number) for a dimension that consists of that many units which must not be cut: it may be sharded
             over as many ranks as divide the number, or any number where all dimensions with the label have one size and
             are single units (the features of attention heads; groups of channels).
@@ -78,6 +81,7 @@ class OpSharding:
     native_if: Callable[[tuple], bool] | None = None
     unread: tuple[int, ...] = ()
     nonempty: tuple[Label, ...] = ()
+    filled: tuple[Label, ...] = ()
     units: tuple[tuple[Label, int], ...] = ()
     unpack: tuple[tuple[int, tuple[int, ...], int], ...] = ()
     choices: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = ()

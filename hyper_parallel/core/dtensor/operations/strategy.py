@@ -309,7 +309,7 @@ def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], choice:
             return False
         whole_units = [number for own, number in sharding.units if own == label]
         return len({*sizes, *whole_units}) == 1 or all(size % shards == 0 for size in (*sizes, *whole_units))
-    return len(set(sizes)) <= 1 and label not in sharding.nonempty
+    return len(set(sizes)) <= 1 and label not in sharding.nonempty and label not in sharding.filled
 
 
 def _cost(choice: _Choice, layouts: tuple[Layout | None, ...], mesh_dim: int) -> tuple[float, float]:

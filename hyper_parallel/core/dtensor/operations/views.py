@@ -176,7 +176,7 @@ def forget_value(x: Any, platform: Platform) -> None:
     """``x``, a DTensor or a plain tensor, was written to: what was computed from its old value and kept is void."""
     platform.clear_cache(x)
     if getattr(x, "_layout", None) is not None:
-        x._gathered = x._origin = x._ties = None
+        x._gathered = x._origin = x._ties = x._summands = None
         x._writes += 1
 
 

@@ -31,6 +31,7 @@ _numbers = count()
 
 def set_compiled_forward(module: nn.Cell, how: CompiledForward | None) -> None:
     """See `CompilerRole.set_compiled_forward`."""
+    how = None if how is None or how.kind == "distributed" else how
     # A function, which copies of the module share: what it has is not to be copied.
     object.__setattr__(module, "_graph_form", lambda: how)
 

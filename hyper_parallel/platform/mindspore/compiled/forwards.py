@@ -321,7 +321,15 @@ class _Alike(GraphCell):
         self.take, self.move = move_cell(ranks, how.given, None), move_cell(ranks, None, how.wanted)
         self.check = ShapeCheck(module, how, output=how.wanted)
         self.body = _body(module, own, Same)
+        self.partial_features = how.partial_features
+        self.read = read_cell(ranks, None)
 
     def construct(self, x: Tensor) -> Tensor:
         self.check(x.shape, x.dtype)
-        return self.move(self.body(self.take(x)))
+        y = self.move(self.body(self.take(x)))
+        n = self.partial_features
+        if n == 0:
+            return y
+        if n < 0:
+            return self.read(y)
+        return mint.cat((y[..., :-n], self.read(y[..., -n:])), -1)

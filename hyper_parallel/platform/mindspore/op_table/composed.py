@@ -149,15 +149,14 @@ def _on_cpu(function: Callable) -> Composition:
 
 
 # -------------------------------------------------------------------- statistics over the batch
-def _choose_batch_norm(args: tuple, kwargs: dict) -> NativeOp | None:
-    """With statistics that are given; those of a batch are a composition."""
-    return None if args[5] else GIVEN_STATISTICS
-
-
 def _batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     """From mean and variance of the whole batch: one all-reduce for each, of as many numbers as there are channels.
-    Running statistics are written as the kernel does it."""
-    x, weight, bias, running_mean, running_var, _, eps, momentum = args[:8]
+    Running statistics are written as the kernel does it. With statistics that are given, the kernel for each part."""
+    x, weight, bias, running_mean, running_var, training, eps, momentum = args[:8]
+    if not training:
+        given = (_distributed(running, args) for running in (running_mean, running_var))
+        y = _dispatch(GIVEN_STATISTICS, func, (x, weight, bias, *given, *args[5:]), kwargs)
+        return (y, *(ops.zeros_like(ops.stop_gradient(running_mean)) for _ in range(4)))
     _refuse_partial(running_mean, running_var)
     dtype = x.dtype
     if dtype != ms.float32:
@@ -178,6 +177,15 @@ def _batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
             running.copy_(running * (1 - momentum) + new * momentum)
     saved = (ops.stop_gradient(v).reshape((-1,)) for v in (mean, variance))
     return (y if y.dtype == dtype else y.astype(dtype), running_mean, running_var, *saved)
+
+
+def _distributed(running: Any, args: tuple) -> Any:
+    """A statistic as a DTensor. A plain one is taken to be the same on all ranks."""
+    if getattr(running, "_layout", None) is not None:
+        return running
+    mesh, core = next((x._layout.mesh, x._core) for x in args if getattr(x, "_layout", None) is not None)
+    with mesh.platform.no_dispatch():
+        return core.replicated(ops.stop_gradient(running), mesh)
 
 
 def _refuse_partial(*statistics: Any) -> None:
@@ -223,5 +231,4 @@ VARIANTS: dict[str, Choose] = {
     "BinaryCrossEntropy": _choose_element_wise(_ENTROPY, 3),
     "BCEWithLogitsLoss": _choose_element_wise(_ENTROPY_OF_LOGITS, 4),
     "SmoothL1Loss": _choose_element_wise(_SMOOTH, 3),
-    "BatchNorm": _choose_batch_norm,
 }

@@ -208,13 +208,16 @@ def _call_unpool(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any
 
 
 def _statistics(given: Given) -> str | None:
-    """Of all samples: core takes means over the mesh instead, where samples are sharded."""
     spatial = _BATCH[: _ndim(given) - 2]
-    return f"nc{spatial},c,c,c,c->nc{spatial},.,.,.,." if _ndim(given) > 1 else None
+    return f"nc{spatial},c,c,c,c->nc{spatial}" if _ndim(given) > 1 else None
 
 
-#: BatchNorm with statistics that are given; `composed` chooses it.
-GIVEN_STATISTICS = labelled("x weight bias mean variance -> x weight bias mean variance", _statistics)
+def _normalised(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
+    return func(*args, **kwargs)[0]
+
+
+#: The first result of BatchNorm with statistics that are given; `composed` makes the others.
+GIVEN_STATISTICS = labelled("x weight bias mean variance -> x weight bias mean variance", _statistics, _normalised)
 
 
 # -------------------------------------------------------------------- others

@@ -16,7 +16,11 @@ from torch.fx import GraphModule
 
 from hyper_parallel.platform.contract import Comparison
 
-__all__ = ["Shards", "mark", "take_marks"]
+__all__ = ["NUMBER", "Shards", "mark", "take_marks"]
+
+#: Attribute of a module with a style: its number in this process, as a string. Alike modules share what is traced, and
+#: compare their shards each for itself.
+NUMBER = "_hyper_parallel_number"
 
 _KEYS = count()
 _BY_KEY: WeakValueDictionary[int, Shards] = WeakValueDictionary()
@@ -30,16 +34,18 @@ class Shards:
 
     Attributes:
         key: what stands for it in a graph.
-        compared: whether the ranks have compared such shards.
+        compared: the modules, by number, for which the ranks have compared such shards.
     """
 
     def __init__(self, compare: Comparison) -> None:
-        self.compare, self.compared, self.key = compare, False, next(_KEYS)
+        self.compare, self.key = compare, next(_KEYS)
+        self.compared: set[str] = set()
         _BY_KEY[self.key] = self
 
 
-def mark(x: Tensor, key: int, module: str) -> Tensor:
-    """``x``, a plain shard for what messages call ``module``. Torch's compiler does not look inside: see `outside`."""
+def mark(x: Tensor, key: int, module: str, number: str = "") -> Tensor:
+    """``x``, a plain shard for the module ``number``, which messages call ``module``. Torch's compiler does not look
+    inside: see `outside`."""
     return x
 
 
@@ -49,24 +55,24 @@ def take_marks(graph: GraphModule) -> Callable[[], None] | None:
     Returns:
         What compares the shards of which it has not been done yet; None without these.
     """
-    found: list[tuple[Shards, str, tuple[int, ...]]] = []
+    found: list[tuple[Shards, str, str, tuple[int, ...]]] = []
     for part in graph.modules():
         marks = [node for node in part.graph.nodes if node.target is mark] if isinstance(part, GraphModule) else []
         for node in marks:
-            x, key, module = node.args
+            x, key, module, number = node.args if len(node.args) == 4 else (*node.args, "")
             shards = _BY_KEY.get(key)
-            if shards is not None and not shards.compared:
-                found.append((shards, module, tuple(map(_size, x.meta["example_value"].shape))))
+            if shards is not None and number not in shards.compared:
+                found.append((shards, module, number, tuple(map(_size, x.meta["example_value"].shape))))
             node.replace_all_uses_with(x)
             part.graph.erase_node(node)
         if marks:
             part.recompile()
 
     def compare() -> None:
-        for shards, module, shape in found:
-            if not shards.compared:
+        for shards, module, number, shape in found:
+            if number not in shards.compared:
                 shards.compare(module, shape)
-                shards.compared = True
+                shards.compared.add(number)
 
     return compare if found else None
 

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -44,21 +45,36 @@ def run_forward(module: Any, args: tuple, kwargs: dict) -> Any:
 
 def make_run(module: nn.Module, how: CompiledForward | None) -> Callable[..., Any] | None:
     """``run(module, args, kwargs)`` in place of the forward of ``module``: gives a reason, a string, where it does not
-    apply."""
-    run: Any = None if how is None else _make_run(module, how)
-    if run is not None:
-        run.of_style = True  # see `guards`
+    apply. Alike modules share one, so that they share a graph: compiled frames compare which one it is (`guards`)."""
+    if how is None:
+        return None
+    # Weak, as layouts are known by their mesh: one that held layouts would never go.
+    kept: Any = vars(how.mesh).setdefault("_compiled_runs", WeakValueDictionary())
+    cls = original_class(module)
+    key = cls, _read_of(module, cls), how.key
+    run: Any = kept.get(key)
+    if run is None:
+        run = _make_run(module, cls, how)
+        if run is not None:
+            run.of_style = True
+            kept[key] = run
     return run
 
 
-def _make_run(module: nn.Module, how: CompiledForward) -> Callable[..., Any] | None:
-    cls = original_class(module)
+def _read_of(module: Any, cls: type) -> tuple:
+    """What is made of a module's own attributes, which its class does not say."""
+    return (module.padding_idx, is_simple(module)) if cls is nn.Embedding else ()
+
+
+def _make_run(module: nn.Module, cls: type, how: CompiledForward) -> Callable[..., Any] | None:
     if how.kind in ("column", "row"):
         if cls is nn.Linear:
             return _linear(how)
         return _embedding(how, module) if cls is nn.Embedding and is_simple(module) else None
     if how.kind == "parts":
         return _parts(how, cls)
+    if how.kind == "distributed":
+        return _distributed(how, cls)
     return _alike(how, module, cls)
 
 
@@ -231,6 +247,32 @@ def _parts(how: CompiledForward, cls: Any) -> Callable[..., Any]:
     return run
 
 
+def _distributed(how: CompiledForward, cls: Any) -> Callable[..., Any] | None:
+    """A module's own forward on what stands for DTensors: `views` says which operations on those are traced."""
+    if cls.__module__.startswith("torch."):
+        return None  # random numbers and what writes: nothing that would be traced
+    moves, given, planned, forward = _moves(how), how.given, tuple(how.layouts.items()), cls.forward
+    shards = shards_of(how.compare)
+
+    def run(module: Any, args: tuple, kwargs: dict) -> Any:
+        found = INPUT if kwargs or len(args) != 1 else moves.take(args[0], given, module, shards)
+        if isinstance(found, str):
+            return found
+        x, cut = found
+        own = module._parameters
+        for name, layout in planned:
+            if not _is_planned(own.get(name), layout):
+                return _PARAMETERS
+        if given is None or cut != given % x.ndim:
+            return INPUT
+        y = forward(module, x.as_subclass(moves.placed[cut]))
+        if not isinstance(y, moves.dtensor):
+            return _OUTPUT
+        return y.to_local() if moves.local else y
+
+    return run
+
+
 def _alike(how: CompiledForward, module: Any, cls: type) -> Callable[..., Any] | None:
     """A layer of the framework on a whole input, between its conversions."""
     moves, given, wanted, planned = _moves(how), how.given, how.wanted, tuple(how.layouts.items())
@@ -266,9 +308,18 @@ def _alike(how: CompiledForward, module: Any, cls: type) -> Callable[..., Any] |
             return INPUT
         to = None if wanted is None else wanted % y.ndim
         y = moves.move(y, None, to)
-        return _give(moves, y, to)
+        return _give(moves, _summed(moves, y, how.partial_features), to)
 
     return run
+
+
+def _summed(moves: Moves, y: Any, features: int) -> Any:
+    """``y`` with the gradient of its last ``features`` added up, -1 of all."""
+    if not features or moves.size == 1:
+        return y
+    if features < 0:
+        return functions.read_for_parts(y, moves.group)
+    return torch.cat((y[..., :-features], functions.read_for_parts(y[..., -features:], moves.group)), -1)
 
 
 when_imported("torch._dynamo", partial(importlib.import_module, f"{__package__}.outside"))

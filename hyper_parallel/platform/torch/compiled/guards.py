@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
+from hyper_parallel.platform.torch.compiled.comparisons import NUMBER
+
 __all__ = ["is_manager", "with_few_guards"]
 
 #: Modules of this backend, and classes of `placed`, as frames name them.
@@ -27,6 +29,9 @@ _OF_CLASS = re.compile(r"dict\(type\((.+?)\)\.(?:__mro__\[\d+\]\.)?__dict__\)(?:
 _CALLS = ("__call__", "_call_impl", "_compiled_call_impl")
 #: What may change below a function of a style.
 _CHANGES = "._has_uneven_shards"
+#: What messages call a module, and its number. Frames read both, and alike modules differ in them alone.
+_NAMES = ("_hyper_parallel_path", NUMBER)
+_NAMED = tuple(end for name in _NAMES for end in (f".{name}", f"['{name}']"))
 
 
 def is_manager(original: Any) -> str | None:
@@ -83,6 +88,8 @@ def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
         sources = [guard.originating_source, *([how["source_b"]] if "source_b" in how else [])]
         if any(source.name.startswith(_OWN) for source in sources):
             continue
+        if name.endswith(_NAMED) or how.get("attr") in _NAMES or how.get("key") in _NAMES:
+            continue
         found = [style for style in map(style_of, sources) if style is not None]
         if found:
             if name.endswith(_CHANGES):
@@ -105,7 +112,14 @@ def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
             # Which compares nothing, so that torch's compiler does not see hooks that modules get later.
             guard = guard.originating_source.make_guard(builder.SEQUENCE_LENGTH)
         kept.append(guard)
-    return kept + [style.make_guard(builder.ID_MATCH) for style in styles.values()]
+    return kept + [_traced(style, value(style.name)).make_guard(builder.ID_MATCH) for style in styles.values()]
+
+
+def _traced(style: Any, function: Any) -> Any:
+    """The source of what is traced of a style's function: alike hooks share it, and may differ for eager mode."""
+    if getattr(function, "traced", None) is None:
+        return style
+    return importlib.import_module("torch._dynamo.source").AttrSource(style, "traced")
 
 
 def _chain(source: Any) -> Iterator[Any]:

@@ -16,8 +16,9 @@ __all__ = ["compiled_hook", "share_inputs"]
 
 
 def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Callable[..., Any]:
-    """See `Platform.compiled_hook`."""
-    convert = None if how is None else _conversion(how)
+    """See `Platform.compiled_hook`. Hooks that convert alike share what is traced, ``traced``, by which compiled frames
+    know them (`guards`): alike modules share their graph."""
+    convert = None if how is None else _shared_conversion(how)
 
     def either(module: Any, *given: Any) -> Any:
         if not is_tracing():
@@ -25,8 +26,15 @@ def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Calla
         y = None if convert is None else convert(module, *given)
         return Outside.leave(hook, (module, *given), {}) if y is None else y
 
-    either.of_style = True  # type: ignore[attr-defined]
+    either.of_style, either.traced = True, convert  # type: ignore[attr-defined]
     return either
+
+
+def _shared_conversion(how: CompiledInputs) -> Callable[..., Any]:
+    kept: dict[Any, Any] = vars(how.mesh).setdefault("_compiled_hooks", {})
+    if how.key not in kept:
+        kept[how.key] = _conversion(how)
+    return kept[how.key]
 
 
 def _conversion(how: CompiledInputs) -> Callable[..., Any]:

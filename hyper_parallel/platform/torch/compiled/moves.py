@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hyper_parallel.platform.contract import Comparison
 from hyper_parallel.platform.torch.compiled import functions
-from hyper_parallel.platform.torch.compiled.comparisons import Shards, mark
+from hyper_parallel.platform.torch.compiled.comparisons import NUMBER, Shards, mark
 from hyper_parallel.platform.torch.compiled.placed import Shared, gathered_class, kept_on_mesh, placed_class, plain
 from hyper_parallel.platform.torch.tensor import State
 
@@ -93,7 +93,8 @@ class Moves:
         if is_plain and shards is not None and not (features and cut == x.ndim - 1):
             if self.mesh._has_uneven_shards:
                 return _UNEVEN
-            x = mark(x, shards.key, getattr(module, "_hyper_parallel_path", "") or type(module).__name__)
+            label = getattr(module, "_hyper_parallel_path", "") or type(module).__name__
+            x = mark(x, shards.key, label, getattr(module, NUMBER, ""))
         return x, cut
 
     def give(self, y: Tensor, cut: int | None, even: bool = True) -> Any:

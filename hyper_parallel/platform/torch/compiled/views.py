@@ -1,4 +1,4 @@
-"""Operations on a `Placed` that compiled code has: other shapes and dtypes of distributed logits, and their losses."""
+"""Operations on a `Placed` that compiled code has: other shapes and dtypes, losses, and those of `positions`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyper_parallel.platform.torch.compiled.losses import loss_of_placed
-from hyper_parallel.platform.torch.compiled.moves import placed_classes
 from hyper_parallel.platform.torch.compiled.placed import plain
-from hyper_parallel.platform.torch.tensor import State
+from hyper_parallel.platform.torch.compiled.positions import class_of, is_placed, trace_positions
 
 __all__ = ["trace"]
-
-
-def _class_of(number: int, size: int, cut: int | None) -> Any:
-    """Of a `Placed` with this cut; ``number`` is the ``id()`` of its mesh."""
-    mesh = State.core.mesh_with_id(number)
-    return None if mesh is None else placed_classes(mesh, size).get(cut)
-
-
-_class_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def trace(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -33,16 +23,16 @@ def trace(func: Any, args: tuple, kwargs: dict) -> Any:
     if original in _LOSSES:
         return loss_of_placed(_LOSSES[original], args, kwargs)
     if func not in _VIEWS:
-        return None
+        return trace_positions(func, args, kwargs)
     x = args[0]
-    if not isinstance(x, State.tensor_class.__bases__[0]) or x.placed_on is None or x.gathers is not None:
+    if not is_placed(x):
         return None
     local, cut = plain(x), x.placed_cut
     found = _VIEWS[func](local, None if cut is None else cut % local.ndim, x.shape, *args[1:], **kwargs)
     if found is None:
         return None
     y, cut = found
-    own = _class_of(id(x.placed_on), x.placed_on.shape[0], cut)
+    own = class_of(id(x.placed_on), x.placed_on.shape[0], cut)
     return None if own is None else y.as_subclass(own)
 
 
@@ -52,6 +42,10 @@ def _float(x: Tensor, cut: int | None, shape: Any) -> Any:
 
 def _to(x: Tensor, cut: int | None, shape: Any, dtype: Any) -> Any:
     return (x.to(dtype), cut) if isinstance(dtype, torch.dtype) else None
+
+
+def _type_as(x: Tensor, cut: int | None, shape: Any, other: Tensor) -> Any:
+    return x.to(other.dtype), cut
 
 
 def _flatten(x: Tensor, cut: int | None, shape: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -80,6 +74,7 @@ def _transpose(x: Tensor, cut: int | None, shape: Any, dim0: int, dim1: int) -> 
 _VIEWS: dict[Any, Callable[..., Any]] = {
     Tensor.float: _float,
     Tensor.to: _to,
+    Tensor.type_as: _type_as,
     **dict.fromkeys((torch.flatten, Tensor.flatten), _flatten),
     **dict.fromkeys((torch.reshape, Tensor.reshape, Tensor.view), _view),
     **dict.fromkeys((torch.transpose, Tensor.transpose), _transpose),

@@ -15,7 +15,7 @@ __all__ = ["deepcopy_dtensor", "needed_to_load", "rebuild_dtensor", "reduce_dten
 
 
 #: Attributes that belong to one object only: made by torch, by `wrap` and by core.
-_OWN = words("_layout _cached _is_param _gathered _origin _plain _ties _writes _family _strides _out_of_date")
+_OWN = words("_layout _cached _is_param _gathered _origin _summands _plain _ties _writes _family _strides _out_of_date")
 
 
 def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
@@ -29,7 +29,7 @@ def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
             )
-        result = x.detach().clone()
+        result = _copied(x.detach(), memo) if getattr(x, "_is_param", False) else x.detach().clone()
         result.requires_grad_(x.requires_grad)
         if x.grad is not None:
             result.grad = x.grad.detach().clone().as_subclass(Tensor)
@@ -41,6 +41,18 @@ def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
         if name not in _OWN:
             result.__dict__[name] = copy.deepcopy(value, memo)
     return result
+
+
+def _copied(x: Any, memo: dict[int, Any]) -> Any:
+    """A copy of plain data; parameters that share a storage share one again, as in `Tensor.__deepcopy__`."""
+    storage = x.untyped_storage()
+    if x.is_meta or storage.nbytes() == x.nbytes:
+        return x.clone()
+    new = memo.get(storage._cdata)
+    if new is None:
+        new = memo[storage._cdata] = storage.clone()
+        memo[id(new)] = storage  # alive, and so its address, as long as the memo
+    return x.new_empty(0).set_(new, x.storage_offset(), x.size(), x.stride())
 
 
 def reduce_dtensor(x: Any, protocol: Any) -> tuple:

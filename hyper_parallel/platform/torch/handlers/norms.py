@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.op_table import OP_TABLE
-from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor
+from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor
 
 __all__: list[str] = []
 
@@ -30,23 +31,48 @@ def batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     given = _arguments(args, kwargs)
     x = given["input"]
     if not given["training"] or not is_dtensor(x) or _is_whole_but_for_channels(x):
-        return normalise(func, args, kwargs)
+        return _by_row(func, given)
     _check(func, given)
     return _over_the_mesh(*(given[name] for name in (*_NAMES[:5], "momentum", "eps")))
 
 
 @handles(torch.instance_norm)
-def normalise(func: Any, args: tuple, kwargs: dict) -> Any:
-    """By the row, which gives the running statistics as results instead of writing them."""
+def instance_norm(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Of each sample and channel by itself. The running statistics are means over the samples."""
     given = _arguments(args, kwargs)
+    x, running = given["input"], (given["running_mean"], given["running_var"])
+    if not given["training"] or running[0] is None or running[1] is None or not is_dtensor(x) or x.dim() < 3:
+        return _by_row(func, given)
     _check(func, given)
-    results = dispatch(OP_TABLE[func], func, args, kwargs)
+    y = _by_row(func, {**given, "running_mean": None, "running_var": None})
+    with torch.no_grad():
+        values, dims = x.float() if x.dtype in _HALVES else x, list(range(2, x.dim()))
+        for old, new in zip(running, (values.mean(dims), values.var(dims)), strict=True):
+            _move(old, _reduced(new.mean(0)), given["momentum"])
+    return y
+
+
+def _by_row(func: Any, given: dict[str, Any]) -> Any:
+    """By the row, which gives the running statistics as results instead of writing them. Plain statistics are taken to
+    be the same on all ranks."""
+    _check(func, given)
+    mesh = next(x.device_mesh for x in given.values() if is_dtensor(x))
+    running = ("running_mean", "running_var")
+    whole = {name: _distributed(given[name], mesh) for name in running}
+    results = dispatch(OP_TABLE[func], func, tuple({**given, **whole}[name] for name in _NAMES), {})
     if not isinstance(results, tuple):
         return results
     result, *statistics = results
-    for name, new in zip(("running_mean", "running_var"), statistics, strict=True):
+    for name, new in zip(running, statistics, strict=True):
         _write(given[name], new)
     return result
+
+
+def _distributed(running: Any, mesh: Any) -> Any:
+    if running is None or is_dtensor(running):
+        return running
+    with no_dispatch():
+        return State.core.replicated(running.detach(), mesh)
 
 
 def _check(func: Any, given: dict[str, Any]) -> None:
@@ -59,10 +85,7 @@ def _check(func: Any, given: dict[str, Any]) -> None:
 
 
 def _is_whole_but_for_channels(x: Any) -> bool:
-    return all(
-        size == 1 or p.is_replicate() or p.is_shard(1)
-        for size, p in zip(x.device_mesh.shape, x.placements, strict=True)
-    )
+    return all(p.is_replicate() or p.is_shard(1) for p in x.placements)
 
 
 def _over_the_mesh(
@@ -86,10 +109,7 @@ def _over_the_mesh(
     with torch.no_grad():
         for running, new, scale in ((running_mean, mean, 1.0), (running_var, var, count / max(count - 1, 1))):
             if running is not None:
-                new = new.detach().reshape(-1).to(running.dtype) * scale
-                _write(
-                    running, running * (1 - momentum) + (new if is_dtensor(running) else new.full_tensor()) * momentum
-                )
+                _move(running, new.detach().reshape(-1) * scale, momentum)
     return y.to(dtype)
 
 
@@ -98,6 +118,12 @@ def _reduced(x: Any) -> Any:
     if not any(p.is_partial() for p in x.placements):
         return x
     return x.redistribute(placements=x._layout.cotangent.placements)
+
+
+def _move(running: Any, new: Any, momentum: float) -> None:
+    """Let a running statistic come closer to a new value, which is distributed."""
+    new = new.to(running.dtype)
+    _write(running, running * (1 - momentum) + (new if is_dtensor(running) else new.full_tensor()) * momentum)
 
 
 def _write(running: Any, new: Any) -> None:

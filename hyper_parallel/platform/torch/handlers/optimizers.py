@@ -318,9 +318,10 @@ def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> Non
             if tuple(layout.shape) == tuple(shape):
                 raise ValueError(
                     f"{type(optimizer).__name__} has the state {name!r}, of shape {tuple(layout.shape)}, of a "
-                    f"parameter that was distributed since, as {list(layout.placements)}: make the optimizer after "
-                    f"parallelize_module and fully_shard, or distribute its state as well, if all ranks have the same: "
-                    "state[name] = distribute_tensor(state[name], p.device_mesh, p.placements) for p, state in "
+                    f"parameter that was distributed since, as {list(layout.placements)}, or whose whole state was "
+                    "loaded: make the optimizer after parallelize_module and fully_shard, load whole state with "
+                    "set_optimizer_state_dict and full_state_dict=True, or distribute the state, if all ranks have the "
+                    "same: state[name] = distribute_tensor(state[name], p.device_mesh, p.placements) for p, state in "
                     "optimizer.state.items()"
                 )
 

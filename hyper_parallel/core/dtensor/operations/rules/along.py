@@ -12,23 +12,24 @@ from hyper_parallel.core.dtensor.operations.rules.registry import rule
     static_args="dims that must be whole, number of results",
 )
 def along_dims(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Results of the shape of x: cumprod, sort, cummax. Every rank needs an element: for none a backend may record
-    nothing (cumprod), and this rank would leave out what the others communicate in gradients of gradients."""
+    """Results of the shape of x: cumprod, sort, cummax. A rank without elements computes with some: for none a backend
+    may record nothing (cumprod), and this rank would leave out what the others communicate in gradients of
+    gradients."""
     x, (dims, results) = shapes[0], static_args[:2]
     labels = whole(named(x), axes(dims, len(x)))
-    return unary(labels, labels, x, results, nonempty=labels)
+    return unary(labels, labels, x, results, filled=labels)
 
 
 @rule("along_linear", static_args="dims that must be whole, shape of the result or None for that of x")
 def along_linear(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Linear along whole dimensions, which may get another size: cumsum, flip, roll, tril, Fourier transforms,
-    differences. Every rank needs an element, as for `along_dims`."""
+    differences. A rank without elements computes with some, as for `along_dims`."""
     x, (dims, shape) = shapes[0], static_args[:2]
     shape, dims = x if shape is None else shape, axes(dims, len(x))
     if without(shape, dims) != without(x, dims):
         return None
     labels = whole(named(x), dims)
-    return unary(labels, labels, shape, terms=((0,),), nonempty=labels)
+    return unary(labels, labels, shape, terms=((0,),), filled=labels)
 
 
 @rule("topk", static_args="k, dim; two results")
@@ -52,5 +53,5 @@ def quantile(shapes: tuple, static_args: tuple) -> OpSharding | None:
         operands=(labels, None if wanted is None else asked)[: len(shapes)],
         results=((*asked, *without(labels, reduced, keepdim)),),
         result_shapes=((*(wanted or ()), *without(x, reduced, keepdim, 1)),),
-        nonempty=labels,
+        filled=labels,
     )

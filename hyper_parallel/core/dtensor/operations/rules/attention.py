@@ -44,5 +44,5 @@ def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
         result_shapes=((*shape, q[-2], v[-1]),),
         # For an empty batch torch takes another kernel, with another backward graph: the collectives of the gradients
         # would come in another order than on the other ranks.
-        nonempty=labels,
+        filled=labels,
     )

@@ -62,8 +62,8 @@ def read_signature(text: str) -> Signature:
 def labelled(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """A function by its signature, such as `ni..,oi..,o->no..` of a convolution. `n` and `o` can be sharded, and `i`,
     which the result lacks, gives partial sums, where terms follow a bar; a dot is a whole dimension. The letter `g`,
-    which the first operand has, is a dimension of groups of channels, which are not cut. Every rank needs an element,
-    as most kernels do."""
+    which the first operand has, is a dimension of groups of channels, which are not cut. Of `g` and of what is summed
+    every rank needs an element."""
     text, result_shapes, groups = static_args[:3]
     signature = read_signature(text)
     operands = tuple(
@@ -73,6 +73,9 @@ def labelled(shapes: tuple, static_args: tuple) -> OpSharding | None:
         return None
     grouped = groups and _GROUPED in signature.letters
     terms = tuple(term for term in signature.terms if all(shapes[i] is not None for i in term))
+    kept = {label for label in signature.letters if all(label in labels for labels in signature.results)}
+    if grouped:
+        kept.discard(_GROUPED)
     return OpSharding(
         operands=operands,
         results=signature.results,
@@ -80,7 +83,8 @@ def labelled(shapes: tuple, static_args: tuple) -> OpSharding | None:
         terms=terms,
         reduce="sum" if terms else None,
         localize=_local_groups if grouped else None,
-        nonempty=signature.letters,
+        nonempty=tuple(label for label in signature.letters if label not in kept),
+        filled=tuple(label for label in signature.letters if label in kept),
         units=((_GROUPED, groups),) if grouped else (),
     )
 

@@ -180,7 +180,7 @@ def pad(shapes: tuple, static_args: tuple) -> OpSharding | None:
         return None
     labels = tuple(label if tuple(p) == (0, 0) else None for label, p in zip(named(x), pads, strict=True))
     shape = tuple(before + size + after for size, (before, after) in zip(x, pads, strict=True))
-    return unary(labels, labels, shape, nonempty=labels if copies else ())
+    return unary(labels, labels, shape, filled=labels if copies else ())
 
 
 def _strides_of_windows(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
