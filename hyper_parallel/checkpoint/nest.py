@@ -83,15 +83,15 @@ class Kinds:
         """Identity of a tensor of the modules in a nest -> its name, of one with several names the first.
 
         Raises:
-            ValueError: inside of a unit's forward, or after `unshard`.
+            ValueError: inside of a unit's forward.
         """
         names: dict[int, str] = {}
         for path, module in self.modules(state):
             for below, submodule in self.platform.named_modules(module):
                 if shows_whole_parameters(submodule):
                     raise ValueError(
-                        f"module {joined(path, below)!r} holds whole parameters in place of its shards: call its "
-                        "reshard() first, and do not save or load inside of a forward"
+                        f"module {joined(path, below)!r} holds whole parameters in place of its shards: do not save or "
+                        "load inside of a forward"
                     )
             for name, x in self.platform.saved_tensors(module):
                 names.setdefault(id(x), joined(path, name))

@@ -8,10 +8,12 @@ from typing import Any
 
 from hyper_parallel.platform.timeout import slowness
 
-__all__ = ["exchange_reports", "leave_report"]
+__all__ = ["exchange_reports", "exchange_texts", "leave_report"]
 
 #: Where the reports of a rank lie whatever group it failed in; those of one group lie below.
 _ANYWHERE = "hyper_parallel/fault/"
+#: Seconds after which a rank that waits for texts says so in a report.
+_SOON = 1.0
 
 
 def leave_report(store: Any, rank: int, report: str, place: str = _ANYWHERE) -> None:
@@ -57,6 +59,31 @@ def exchange_reports(
             return None
         return reports, _without_report(ranks, reports) if 0 in reports else (0,)
     return reports, waiting
+
+
+def exchange_texts(
+    store: Any, me: int, ranks: Sequence[int], place: str, text: str, seconds: float
+) -> dict[int, str] | None:
+    """See `Platform.exchange_texts`; arguments as for `exchange_reports`."""
+    here, texts = f"hyper_parallel/texts/{place}/", {me: text}
+    begin, pause, told = time.monotonic(), 0.001, False
+    try:
+        leave_report(store, me, text, here)
+        while waiting := _without_report(ranks, texts):
+            waited = time.monotonic() - begin
+            if waited > seconds:
+                break
+            if waited > _SOON and not told:  # the others may wait in a collective, and are to know why it fails
+                told = True
+                leave_report(store, me, text)
+            _collect(store, here, waiting, texts)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        if told and not waiting:
+            store.add(f"{_ANYWHERE}{me}/count", -1)
+    except RuntimeError:  # the store has ended, and with it a rank
+        return texts
+    return texts
 
 
 def _without_report(ranks: Sequence[int], reports: dict[int, str]) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ class Block:
     """
 
     def __init__(self, platform: Any, shape: tuple[int, ...], dim: int | None, size: int, rank: int) -> None:
-        self.platform, self.shape, self.dim, self.size = platform, shape, dim, size
+        self.platform, self.shape, self.dim, self.size, self.rank = platform, shape, dim, size, rank
         self.count = math.prod(shape)
         if dim is None:
             self.shapes = [shape] * size
@@ -80,6 +80,13 @@ class Block:
             if n < width:
                 parts.append(platform.zeros((width - n,), cotangent))
         return platform.join(parts).reshape((size, width))
+
+    def part_of(self, whole: Any) -> Any:
+        """This rank's shard of the whole tensor, as a view."""
+        if self.dim is None:
+            return whole
+        start = sum(shape[self.dim] for shape in self.shapes[: self.rank])
+        return self.platform.narrow(whole, self.dim, start, self.local_shape[self.dim])
 
     def shard_from(self, row: Any) -> Any:
         """This rank's shard, of its row of the reduced columns, ``(reduced,)``."""

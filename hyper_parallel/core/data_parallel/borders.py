@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.data_parallel.trees import map_tensors
+from hyper_parallel.platform.contract import NOTHING_FASTER
 from hyper_parallel.platform.contract.autograd import named
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.call import Call
 
-__all__ = ["Guard", "cast", "through"]
+__all__ = ["Guard", "cast", "through", "watched"]
 
 
 def cast(tree: Any, dtype: Any, platform: Any) -> Any:
@@ -48,6 +49,31 @@ def _by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
     for x in xs:
         lists.setdefault(x.dtype, {})[id(x)] = x
     return [list(same.values()) for same in lists.values()]
+
+
+def watched(
+    args: tuple, kwargs: dict, inputs: Sequence[Any], platform: Any, told: Callable[[], None]
+) -> tuple[tuple, dict]:
+    """The arguments of a call, such that backward calls ``told`` when the cotangent of the input is there. Of several
+    inputs, or a distributed one, nothing is asked.
+
+    Args:
+        args, kwargs: what the unit was called with.
+        inputs: the tensors among them.
+        platform: whose tensors they are.
+        told: see there.
+    """
+    found = [x for x in inputs if platform.requires_grad(x)]
+    if len(found) != 1 or getattr(found[0], "_layout", None) is not None:
+        return args, kwargs
+    with platform.no_dispatch():
+        view = (platform.fast or NOTHING_FASTER).tell_gradient(found[0], told)
+    if args and args[0] is found[0]:
+        return (view, *args[1:]), kwargs
+    changed: tuple[tuple, dict] = map_tensors(
+        (args, kwargs), lambda x: view if x is found[0] else x, platform, lambda x: x
+    )
+    return changed
 
 
 class Guard:

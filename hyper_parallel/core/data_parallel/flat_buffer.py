@@ -205,6 +205,16 @@ class FlatBuffer:
             if rows is not None:
                 rows.free()
 
+    def is_current(self, values: Any, parameters: Sequence[Any]) -> bool:
+        """Whether the whole tensors in ``values``, as `take` gave it, have the values of this rank's shards."""
+        platform = self.platform
+        with platform.no_grad():
+            wholes = self._cut(platform.detach(values))
+            for block, whole, x in zip(self.blocks, wholes, parameters, strict=True):
+                if block.local_count and platform.bytes_of(block.part_of(whole)) != platform.bytes_of(self._sent(x)):
+                    return False
+        return True
+
     def views(self, values: Any) -> list[Any]:
         """Each whole tensor, as a new view of what `take` gave."""
         if values is self.whole:

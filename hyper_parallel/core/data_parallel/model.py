@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.data_parallel.agreement import Event, agreements_below
 from hyper_parallel.core.dtensor.announcing import announce
 from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT
 
@@ -66,6 +67,7 @@ class Model:
         #: Backward passes by what the platform calls them; those after the first run within those before.
         self._passes: dict[Any, BackwardPass] = {}
         self._position = 0  # in `_ends`, to which they have come
+        self._paths, self._agreements = agreements_below(module, self.platform)
         announce("fully_shard", module, outermost.plan.mesh)
 
     # ---------------------------------------------------------------------- forward
@@ -75,6 +77,10 @@ class Model:
             self.abandon()
         self._began, self._ended = [], []
         self._forwards += 1
+        outermost = self.outermost()
+        if outermost is not None:
+            for agreement in self._agreements:
+                agreement.forward, agreement.paths = outermost.steps.forward, self._paths
 
     def abandon(self) -> None:
         """Backward has failed: forget what it was doing, and the gradients that it has not delivered."""
@@ -94,6 +100,15 @@ class Model:
         if complete:
             self._order, self._ends = tuple(self._began), tuple(self._ended)
         self.drop_ahead()
+        outermost = self.outermost()
+        if complete and outermost is not None:
+            self._has_come(outermost.steps.end)
+
+    def _has_come(self, event: Event) -> None:
+        """Compare it where ranks have communicated in this forward."""
+        for agreement in self._agreements:
+            if agreement.forward is None:
+                agreement.comes(event)
 
     def entered(self, unit: Unit) -> None:
         """The forward of ``unit`` has its parameters, and begins to compute."""
@@ -184,6 +199,8 @@ class Model:
             if outermost is not None and outermost.finalized_by_hand:
                 return
             self.reduce_kept()
+            if outermost is not None:
+                self._has_come(outermost.steps.end_of_backward)
             if self.is_last_backward:
                 self.finish()
 

@@ -64,7 +64,11 @@ class FSDPModule:
 
     # ---------------------------------------------------------------------- parameters
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this unit, and let modules find the whole ones until `reshard`. All ranks call it.
+        """Gather the parameters of this unit, and let modules find the whole ones. All ranks call it.
+
+        They are attributes: `parameters`, state dicts and optimizers get the shards as ever. Modules find shards again
+        after `reshard`, and when the unit gives whole parameters back: after its forward, with
+        ``reshard_after_forward``, or its backward.
 
         Args:
             async_op: begin to gather, and return what waits for it. The unit's own forward waits too.

@@ -58,6 +58,7 @@ class Places:
         self._gone: list[Any] = []
         self._holders = [weakref.ref(holder, self._gone.append) for holder in holders]
         self._count = 1 + max((slot.index for slot in slots), default=-1)
+        self.take_beside()  # what a copy of a module has taken along
         #: The parameters, while something else stands in their place, and that, by index.
         self._shards: list[Any] | None = None
         self._shown: Sequence[Any] = ()
@@ -143,6 +144,21 @@ class Places:
         found: Any = self._shards if before[0] is None else before[1]
         self._shards, self._shown = before
         self._write(found)
+
+    def put_beside(self, tensors: Sequence[Any]) -> None:
+        """Let the attributes of modules be these tensors, by index, and leave their tables as they are: who asks for
+        parameters gets the parameters."""
+        for holder, name, x in zip(self._holders, self._names, self._by_slot(tensors), strict=True):
+            module = holder()
+            if module is not None:
+                vars(module)[name] = x
+
+    def take_beside(self) -> None:
+        """Undo `put_beside`."""
+        for holder, table, name in zip(self._holders, self._tables, self._names, strict=True):
+            module = holder()
+            if module is not None and vars(module) is not table:
+                vars(module).pop(name, None)
 
     def _write(self, tensors: Sequence[Any]) -> None:
         # `setitem` returns None each time, so `any` comes to the last of them, without a loop in Python.

@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel.core.data_parallel.agreement import Steps
 from hyper_parallel.core.data_parallel.batches import is_distributed, mixed_batch, whole_for_all
-from hyper_parallel.core.data_parallel.borders import Guard, cast
+from hyper_parallel.core.data_parallel.borders import Guard, cast, watched
 from hyper_parallel.core.data_parallel.call import Call, chosen
 from hyper_parallel.core.data_parallel.computed_again import Inside
 from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
@@ -23,7 +24,7 @@ from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.results import Results
 from hyper_parallel.core.data_parallel.second_order import refuse_second_order
 from hyper_parallel.core.data_parallel.together import Together
-from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
+from hyper_parallel.core.data_parallel.trees import tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module
 from hyper_parallel.core.dtensor.operations.random import BESIDE
@@ -49,6 +50,7 @@ class Unit:
         reshard_after_backward: whether parameters are sharded again after backward.
         gradients: how they are reduced.
         parameters: sharded or whole.
+        steps: what ranks compare of it.
         model: what it shares with the other units below the outermost one; None before the first forward.
         forward_prefetch, backward_prefetch: units to gather ahead, in place of the next one.
         post_optim_event: what the next forward waits for; None is nothing.
@@ -66,7 +68,8 @@ class Unit:
         self.forward_prefetch: Sequence[Unit] = ()
         self.backward_prefetch: Sequence[Unit] = ()
         self.model: Model | None = None
-        self.parameters = UnitParameters(plan, modules, self.what)
+        self.steps = Steps(plan.mesh, modules)
+        self.parameters = UnitParameters(plan, modules, self.what, self.steps)
         self._inside = Inside(self.platform, modules, plan.slots, self.what)
         self._together = Together(len(modules))
         self.post_optim_event: Any = None
@@ -171,6 +174,8 @@ class Unit:
                     self.parameters.drop_parts()
                 self.parameters.check_kept(parameters)
                 values = self.parameters.gather(recorded and platform.frees_storage, parameters)
+                if not platform.frees_storage:
+                    self.parameters.take_over()
                 wholes = self._wholes(call, values, asked)
                 self._together.begin(module, call, wholes, asked, again)
         try:
@@ -179,7 +184,7 @@ class Unit:
             if platform.frees_storage and not platform.tells_beginning and recorded and self.plan.slots:
                 args, kwargs = self._guard.arguments(args, kwargs, inputs, call)
             elif asked and first and not again and platform.frees_storage and not self._runs_in_order(call):
-                args, kwargs = self._watched(args, kwargs, inputs)
+                args, kwargs = watched(args, kwargs, inputs, platform, self._one_less_awaited)
             try:
                 if first and not again:
                     model.entered(self)
@@ -203,6 +208,7 @@ class Unit:
             return
         if self.reshard_after_forward or (self.reshard_after_forward is None and model.outermost() is not self):
             call.freed = True
+            self.parameters.take_over()
             if self.fewer is not None:
                 self.parameters.shrink(self.fewer)
             self.parameters.free()
@@ -212,21 +218,6 @@ class Unit:
         recorded since has. Another device has an order of its own, but gives those that are trained a cotangent."""
         all_trained = sum(map(len, call.trained)) == len(call.parameters)
         return all_trained and (self.platform.fast or NOTHING_FASTER).backward_in_order
-
-    def _watched(self, args: tuple, kwargs: dict, inputs: Sequence[Any]) -> tuple[tuple, dict]:
-        """The arguments, such that backward tells when the cotangent of the input is there. Of several inputs, or a
-        distributed one, nothing is asked."""
-        found = [x for x in inputs if self.platform.requires_grad(x)]
-        if len(found) != 1 or getattr(found[0], "_layout", None) is not None:
-            return args, kwargs
-        with self.platform.no_dispatch():
-            view = (self.platform.fast or NOTHING_FASTER).tell_gradient(found[0], self._one_less_awaited)
-        if args and args[0] is found[0]:
-            return (view, *args[1:]), kwargs
-        changed: tuple[tuple, dict] = map_tensors(
-            (args, kwargs), lambda x: view if x is found[0] else x, self.platform, lambda x: x
-        )
-        return changed
 
     def _wholes(self, call: Call, values: Sequence[Any], asked: bool) -> list[Any]:
         """The whole parameters in the order of their indices, differentiable where that is ``asked``."""
@@ -355,6 +346,7 @@ class Unit:
                 self._reduce_leaves()
         self.parameters.drop_parts()
         if self.reshard_after_backward:
+            self.parameters.take_over()
             self.parameters.free()
         else:
             self.parameters.keep()
@@ -385,6 +377,7 @@ class Unit:
         self, b: int, parameters: Sequence[Any], indices: Sequence[int], cotangents: Sequence[Any], delay: bool
     ) -> list[Any]:
         assert self.model is not None
+        self.steps.reduce()
         members = self.parameters.members[b]
         return self.gradients.reduce(
             self.model, self.parameters.buffers[b], members, parameters, indices, cotangents, delay

@@ -10,6 +10,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from hyper_parallel.core.data_parallel.agreement import Steps
 from hyper_parallel.core.data_parallel.call import chosen, versions_of
 from hyper_parallel.core.data_parallel.comms import Comms
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
@@ -31,6 +32,7 @@ class UnitParameters:
         plan: that of the unit.
         modules: those of the unit. They are not kept alive.
         what: the unit, for messages.
+        steps: what ranks compare of it.
 
     Attributes:
         buffers: one for each dtype.
@@ -42,8 +44,8 @@ class UnitParameters:
         comms: what does the collectives of the buffers.
     """
 
-    def __init__(self, plan: Plan, modules: Sequence[Any], what: str) -> None:
-        self._plan, self._platform, self._what = plan, plan.mesh.platform, what
+    def __init__(self, plan: Plan, modules: Sequence[Any], what: str, steps: Steps) -> None:
+        self._plan, self._platform, self._what, self._steps = plan, plan.mesh.platform, what, steps
         self.places = Places(self._platform, modules, plan.slots, what)
         self.buffers: list[FlatBuffer] = []
         self.members: list[list[int]] = []
@@ -59,7 +61,7 @@ class UnitParameters:
         self._under_way = False  # whether gathering has begun, and nobody has waited for it
         self._sent: Any = None  # what is being gathered
         self._read: list[Any] | None = None  # the shards that the last forward has read
-        self._shown = False  # whether modules find whole parameters since `unshard`
+        self._shown: list[Any] = []  # the whole parameters that modules find since `unshard`
         self._put: list[Any] = []  # what `Places.take_back` wants, innermost last
 
     def shards(self) -> list[Any]:
@@ -124,11 +126,15 @@ class UnitParameters:
 
     def show(self, wholes: Sequence[Any], shards: list[Any] | None = None) -> None:
         """Let modules find these tensors, until `hide`."""
+        if self._shown and not self._put:
+            self.places.take_beside()
         self._put.append(self.places.put(wholes, shards))
 
     def hide(self) -> None:
         """Let modules find what they found before `show`."""
         self.places.take_back(self._put.pop())
+        if self._shown and not self._put:
+            self.places.put_beside(self._shown)
 
     def keep(self) -> None:
         """Stay whole until `reshard`."""
@@ -136,10 +142,19 @@ class UnitParameters:
 
     def check_kept(self, shards: Sequence[Any]) -> None:
         """Raise RuntimeError where what is whole since another step is not what the shards are."""
-        if self._kept is not None and self._kept != versions_of(shards):
+        if self._kept is not None and not self._is_current(shards):
             raise RuntimeError(
                 f"{self._what}: a parameter was changed while it was whole: call reshard() before the optimizer's step"
             )
+
+    def _is_current(self, shards: Sequence[Any]) -> bool:
+        if self._kept != versions_of(shards):
+            return False
+        if self._platform.counts_writes or self._values is None:
+            return True
+        with self._platform.no_dispatch():
+            pairs = zip(self.buffers, self.members, self._values, strict=True)
+            return all(buffer.is_current(values, chosen(shards, members)) for buffer, members, values in pairs)
 
     # ---------------------------------------------------------------------- whole and sharded
     def start(self, parameters: list[Any] | None = None, again: bool = False) -> bool:
@@ -151,6 +166,7 @@ class UnitParameters:
         """
         if self._values is not None or not self._plan.slots or self._under_way:
             return False
+        self._steps.gather()
         with self._platform.no_dispatch():
             # What backward needs again is what forward has read; `show` finds out whether it is still there.
             again = again and self._read is not None
@@ -181,27 +197,33 @@ class UnitParameters:
                 buffer.drop()
 
     def unshard(self) -> None:
-        """Make the parameters whole, and let modules find them, until `reshard`."""
-        if not self._plan.slots or self._kept is not None:
+        """Make the parameters whole, and let modules find them, until `reshard`, or until the unit gives them back
+        after forward or backward. Within these they are whole anyhow."""
+        if not self._plan.slots or self._put or self._shown:
             return
         platform = self._platform
         with platform.no_dispatch():
             parameters = self.shards()
+            self.check_kept(parameters)
             values = self.gather(platform.frees_storage, parameters)
             self._values, self._kept = values, versions_of(parameters)
             wholes: list[Any] = [None] * len(parameters)
             for buffer, members, flat in zip(self.buffers, self.members, values, strict=True):
                 for i, x in zip(members, buffer.views(flat), strict=True):
                     wholes[i] = x if self._plan.inner[i] is None else platform.wrap(x, self._plan.inner[i])
-        self.show(wholes)
-        self._shown = True
+        self._shown = wholes
+        self.places.put_beside(wholes)
+
+    def take_over(self) -> None:
+        """Let modules find shards, and `free` do what it does when nobody has called `unshard`."""
+        if self._shown:
+            self._shown, self._kept = [], None
+            self.places.take_beside()
 
     def reshard(self) -> None:
         """Undo `unshard`, and what `reshard_after_backward` has left whole."""
         self.drop()
-        if self._shown:
-            self.hide()
-            self._shown = False
+        self.take_over()
         self._kept = None
         self.free()
 

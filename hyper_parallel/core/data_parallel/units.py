@@ -52,6 +52,6 @@ def unit_of(module: Any) -> Unit:
 
 
 def shows_whole_parameters(module: Any) -> bool:
-    """Whether modules find whole parameters now where a unit has shards: inside of its forward, and after `unshard`."""
+    """Whether modules have whole parameters now where a unit has shards: inside of its forward."""
     unit = _UNITS.get(module) if is_unit(module) else None
     return unit is not None and unit.parameters.places.holds_others

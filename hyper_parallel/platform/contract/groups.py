@@ -140,6 +140,18 @@ class GroupRole(ABC):
         """
         return None
 
+    def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
+        """Leave ``text`` for ``ranks`` where the ranks of the world have met, and wait for theirs, at most as long as a
+        collective waits. No collective is needed, so other ranks may wait in one. Returned are the texts by rank. None
+        where ranks have no such place: then they are taken to have the same text.
+
+        Args:
+            ranks: global ranks, the same on all of them.
+            place: under which texts are left, another one each time.
+            text: of this rank.
+        """
+        return None
+
     def tell_of_failure(self, groups: Sequence[Group], ranks: Sequence[int], report: str) -> None:
         """Tell ``ranks`` that this one has failed outside a collective, and does not come to the next one.
 

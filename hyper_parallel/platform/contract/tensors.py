@@ -67,6 +67,8 @@ class TensorRole(ABC):
         """Replace the values of a plain parameter or buffer by those of a plain tensor of its shape and dtype. It stays
         the same object, on its device. Called without gradients."""
 
+    #: Whether ``_version`` of a tensor counts every write to it, those of optimizers among them.
+    counts_writes: bool = True
     #: Whether `free_storage` gives memory back. Where it does not, core keeps what it would have freed until the graph
     #: is gone that needs it, and neither verb is called.
     frees_storage: bool = False
@@ -187,14 +189,12 @@ class TensorRole(ABC):
 
     @abstractmethod
     def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
-        """Of ``x`` along ``dim`` the elements at ``index``, which has size 1 there and otherwise the shape of ``x``.
-        Differentiable."""
+        """The elements of ``x`` at ``index``, which has size 1 along ``dim`` and else its shape. Differentiable."""
 
     @abstractmethod
     def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
         """``x``, which may be overwritten, with ``source`` added where `gather` would read. Differentiable."""
 
     def places(self: Any, values: np.ndarray, like: Tensor) -> Tensor:
-        """A new tensor with the values of an array of int64, on the device of ``like``, which may index tensors there.
-        That of the host's memory, unless a backend says more."""
+        """A tensor of int64 values that may index tensors on the device of ``like``; by default on the host."""
         return self.host_tensor(values)

@@ -39,6 +39,7 @@ class MindSporePlatform(
     extremes_keep_nan = False  # it is lost unless it comes first
     keeps_memory_order = False
     copies_offsets = True
+    counts_writes = False  # optimizers and `ops.assign` write without counting
 
     def __init__(self) -> None:
         warn_of_untested("mindspore", mindspore.__version__)

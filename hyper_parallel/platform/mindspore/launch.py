@@ -22,6 +22,7 @@ from mindspore import communication, ops
 from mindspore.mint import distributed as dist
 
 from hyper_parallel.platform.contract import NativeGroup
+from hyper_parallel.platform.fault_reports import exchange_texts
 from hyper_parallel.platform.mindspore import lost_ranks
 from hyper_parallel.platform.mindspore.private import GlobalComm
 from hyper_parallel.platform.mindspore.stores import (
@@ -225,6 +226,12 @@ class GroupVerbs:
             return None
         world.failed = True
         return lost_ranks.find_missing_ranks(world.store, world.rank, group, ranks, report)
+
+    def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
+        world = self._need_world()
+        if world.store is None:
+            return None
+        return exchange_texts(world.store, world.rank, ranks, place, text, seconds_in_collectives())
 
     def _need_world(self) -> World:
         world = self.world()

@@ -236,6 +236,10 @@ class CommunicationVerbs(Platform):
         dist.all_gather_object(values, value, group=_resolve(group))
         return values
 
+    def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
+        """See `Platform.exchange_texts`."""
+        return lost_ranks.exchange_texts(ranks, place, text, self.device_type)
+
     # ------------------------------------------------------------------------------------------------ faults
     #: See `Platform.is_communication_failure`.
     is_communication_failure: Any = staticmethod(lost_ranks.is_communication_failure)

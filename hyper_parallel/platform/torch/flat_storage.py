@@ -54,7 +54,7 @@ def find_flat(xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None)
     return _remembering(locals_[first].as_strided((sum(lengths),), (1,), begin), xs)
 
 
-def _remembering(flat: Any, xs: Sequence[Tensor]) -> Tensor:
+def _remembering(flat: Any, xs: Sequence[Tensor]) -> Any:
     flat.addresses = list(map(address_of, xs))
     shapes = [tuple(as_plain(x.detach()).shape) for x in xs]
     flat.asked = [i for i, shape in enumerate(shapes) if len({n for n in shape if n > 1}) < sum(n > 1 for n in shape)]

@@ -11,11 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.platform import fault_reports
 from hyper_parallel.platform.fault_reports import exchange_reports, leave_report
 from hyper_parallel.platform.timeout import slowness
 from hyper_parallel.platform.torch.private import default_store
 
-__all__ = ["ALIKE", "GRACE", "is_communication_failure", "find_missing_ranks", "tell_of_failure", "timeout_of"]
+__all__ = [
+    "ALIKE",
+    "GRACE",
+    "exchange_texts",
+    "find_missing_ranks",
+    "is_communication_failure",
+    "tell_of_failure",
+    "timeout_of",
+]
 
 #: Seconds that a rank whose collective has failed waits for the reports of the others; more on a busy machine.
 GRACE = 3.0
@@ -50,6 +59,15 @@ def find_missing_ranks(group: Any, ranks: Sequence[int], report: str) -> tuple[d
     _fail_waiting_ranks(group)
     served_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent keeps it
     return exchange_reports(default_store(), dist.get_rank(), group.group_name, ranks, report, GRACE, served_by_rank_0)
+
+
+def exchange_texts(ranks: Sequence[int], place: str, text: str, device_type: str) -> dict[int, str] | None:
+    """See `Platform.exchange_texts`."""
+    if dist.get_backend() == "fake":  # torch's group of ranks that are not there
+        return None
+    wait = timeout_of(dist.group.WORLD, device_type)
+    seconds = (wait or timedelta(minutes=30)).total_seconds()
+    return fault_reports.exchange_texts(default_store(), dist.get_rank(), ranks, place, text, seconds)
 
 
 def tell_of_failure(groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:

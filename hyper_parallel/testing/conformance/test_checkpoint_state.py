@@ -273,12 +273,25 @@ def misfits(mesh: Any, directory: str) -> None:
     assert all((adapter.numpy(x) == array(4, 6)).all() for x in two.values())
     with fails(ValueError, "is there already", "overwrite=True"):
         save({"step": 1}, path, mesh=mesh)
-    # Whole parameters in the place of shards.
+    # Whole parameters beside shards, and in their place.
     unit = fully_shard(adapter.linear_module(4, 6), mesh=mesh)
     unit.unshard()
-    for call in (save, load):
-        with fails(ValueError, "'model' holds whole parameters", "reshard()"):
-            call({"model": unit}, path, mesh=mesh)
+    save({"model": unit}, f"{directory}/whole", mesh=mesh)
+    load({"model": unit}, f"{directory}/whole", mesh=mesh)
+    unit.reshard()
+
+    def saving(forward: Any) -> Any:
+        def run(self: Any, x: Any) -> Any:
+            for call in (save, load):
+                with pytest.raises(ValueError, match=r"'model' holds whole parameters.*not save or load inside"):
+                    call({"model": self}, path, mesh=mesh)
+            return forward(self, x)
+
+        return run
+
+    inside = adapter.linear_module(4, 6)
+    mesh.platform.replace_forward(inside, saving)
+    adapter.call(fully_shard(inside, mesh=mesh), adapter.tensor(array(2, 4)))
 
 
 @spmd.on_mesh()

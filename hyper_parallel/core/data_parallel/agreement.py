@@ -1,0 +1,212 @@
+"""Ranks run the same units in the same order: what is gathered at one time belongs to one unit.
+
+A gather of one unit on one rank would meet that of another unit on another rank, and parameters would be mixed. So
+ranks compare what comes next when it comes for the first time after what came before. What all ranks have agreed on is
+kept as a tree. Where only one thing has ever come next, a rank that does it has nothing to compare. Where several have,
+ranks compare each time. A rank that does another thing for the first time does not know whether the others do, which
+may wait for it in a collective: so it asks at the store where ranks have met. Inside `check_ranks` ranks compare
+always.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.dtensor.communication.errors import RankMismatchError, names_of
+from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, Check
+from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+
+__all__ = ["Agreement", "Event", "Steps", "agreements_below"]
+
+_REMEDY = (
+    "all ranks run the units of fully_shard in the same order. Where a rank chooses what to run, as experts by its own "
+    "tokens, make one unit of the module that holds all of them, or call each of them on every rank, also with no rows"
+)
+#: By ranks, which question of them is next: texts stay at the store, and meshes may have the same ranks.
+_QUESTIONS: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
+#: So many things that ranks have agreed on are kept; then they begin anew.
+_MOST = 1 << 14
+
+
+class Event:
+    """Something that communicates. On ranks that do the same, events have the same text.
+
+    Args:
+        kind: what comes, in words.
+        steps: of the unit that it is about, which is not kept alive.
+
+    Attributes:
+        trees: of a forward: by `Agreement` its number of beginnings, what comes in this forward, and what after it.
+    """
+
+    __slots__ = ("_kind", "_steps", "trees")
+
+    def __init__(self, kind: str, steps: Steps) -> None:
+        self._kind, self._steps = kind, weakref.ref(steps)
+        self.trees: dict[Agreement, tuple[int, _Place, _Place]] = {}
+
+    def text(self, paths: Mapping[int, str]) -> str:
+        """The event in words; ``paths`` says where modules are in their model, by their ids."""
+        steps = self._steps()
+        return f"the {self._kind} of {'a unit that is gone' if steps is None else steps.unit_in_words(paths)}"
+
+
+class Steps:
+    """What ranks compare of one unit.
+
+    Args:
+        mesh: of data parallelism.
+        modules: those of the unit, which are not kept alive.
+
+    Attributes:
+        forward, end, end_of_backward: of an outermost unit.
+    """
+
+    def __init__(self, mesh: DeviceMesh, modules: Sequence[Any]) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
+        self.forward, self.end = Event("forward", self), Event("end of the forward", self)
+        self.end_of_backward = Event("end of the backward", self)
+        self._gather, self._reduction = Event("gather", self), Event("reduction of gradients", self)
+        self._shards, *self._replicas = [agreement_of(mesh, dim) for dim in reversed(range(mesh.ndim))]
+
+    def gather(self) -> None:
+        """The parameters of the unit are about to be gathered; see `Agreement.comes`."""
+        if self._shards is not None:
+            self._shards.comes(self._gather)
+
+    def reduce(self) -> None:
+        """Its gradients are about to be reduced, or kept."""
+        if self._shards is not None:
+            self._shards.comes(self._reduction)
+        for agreement in self._replicas:
+            if agreement is not None:
+                agreement.comes(self._reduction)
+
+    def unit_in_words(self, paths: Mapping[int, str]) -> str:
+        """The unit, as messages name it; ``paths`` as for `Event.text`."""
+        found = []
+        for module in (ref() for ref in self._modules):
+            path = paths.get(id(module))
+            found.append(f"{path!r} ({type(module).__name__})" if path else type(module).__name__)
+        return " and ".join(found)
+
+
+class _Place:
+    """What has come next, each time after the same things: mostly one event, which leads to one place."""
+
+    __slots__ = ("event", "next", "others")
+
+    def __init__(self) -> None:
+        self.event: Event | None = None
+        self.next: Any = None
+        self.others: dict[Event, _Place] = {}
+
+    def lead(self, event: Event) -> tuple[_Place, bool]:
+        """Where an event leads, and whether it is new here."""
+        found = self.next if self.event is event else self.others.get(event)
+        if found is not None:
+            return found, False
+        found = _Place()
+        if self.event is None:
+            self.event, self.next = event, found
+        else:
+            self.others[event] = found
+        return found, True
+
+
+class Agreement:
+    """What the ranks of one mesh dimension have done, and do next.
+
+    Args:
+        mesh: of data parallelism.
+        mesh_dim: the dimension.
+
+    Attributes:
+        forward: that of the outermost unit that has begun, until something communicates in it.
+        paths: where the modules of units are in the model that runs, by their ids.
+    """
+
+    def __init__(self, mesh: DeviceMesh, mesh_dim: int) -> None:
+        self._platform, self._ranks = mesh.platform, mesh.ranks_along(mesh_dim)
+        self._group = mesh.platform_group(mesh_dim)
+        self._check = Check(mesh.platform, [(self._group, self._ranks)])
+        self.forward: Event | None = None
+        self.paths: Mapping[int, str] = {}
+        self._beginnings = self._size = 0
+        self._after, self._at = _Place(), _Place()
+
+    def comes(self, event: Event) -> None:
+        """Return when all ranks are about to do the same.
+
+        Raises:
+            RankMismatchError: on all ranks, where they are not.
+        """
+        if self.forward is not None:
+            forward, self.forward = self.forward, None
+            self._compare(self._after, forward)
+            tree = forward.trees.get(self)
+            if tree is None or tree[0] != self._beginnings:
+                tree = forward.trees[self] = self._beginnings, _Place(), _Place()
+            _, self._at, self._after = tree
+        at = self._at
+        self._at = at.next if at.event is event and not at.others and not CHECKS else self._compare(at, event)
+
+    def _compare(self, at: _Place, event: Event) -> Any:
+        """Have all ranks agree on ``event``; returns where it leads."""
+        if at.event is event and not at.others and not CHECKS:
+            return at.next
+        if CHECKS or at.event is None or at.others:
+            self._check.agree("what a unit does", None, self._ranks, {"what comes": event.text(self.paths)}, _REMEDY)
+        else:
+            self._ask(event, at.event)
+        found, is_new = at.lead(event)
+        self._size += is_new
+        if self._size > _MOST:  # on all ranks at once
+            self._size, self._beginnings = 0, self._beginnings + 1
+            self._after = _Place()
+        return found
+
+    def _ask(self, event: Event, usual: Event) -> None:
+        """Find out whether all ranks do another thing than they have always done."""
+        place, mine = f"units/{'_'.join(map(str, self._ranks))}/{next(_QUESTIONS[self._ranks])}", event.text(self.paths)
+        found = self._platform.exchange_texts(self._ranks, place, mine)
+        if found is None or (len(found) == len(self._ranks) and set(found.values()) == {mine}):
+            return
+        me = self._platform.rank()
+        others = [f"rank {rank}: {text}" for rank, text in sorted(found.items()) if rank != me]
+        absent = tuple(rank for rank in self._ranks if rank not in found)
+        if absent:
+            others.append(f"{names_of(absent)}: probably {usual.text(self.paths)}, which came here before")
+        error = RankMismatchError(
+            f"before what a unit does, ranks differ in what comes. Rank {me}: {mine}; {'; '.join(others)}: {_REMEDY}",
+            (me,),
+        )
+        self._platform.tell_of_failure([self._group], self._ranks, str(error))
+        raise error
+
+
+#: (mesh, dimension) -> its `Agreement`, as long as the mesh is in use.
+_AGREEMENTS: Table = Table(lambda key: Agreement(*key), 1 << 12, "agreements of ranks on units")
+
+
+def agreement_of(mesh: DeviceMesh, mesh_dim: int) -> Agreement | None:
+    """What all units along a dimension share; None where a rank is alone."""
+    found: Agreement | None = _AGREEMENTS[mesh, mesh_dim] if mesh.shape[mesh_dim] > 1 else None
+    return found
+
+
+def agreements_below(module: Any, platform: Any) -> tuple[dict[int, str], list[Agreement]]:
+    """Of the units below ``module``, and itself: the paths of their modules, by their ids, and their agreements."""
+    plans = {(id(m), path): getattr(m, UNIT, None) for path, m in platform.named_modules(module)}
+    paths = {key: path for (key, path), plan in plans.items() if plan is not None}
+    meshes = dict.fromkeys(plan.mesh for plan in plans.values() if plan is not None)
+    found = [agreement_of(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)]
+    return paths, [agreement for agreement in found if agreement is not None]

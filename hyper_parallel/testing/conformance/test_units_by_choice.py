@@ -1,0 +1,128 @@
+"""Ranks that run different units of `fully_shard`: an error on all of them. Ranks that change together train on."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import RankMismatchError, check_ranks, fully_shard
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.conformance.test_fully_shard_units import Trained
+from hyper_parallel.testing.extent import everything, on_ranks
+
+COUNT, FEATURES = 4, 6
+
+
+def build(mesh: Any) -> Any:
+    """Linear layers, of which those run, one after the other, that ``order`` has."""
+    adapter = get_adapter()
+    root = adapter.Probe()
+    for i in range(COUNT):
+        setattr(root, f"expert{i}", adapter.linear_module(FEATURES, FEATURES))
+    object.__setattr__(root, "order", [[0]])
+
+    def forward(self: Any, x: Any) -> Any:
+        for i in self.order[0]:
+            x = x + getattr(self, f"expert{i}")(x)
+        return x
+
+    mesh.platform.replace_forward(root, lambda _: forward)
+    return root
+
+
+def shard(root: Any, mesh: Any, **options: Any) -> Any:
+    for i in range(COUNT):
+        fully_shard(getattr(root, f"expert{i}"), mesh=mesh, **options)
+    return fully_shard(root, mesh=mesh)
+
+
+def orders_of(rng: np.random.Generator, count: int) -> list[list[int]]:
+    return [list(rng.integers(0, COUNT, rng.integers(1, 5))) for _ in range(count)]
+
+
+@spmd.on_mesh()
+def together(mesh: Any, seeds: list[int]) -> None:
+    """All ranks change what they run, in the same way, often and back again: as on a single device."""
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        if seed % 2:  # the same ranks
+            mesh = spmd.device_mesh(mesh.size(), names=(f"other{seed}",))
+        trained = Trained(mesh, lambda: build(mesh), lambda root: shard(root, mesh), (FEATURES,), 0.01)
+        known = orders_of(rng, 3)
+        for step in range(7):
+            order = known[rng.integers(0, 3)]
+            for root in (trained.single, trained.sharded):
+                root.order[0] = order
+            with check_ranks(mesh) if step == 5 else nullcontext():
+                trained.step(step, calls=int(rng.integers(1, 3)))
+        trained.check()
+
+
+@spmd.on_mesh()
+def by_choice(mesh: Any, seeds: list[int]) -> None:
+    """Each rank draws what it runs first: the same everywhere, or an error everywhere."""
+    adapter, rank, x = get_adapter(), mesh.get_local_rank(0), np.ones((2, FEATURES), np.float32)
+    for seed in seeds:
+        drawn = [orders_of(np.random.default_rng([seed, r // (1 + seed % 2)]), 1)[0] for r in range(mesh.size())]
+        root = adapter.load(build(mesh), np.random.default_rng(5))
+        root.order[0] = drawn[rank]
+        wanted = adapter.numpy(adapter.call(root, adapter.tensor(x)))
+        shard(root, mesh)
+        with check_ranks(mesh) if seed % 3 == 0 else nullcontext():
+            if all(order == drawn[0] for order in drawn):
+                np.testing.assert_allclose(adapter.numpy(adapter.call(root, adapter.tensor(x))), wanted, rtol=1e-4)
+                continue
+            with pytest.raises(RankMismatchError) as error:
+                adapter.call(root, adapter.tensor(x))
+        at = next(i for i in range(5) if len({tuple(order[i : i + 1]) for order in drawn}) > 1)
+        for order in drawn:
+            if at < len(order):
+                assert f"'expert{order[at]}'" in str(error.value), (drawn, str(error.value))
+        assert "make one unit of the module that holds all of them" in str(error.value)
+
+
+@spmd.on_mesh()
+def later(mesh: Any, how: str) -> None:
+    """Ranks that have run the same leave it, each in its own way, so that none waits in a collective."""
+    adapter, rank = get_adapter(), mesh.get_local_rank(0)
+    trained = Trained(mesh, lambda: build(mesh), lambda root: shard(root, mesh), (FEATURES,), 0.01)
+    root: Any = trained.sharded
+    for module in (root, trained.single):
+        module.order[0] = [0, 1, 2, 3]
+    for step in range(2):
+        trained.step(step)
+    root.order[0] = [min(2 + rank, 3)] if how == "different" else [3]
+    x = adapter.tensor(np.ones((2, FEATURES), np.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "nobody answers":
+            patch.setattr(mesh.platform, "exchange_texts", lambda ranks, place, text: {mesh.get_rank(): text})
+        if how == "nobody to ask":
+            patch.setattr(mesh.platform, "exchange_texts", lambda ranks, place, text: None)
+            adapter.call(root, x)
+        elif mesh.size() > 1:
+            usual = "'expert1'"  # the first one was gathered ahead
+            other = f"'expert{3 - (rank > 0)}'" if how == "different" else f"probably the gather of {usual}"
+            with pytest.raises(RankMismatchError) as error:
+                adapter.call(root, x)
+            for text in (f"'expert{root.order[0][0]}'", other, "make one unit of the module"):
+                assert text in str(error.value)
+
+
+@on_ranks(1, 2, 3)
+def test_ranks_that_change_together(pool: Any, world_size: int) -> None:
+    pool.run(world_size, together, list(range(20 if everything() else 2)))
+
+
+@on_ranks(2, 3, 4)
+def test_ranks_that_run_different_units(pool: Any, world_size: int) -> None:
+    pool.run(world_size, by_choice, list(range(60 if everything() else 6)))
+
+
+@on_ranks(2, 3, gate=(2,))
+def test_ranks_that_leave_what_they_ran(pool: Any, world_size: int) -> None:
+    for how in ("different", "nobody answers", "nobody to ask"):
+        pool.run(world_size, later, how)
