@@ -11,7 +11,8 @@ always.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ _REMEDY = (
     "all ranks run the units of fully_shard in the same order. Where a rank chooses what to run, as experts by its own "
     "tokens, make one unit of the module that holds all of them, or call each of them on every rank, also with no rows"
 )
+#: By ranks, which question of them is next: texts stay at the store, and meshes may have the same ranks.
+_QUESTIONS: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
 #: So many things that ranks have agreed on are kept; then they begin anew.
 _MOST = 1 << 14
 
@@ -135,7 +138,6 @@ class Agreement:
         self._platform, self._ranks = mesh.platform, mesh.ranks_along(mesh_dim)
         self._group = mesh.platform_group(mesh_dim)
         self._check = Check(mesh.platform, [(self._group, self._ranks)])
-        self._questions = count()
         self.forward: Event | None = None
         self.paths: Mapping[int, str] = {}
         self._beginnings = self._size = 0
@@ -174,7 +176,7 @@ class Agreement:
 
     def _ask(self, event: Event, usual: Event) -> None:
         """Find out whether all ranks do another thing than they have always done."""
-        place, mine = f"units/{'_'.join(map(str, self._ranks))}/{next(self._questions)}", event.text(self.paths)
+        place, mine = f"units/{'_'.join(map(str, self._ranks))}/{next(_QUESTIONS[self._ranks])}", event.text(self.paths)
         found = self._platform.exchange_texts(self._ranks, place, mine)
         if found is None or (len(found) == len(self._ranks) and set(found.values()) == {mine}):
             return

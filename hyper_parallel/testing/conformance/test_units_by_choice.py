@@ -49,6 +49,8 @@ def together(mesh: Any, seeds: list[int]) -> None:
     """All ranks change what they run, in the same way, often and back again: as on a single device."""
     for seed in seeds:
         rng = np.random.default_rng(seed)
+        if seed % 2:  # the same ranks
+            mesh = spmd.device_mesh(mesh.size(), names=(f"other{seed}",))
         trained = Trained(mesh, lambda: build(mesh), lambda root: shard(root, mesh), (FEATURES,), 0.01)
         known = orders_of(rng, 3)
         for step in range(7):
