@@ -27,6 +27,8 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.dtensor.communication import asynchronous
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn
 
@@ -287,7 +289,10 @@ def refused(mesh: Any) -> None:
     with pytest.raises(ValueError, match="positive number of MiB"):
         replicate(mlp(), mesh, bucket_cap_mb=0)
     with pytest.raises(ValueError, match="has no values"):
-        replicate(nn.Linear(4, 4, device="meta"), mesh)
+        replicate(nn.LazyLinear(4), mesh)
+    empty = replicate(nn.Linear(4, 4, device="meta"), mesh)
+    with pytest.raises(ValueError, match=r"parameter 'weight' has no values.*to_empty"):
+        empty(x)
     model = replicate(mlp().to(device()), mesh)
     with pytest.raises(ValueError, match="one batch"):
         model((x, distribute_tensor(x, mesh, [Shard(0)])))
@@ -323,3 +328,36 @@ def refused(mesh: Any) -> None:
 )
 def test_replicate(pool: Any, job: Any) -> None:
     pool.run(2, job)
+
+
+@on_mesh()
+def without_values(mesh: Any) -> None:
+    """A model on meta, which each rank initialises in its own way: the first one's values count, in a mesh of all."""
+    torch.manual_seed(5)
+    single = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    replicate(model, None if mesh.size() == spmd.world_size else mesh)
+    model.to_empty(device=device())
+    taken = model.state_dict()
+    with torch.no_grad():
+        for x, y in zip(model.state_dict().values(), single.state_dict().values(), strict=True):
+            getattr(x, "to_local", lambda x=x: x)().copy_(y + mesh.get_local_rank(0))
+    single.to(device()).eval()
+    model.eval()
+    x = randn(2, 4).double()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (single, model)]
+    for _ in range(2):
+        for m, optimizer in zip((single, model), optimizers, strict=True):
+            m(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        close(model(x), single(x))
+    for name, y in single.state_dict().items():
+        found = taken[name]
+        close(found.full_tensor() if isinstance(found, DTensor) else found, y, name)
+
+
+@on_ranks(1, 2, 3)
+def test_models_without_values(pool: Any, world_size: int) -> None:
+    pool.run(world_size, without_values)

@@ -30,6 +30,9 @@ _REMEDY = (
     "all ranks run the units of fully_shard in the same order. Where a rank chooses what to run, as experts by its own "
     "tokens, make one unit of the module that holds all of them, or call each of them on every rank, also with no rows"
 )
+#: Where the modules of the units of a model are, by their ids, each with a weak reference: ids are given again.
+Paths = Mapping[int, tuple[weakref.ref, str]]
+
 #: By ranks, which question of them is next: texts stay at the store, and meshes may have the same ranks.
 _QUESTIONS: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
 #: So many things that ranks have agreed on are kept; then they begin anew.
@@ -53,7 +56,7 @@ class Event:
         self._kind, self._steps = kind, weakref.ref(steps)
         self.trees: dict[Agreement, tuple[int, _Place, _Place]] = {}
 
-    def text(self, paths: Mapping[int, str]) -> str:
+    def text(self, paths: Paths) -> str:
         """The event in words; ``paths`` says where modules are in their model, by their ids."""
         steps = self._steps()
         return f"the {self._kind} of {'a unit that is gone' if steps is None else steps.unit_in_words(paths)}"
@@ -90,11 +93,12 @@ class Steps:
             if agreement is not None:
                 agreement.comes(self._reduction)
 
-    def unit_in_words(self, paths: Mapping[int, str]) -> str:
+    def unit_in_words(self, paths: Paths) -> str:
         """The unit, as messages name it; ``paths`` as for `Event.text`."""
         found = []
         for module in (ref() for ref in self._modules):
-            path = paths.get(id(module))
+            known = paths.get(id(module))
+            path = known[1] if known is not None and known[0]() is module else ""
             found.append(f"{path!r} ({type(module).__name__})" if path else type(module).__name__)
         return " and ".join(found)
 
@@ -139,7 +143,7 @@ class Agreement:
         self._group = mesh.platform_group(mesh_dim)
         self._check = Check(mesh.platform, [(self._group, self._ranks)])
         self.forward: Event | None = None
-        self.paths: Mapping[int, str] = {}
+        self.paths: Paths = {}
         self._beginnings = self._size = 0
         self._after, self._at = _Place(), _Place()
 
@@ -203,10 +207,10 @@ def agreement_of(mesh: DeviceMesh, mesh_dim: int) -> Agreement | None:
     return found
 
 
-def agreements_below(module: Any, platform: Any) -> tuple[dict[int, str], list[Agreement]]:
+def agreements_below(module: Any, platform: Any) -> tuple[Paths, list[Agreement]]:
     """Of the units below ``module``, and itself: the paths of their modules, by their ids, and their agreements."""
-    plans = {(id(m), path): getattr(m, UNIT, None) for path, m in platform.named_modules(module)}
-    paths = {key: path for (key, path), plan in plans.items() if plan is not None}
-    meshes = dict.fromkeys(plan.mesh for plan in plans.values() if plan is not None)
+    below = [(m, path, getattr(m, UNIT, None)) for path, m in platform.named_modules(module)]
+    paths = {id(m): (weakref.ref(m), path) for m, path, plan in below if plan is not None}
+    meshes = dict.fromkeys(plan.mesh for _, _, plan in below if plan is not None)
     found = [agreement_of(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)]
     return paths, [agreement for agreement in found if agreement is not None]

@@ -77,7 +77,7 @@ class FlatBuffer:
 
     def _keep(self, flat: Any) -> None:
         """Gather what lies in ``flat``."""
-        sent = self._sent(flat)
+        sent = self.sent(flat)
         self._flat, self._sent_flat = flat, sent if self.platform.same_memory(sent, flat) else None
 
     def start(self, parameters: Sequence[Any], again: bool = False) -> None:
@@ -102,7 +102,7 @@ class FlatBuffer:
                 gathered = self.comms.buffer("all_gather", self._size * self._length, row, self.mesh)
             work = self.comms.start("all_gather", gathered, row, self.mesh, self._dim)
         if self._not_sent:
-            own = {i: self._sent(parameters[i]) for i in self._not_sent}
+            own = {i: self.sent(parameters[i]) for i in self._not_sent}
         self._under_way = work, gathered, own, rows
 
     def shrink(self, mesh: DeviceMesh) -> None:
@@ -126,7 +126,7 @@ class FlatBuffer:
             work = self.comms.start("all_gather", gathered, part, mesh, mesh.ndim - 1)
             self._under_way = work, gathered, None, None
 
-    def _sent(self, x: Any) -> Any:
+    def sent(self, x: Any) -> Any:
         """A shard as it is gathered."""
         platform = self.platform
         return platform.to_dtype(platform.to_device(platform.detach(x)), self._dtype)
@@ -140,12 +140,12 @@ class FlatBuffer:
             if flat is not None:
                 if flat is not self._flat:
                     self._keep(flat)
-                return self._sent(flat) if self._sent_flat is None else self._sent_flat
+                return self.sent(flat) if self._sent_flat is None else self._sent_flat
             self._flat = self._sent_flat = None
         pieces: list[Any] = []
         with platform.no_grad():
             for block, x in zip([b for b in self.blocks if b.sent], parameters, strict=True):
-                pieces.append(self._sent(x))
+                pieces.append(self.sent(x))
                 if block.local_count < block.sent:
                     pieces.append(platform.zeros((block.sent - block.local_count,), pieces[-1]))
             return platform.join(pieces)
@@ -183,7 +183,7 @@ class FlatBuffer:
             return platform.join(parts)
         if self.whole is None:
             self.whole = platform.join(parts)
-            self._views = self._cut(platform.detach(self.whole))
+            self._views = [*map(platform.counted_apart, self._cut(platform.detach(self.whole)))]
             if self._fast is not None and all(b.in_order and b.sent for b in self.blocks):
                 self._rows = self._fast.gathered_rows(self.whole, self._size, self._lengths)
         else:
@@ -211,7 +211,7 @@ class FlatBuffer:
         with platform.no_grad():
             wholes = self._cut(platform.detach(values))
             for block, whole, x in zip(self.blocks, wholes, parameters, strict=True):
-                if block.local_count and platform.bytes_of(block.part_of(whole)) != platform.bytes_of(self._sent(x)):
+                if block.local_count and platform.bytes_of(block.part_of(whole)) != platform.bytes_of(self.sent(x)):
                     return False
         return True
 

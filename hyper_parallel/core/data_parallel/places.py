@@ -139,6 +139,16 @@ class Places:
         self._write(tensors)
         return before
 
+    def check_shown(self) -> None:
+        """Raise ValueError where something else has taken the place of what `put` has put there."""
+        shown = self._by_slot(self._shown)
+        try:
+            as_put = all(map(is_, map(getitem, self._tables, self._names), shown))
+        except KeyError:
+            as_put = False
+        if not as_put:
+            raise self._taken(self._found(), shown)
+
     def take_back(self, before: Any) -> None:
         """Let modules find what they found before a `put`."""
         found: Any = self._shards if before[0] is None else before[1]

@@ -35,6 +35,8 @@ class Options:
     mesh: DeviceMesh
     bucket_bytes: float
     broadcast_buffers: bool
+    #: Whether some parameters had no values, so that all get those of the first rank when the module is called.
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Replica:
         self._parts: dict[int, Replica] = {}
         #: The meshes on which tensor-parallel styles have placed parameters.
         self._beside = tuple(dict.fromkeys(inner.mesh for *_, inner in self._at if inner is not None))
+        self._waits = mark.options.waits
         self._known: tuple[Any, Arrangement] | None = None
         #: The call before: it, its token, views of the parameters that are trained, and what the module read.
         self._last: tuple[Call, Any, list[Any], list[Any]] | None = None
@@ -103,6 +106,8 @@ class Replica:
         what = f"{type(module).__name__} under replicate"
         if platform.is_compiling():
             raise RuntimeError(f"{what} is being compiled, which is not supported: compile the modules inside of it")
+        if self._waits:
+            self._broadcast_values(what)
         inputs = tensors_in((args, kwargs), platform)
         one_batch = bool(is_distributed(inputs, self.mesh, what))
         with platform.no_dispatch():
@@ -239,6 +244,20 @@ class Replica:
             given = platform.to_dtype(token, dtype)
             new.update(zip(xs, anchor((call, platform.detach(given)), given, *xs.values()), strict=True))
         return map_tensors(output, lambda x: new.get(id(x), x), platform, _left)
+
+    def _broadcast_values(self, what: str) -> None:
+        """Give all ranks what the first has, of a module that had no values when `replicate` was called."""
+        held = [(name, own.get(name)) for _, own, name, _, _ in self._at]
+        if self.platform.needs_values:
+            for name, p in held:
+                if p is not None and self.platform.is_meta(p):
+                    raise ValueError(
+                        f"{what}: parameter {name!r} has no values: give it some on this rank's device before the "
+                        "module is called, as to_empty() and reset_parameters() do"
+                    )
+        broadcast_tensors(list({id(p): p for _, p in held if p is not None}.values()), self.mesh, 0)
+        self._broadcast_buffers()
+        self._waits = False
 
     def _broadcast_buffers(self) -> None:
         platform = self.platform

@@ -13,7 +13,7 @@ from typing import Any
 from hyper_parallel.core.data_parallel.replica import MARK, REPLICA, Mark, Options, entered, replica_of
 from hyper_parallel.core.data_parallel.units import is_unit
 from hyper_parallel.core.dtensor.announcing import announce
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, current_mesh, init_device_mesh, resolve_mesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.nesting import nest
 from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
@@ -94,12 +94,14 @@ def replicate(
     framework can; which parameters travel together follows from their order and size alone. A parameter that one rank
     has not used counts as zero there; one that no rank has used keeps its ``grad``, None for example.
 
+    A model that was built without memory (on meta) gets it after this, and the first rank's values when it is called.
+
     The module may be called several times before a backward, with one all-reduce for each bucket in all. It gets the
     methods of `ReplicatedModule`, for accumulating gradients without communication.
 
     Args:
         module: module of the selected platform; changed in place.
-        device_mesh: 1-D mesh; None is the one entered with ``with mesh:``.
+        device_mesh: 1-D mesh; None is the one entered with ``with mesh:``, or else all ranks.
         bucket_cap_mb: MiB of gradients with which a bucket is full.
         broadcast_buffers: let all ranks have the buffers of the first, such as running statistics, before each forward
             whose gradients will be all-reduced. All have them once, when this is called, in any case.
@@ -128,7 +130,7 @@ def replicate(
     Source: ``torch.distributed._composable.replicate``, ``torch.nn.parallel.DistributedDataParallel``; Li et al. 2020,
     "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
     """
-    mesh = resolve_mesh(device_mesh, "replicate")
+    mesh = resolve_mesh(device_mesh or current_mesh() or init_device_mesh(), "replicate")
     platform = bind_platform(mesh.platform)
     if not isinstance(module, platform.Module):
         raise TypeError(
@@ -161,7 +163,8 @@ def replicate(
         tensors.update((id(b), b) for _, b in platform.named_buffers(m) if not isinstance(b, DTensor))
         marks.append((m, {name: layouts[id(p)] for name, p in own.items()}))
     broadcast_tensors(list(tensors.values()), mesh, 0)
-    options = Options(mesh, bucket_cap_mb * (1 << 20), broadcast_buffers)
+    waits = any(map(platform.is_meta, tensors.values()))
+    options = Options(mesh, bucket_cap_mb * (1 << 20), broadcast_buffers, waits)
     for m, its_layouts in marks:
         for name, (layout, _) in its_layouts.items():
             p = platform.own_parameters(m)[name]
@@ -190,7 +193,7 @@ def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None
                 "apply one of them once, to the module that holds all that share parameters"
             ) from None
     refuse_foreign(p, platform, what)
-    if platform.needs_values and not platform.has_values(p):
+    if platform.needs_values and not platform.has_values(p) and not platform.is_meta(p):
         raise ValueError(f"{what} has no values: initialise the model on this rank's device first")
     return nest(None, mesh, [Replicate()], platform.shape_of(p)), None
 

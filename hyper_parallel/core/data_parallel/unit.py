@@ -26,6 +26,7 @@ from hyper_parallel.core.data_parallel.second_order import refuse_second_order
 from hyper_parallel.core.data_parallel.together import Together
 from hyper_parallel.core.data_parallel.trees import tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
+from hyper_parallel.core.data_parallel.writes import counts_of
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module
 from hyper_parallel.core.dtensor.operations.random import BESIDE
 from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
@@ -178,9 +179,9 @@ class Unit:
                     self.parameters.take_over()
                 wholes = self._wholes(call, values, asked)
                 self._together.begin(module, call, wholes, asked, again)
+            versions = counts_of(wholes)
         try:
             self.parameters.show(wholes, parameters)
-            del wholes
             if platform.frees_storage and not platform.tells_beginning and recorded and self.plan.slots:
                 args, kwargs = self._guard.arguments(args, kwargs, inputs, call)
             elif asked and first and not again and platform.frees_storage and not self._runs_in_order(call):
@@ -189,8 +190,10 @@ class Unit:
                 if first and not again:
                     model.entered(self)
                 output = forward(module, *args, **kwargs)
+                self.parameters.take_writes(call, wholes, versions)
             finally:
                 self.parameters.hide()
+            del wholes
             if not again and (recorded or any(trained)):
                 model.left(self, not first)
             return self._results.opening(output, call, model.one_loss) if recorded else output
@@ -237,6 +240,7 @@ class Unit:
                 new = self._views((call, b, views), *[call.parameters[i] for i in trained])
                 for i, x in zip(trained, new, strict=True):
                     found[i] = x
+        found = [*map(self.platform.as_parameter, found)]
         return self._as_read(found, call.waiting)
 
     def _as_read(self, xs: list[Any], waiting: list[Any]) -> list[Any]:

@@ -11,12 +11,13 @@ from operator import attrgetter
 from typing import Any
 
 from hyper_parallel.core.data_parallel.agreement import Steps
-from hyper_parallel.core.data_parallel.call import chosen, versions_of
+from hyper_parallel.core.data_parallel.call import Call, chosen, versions_of
 from hyper_parallel.core.data_parallel.comms import Comms
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.gradients import let_wait
 from hyper_parallel.core.data_parallel.places import Places
 from hyper_parallel.core.data_parallel.plan import Plan
+from hyper_parallel.core.data_parallel.writes import Writes
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
@@ -52,6 +53,7 @@ class UnitParameters:
         self.is_open = self.keeps_storage = False
         self.scope: str | None = None
         self.comms = Comms()
+        self._writes = Writes(plan, what)
         self._dtypes: list[Any] | None = None
         self._asked: list[bool] | None = None
         self._trained: tuple[list[list[int]], int | None] = [], None
@@ -129,6 +131,24 @@ class UnitParameters:
         if self._shown and not self._put:
             self.places.take_beside()
         self._put.append(self.places.put(wholes, shards))
+
+    def take_writes(self, call: Call, wholes: Sequence[Any], versions: Sequence[int]) -> None:
+        """Let what a forward has written to ``wholes`` arrive in the shards.
+
+        Args:
+            call: of the unit.
+            wholes: what modules have found.
+            versions: theirs, before.
+
+        Raises:
+            ValueError: where the forward has put something in the place of a parameter.
+        """
+        self.places.check_shown()
+        with self._platform.no_dispatch():
+            if self._writes.arrive(wholes, versions, call.parameters, self.buffers, self.members):
+                call.versions = versions_of(call.parameters)
+                if self._kept is not None:
+                    self._kept = call.versions
 
     def hide(self) -> None:
         """Let modules find what they found before `show`."""

@@ -69,6 +69,16 @@ class TensorRole(ABC):
 
     #: Whether ``_version`` of a tensor counts every write to it, those of optimizers among them.
     counts_writes: bool = True
+
+    def counted_apart(self, x: Tensor) -> Tensor:
+        """``x``, which autograd knows nothing of, as another tensor with its memory, whose ``_version`` counts what is
+        written to it and not what is written to ``x``. Called with interception off."""
+        return x
+
+    def as_parameter(self, x: Tensor) -> Tensor:
+        """``x``, a new tensor, with what modules call of a parameter and tensors do not have, to write to it."""
+        return x
+
     #: Whether `free_storage` gives memory back. Where it does not, core keeps what it would have freed until the graph
     #: is gone that needs it, and neither verb is called.
     frees_storage: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -12,11 +12,12 @@ import numpy as np
 from mindspore import COOTensor, CSRTensor, Parameter, Tensor, dtype_to_nptype, mint, nn
 
 from hyper_parallel.platform.contract import ModuleKind
-from hyper_parallel.platform.mindspore.collectives import dense, is_dense
+from hyper_parallel.platform.mindspore.collectives import copied, dense, is_dense
 from hyper_parallel.platform.mindspore.compiled.cells import compiled_hook, set_compiled_forward, share_compiled_inputs
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 from hyper_parallel.platform.mindspore.private import RECOMPUTE, Casts, CheckedCell
+from hyper_parallel.platform.mindspore.tensor import NoDispatch
 from hyper_parallel.platform.module_text import text_of_plan
 
 __all__ = ["ModuleVerbs"]
@@ -53,6 +54,13 @@ class ModuleVerbs:
 
     def bytes_of(self, x: Any) -> bytes:
         return x.get_bytes()
+
+    def as_parameter(self, x: Any) -> Any:
+        if not x._requires_grad and x.ndim < 2 and not is_dense(x):
+            # Counters and running statistics: MindSpore writes to no view.
+            x = copied(x)
+        x.set_data = partial(_written, x)
+        return x
 
     def write(self, x: Any, values: Any) -> None:
         if is_dense(x):
@@ -124,6 +132,15 @@ class ModuleVerbs:
 
     #: What MindSpore puts there is a cell or a function, by `Cell.recompute`'s ``use_reentrant``.
     differentiates_again: Any = staticmethod(lambda module: isinstance(module._recompute_cell, nn.Cell))
+
+
+def _written(x: Any, data: Any, slice_shape: bool = False) -> Any:
+    """`Parameter.set_data` of a tensor that stands for a parameter."""
+    if data is not x:
+        with NoDispatch():
+            values = data if isinstance(data, Tensor) else Tensor(data, x.dtype)
+            Tensor.assign_value(x, dense(values.astype(x.dtype).reshape(tuple(x._shape))))
+    return x
 
 
 def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Callable:

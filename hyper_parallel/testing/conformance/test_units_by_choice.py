@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,15 +50,14 @@ def together(mesh: Any, seeds: list[int]) -> None:
     """All ranks change what they run, in the same way, often and back again: as on a single device."""
     for seed in seeds:
         rng = np.random.default_rng(seed)
-        if seed % 2:  # the same ranks
-            mesh = spmd.device_mesh(mesh.size(), names=(f"other{seed}",))
-        trained = Trained(mesh, lambda: build(mesh), lambda root: shard(root, mesh), (FEATURES,), 0.01)
+        here = spmd.device_mesh(mesh.size(), names=(f"other{seed}",)) if seed % 2 else mesh  # the same ranks
+        trained = Trained(here, partial(build, here), partial(shard, mesh=here), (FEATURES,), 0.01)
         known = orders_of(rng, 3)
         for step in range(7):
             order = known[rng.integers(0, 3)]
             for root in (trained.single, trained.sharded):
                 root.order[0] = order
-            with check_ranks(mesh) if step == 5 else nullcontext():
+            with check_ranks(here) if step == 5 else nullcontext():
                 trained.step(step, calls=int(rng.integers(1, 3)))
         trained.check()
 
