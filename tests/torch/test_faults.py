@@ -117,7 +117,19 @@ def of_operation(last):
     ids = hp.DTensor.from_local(torch.tensor([1, last]), mesh)
     torch.nn.functional.embedding(ids, table).full_tensor()
 
-for step in (of_operation, of_module):
+def of_backward(last):
+    loss = model(torch.tensor([1, 7])).sum()
+    handle = model[2].weight.register_hook(lambda g: torch.arange(8)[last] - torch.arange(8)[last] + g)
+    try:
+        loss.backward()  # the gradient of the first weight is reduced after that of the last
+    finally:
+        handle.remove()
+
+def of_local_map(last):
+    ids = hp.distribute_tensor(torch.tensor([1, 7]), mesh, [hp.Shard(0)])
+    hp.local_map(lambda x: torch.arange(8)[x * 0 + last], [hp.Shard(0)])(ids)
+
+for step in (of_operation, of_module, of_backward, of_local_map):
     step(7)
     lost_ranks.ALIKE = {LONG}
     for _ in range(2):
@@ -138,8 +150,12 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("how", ["of_module", "of_operation"])
-def test_failure_of_one_rank_reaches_the_others(how: str, tmp_path: Path) -> None:
+#: What fails, and where the others are told that it has.
+WHERE = {"of_module": "mbedding", "of_operation": "mbedding", "of_backward": "backward", "of_local_map": "local_map"}
+
+
+@pytest.mark.parametrize(("how", "where"), WHERE.items())
+def test_failure_of_one_rank_reaches_the_others(how: str, where: str, tmp_path: Path) -> None:
     """A rank that fails in a computation of its own, and lives on."""
     for rank, ended in enumerate(run_ranks(["-c", FAILURE, tmp_path, how], 2)):
         _, _, raised = ended.out.partition("raised|")
@@ -150,7 +166,7 @@ def test_failure_of_one_rank_reaches_the_others(how: str, tmp_path: Path) -> Non
             assert kind == "IndexError", raised
         else:
             assert kind == "CollectiveError" and "rank 1 failed in" in message, raised
-            assert "mbedding" in message and "IndexError: index out of range" in message, raised
+            assert where in message and "IndexError: index" in message and "out of" in message, raised
 
 
 def test_time_outs_from_argument_and_environment() -> None:
