@@ -31,10 +31,18 @@ def bind_filled(call: Call, sharding: OpSharding, layouts: Sequence[Layout | Non
     }
     if not missing:
         return call
+    # Where a derivative is infinite, as of a norm without variance, it gives NaN with the cotangent zero.
+    counts_nothing = ConvertCotangent(platform, lambda g: platform.masked_fill(g, g != g, 0))
 
     def filled(func: Any, operands: tuple, static_args: Any) -> Any:
         given = tuple(
-            x if labels is None else _with_elements(x, labels, missing, platform)
+            x
+            if labels is None
+            else _with_elements(x, labels, missing, platform)
+            if missing.intersection(labels)
+            else counts_nothing(x)
+            if platform.is_floating_point(x)
+            else x
             for x, labels in zip(operands, sharding.operands, strict=True)
         )
         result = call(func, given, static_args)
