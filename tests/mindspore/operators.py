@@ -137,8 +137,12 @@ def differentiate(
     return outputs, [None if g is None else array(g) for g in grads]
 
 
-def loss(outputs: Sequence[Any], weigh: Callable[[Any], Any]) -> Any:
-    terms = [(y * weigh(y)).sum() for y in outputs if y.dtype in FLOATS]
+def loss(outputs: Sequence[Any], weigh: Callable[[Any], Any], way: str) -> Any:
+    terms = []
+    for y in outputs:
+        if y.dtype in FLOATS:
+            y = y.permute(tuple(reversed(range(y.ndim)))) if way == "transposed" and y.ndim else y
+            terms.append(y.sum() if way == "stretched" else (y * weigh(y)).sum())
     return functools.reduce(lambda a, b: a + b, terms) if terms else None
 
 

@@ -167,11 +167,12 @@ def differentiate(
     return outputs, [None if g is None else array(g) for g in grads]
 
 
-def loss(outputs: Sequence[Any], weigh: Callable[[Any], Any]) -> Any:
+def loss(outputs: Sequence[Any], weigh: Callable[[Any], Any], way: str) -> Any:
     terms = []
     for y in outputs:
         if y.requires_grad and (y.is_floating_point() or y.is_complex()):
-            term = (y * weigh(y)).sum()
+            y = y.permute([*reversed(range(y.dim()))]) if way == "transposed" else y
+            term = y.sum() if way == "stretched" else (y * weigh(y)).sum()
             terms.append(term.real if term.is_complex() else term)
     return functools.reduce(torch.add, terms) if terms else None
 

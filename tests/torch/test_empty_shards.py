@@ -68,6 +68,30 @@ def test_second_order_of_empty_shards(pool: Any, name: str, size: int) -> None:
     pool.run(4, compare, name, size)
 
 
+#: Functions whose backward asks for a cotangent that is dense.
+DENSE: dict[str, Callable[[Any], Any]] = {
+    "view_as_real": lambda x: torch.view_as_real(torch.complex(x.tanh(), x.sin())),
+    "view_as_complex": lambda x: torch.view_as_complex(torch.stack([x.tanh(), x.sin()], -1)).abs(),
+    "transposed": lambda x: torch.view_as_real(torch.complex(x.tanh(), x.sin())).transpose(0, -1),
+    **FUNCTIONS,
+}
+
+
+@on_mesh(4)
+def stretched(mesh: Any) -> None:
+    for name, f in DENSE.items():
+        plain = randn(2, 2, 4).double().requires_grad_()
+        x = shard(plain.detach(), mesh, Shard(1)).requires_grad_()
+        f(x).mean().full_tensor().backward()
+        f(plain).mean().backward()
+        close(x.grad.full_tensor(), plain.grad, name)
+
+
+def test_stretched_cotangents_of_empty_shards(pool: Any) -> None:
+    """A mean gives each element one number, as a view of stride 0. Of nothing too, and that counts as dense."""
+    pool.run(4, stretched)
+
+
 @on_mesh(2)
 def reduce_scalar(mesh: Any) -> None:
     plain = torch.tensor(1.5, device=device()).requires_grad_()

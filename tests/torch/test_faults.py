@@ -18,6 +18,7 @@ from hyper_parallel.core.dtensor.communication import collectives
 from hyper_parallel.platform.fault_reports import leave_report
 from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import lost_ranks
+from hyper_parallel.testing.extent import in_gate
 from hyper_parallel.testing.spmd import on_mesh
 from tests.support.programs import run_ranks
 
@@ -117,7 +118,19 @@ def of_operation(last):
     ids = hp.DTensor.from_local(torch.tensor([1, last]), mesh)
     torch.nn.functional.embedding(ids, table).full_tensor()
 
-for step in (of_operation, of_module):
+def of_backward(last):
+    loss = model(torch.tensor([1, 7])).sum()
+    handle = model[2].weight.register_hook(lambda g: torch.arange(8)[last] - torch.arange(8)[last] + g)
+    try:
+        loss.backward()  # the gradient of the first weight is reduced after that of the last
+    finally:
+        handle.remove()
+
+def of_local_map(last):
+    ids = hp.distribute_tensor(torch.tensor([1, 7]), mesh, [hp.Shard(0)])
+    hp.local_map(lambda x: torch.arange(8)[x * 0 + last], [hp.Shard(0)])(ids)
+
+for step in (of_operation, of_module, of_backward, of_local_map):
     step(7)
     lost_ranks.ALIKE = {LONG}
     for _ in range(2):
@@ -138,7 +151,11 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("how", ["of_module", "of_operation"])
+#: What fails, and where the others are told that it has.
+WHERE = {"of_module": "mbedding", "of_operation": "mbedding", "of_backward": "backward", "of_local_map": "local_map"}
+
+
+@pytest.mark.parametrize("how", in_gate(WHERE, ("of_module", "of_operation", "of_backward")))
 def test_failure_of_one_rank_reaches_the_others(how: str, tmp_path: Path) -> None:
     """A rank that fails in a computation of its own, and lives on."""
     for rank, ended in enumerate(run_ranks(["-c", FAILURE, tmp_path, how], 2)):
@@ -150,7 +167,7 @@ def test_failure_of_one_rank_reaches_the_others(how: str, tmp_path: Path) -> Non
             assert kind == "IndexError", raised
         else:
             assert kind == "CollectiveError" and "rank 1 failed in" in message, raised
-            assert "mbedding" in message and "IndexError: index out of range" in message, raised
+            assert WHERE[how] in message and "IndexError: index" in message and "out of" in message, raised
 
 
 def test_time_outs_from_argument_and_environment() -> None:

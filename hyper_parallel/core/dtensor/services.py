@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor import device_mesh
 from hyper_parallel.core.dtensor.communication import local_collectives, norms, transitions
 from hyper_parallel.core.dtensor.communication.coalesce import open_block
+from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
 from hyper_parallel.core.dtensor.layouts import memory_order, nesting
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, replicated_layout
 from hyper_parallel.core.dtensor.layouts.rectangles import Rectangle, held_rectangles
@@ -89,6 +90,11 @@ class Services:
         with layout.mesh.platform.no_dispatch():
             strides = memory_order.strides_of(x, layout)
         return contiguous_strides(layout.shape) if strides is memory_order.UNKNOWN else tuple(strides)
+
+    def failed_in_backward(self, error: Exception, meshes: Iterable[device_mesh.DeviceMesh]) -> None:
+        """See `platform.contract.Core`."""
+        roots = {mesh.get_root_mesh() for mesh in meshes}
+        tell_of_failure(error, "backward", max(roots, key=lambda mesh: (mesh.size(), mesh.shape)))
 
     def replicated(self, local: Any, mesh: device_mesh.DeviceMesh) -> Any:
         """See `platform.contract.Core`."""

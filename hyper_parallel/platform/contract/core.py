@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -84,6 +84,10 @@ class Core(CompiledLosses, Protocol):
 
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
         """The other way round: the local part of a gradient that somebody gives, for the backward of the tensor."""
+
+    def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
+        """Tell the other ranks of ``meshes``, on which a backward pass communicates, that it has failed here with
+        ``error``. See `Platform.tell_of_failure`."""
 
     def open_block(self) -> AbstractContextManager[Any] | None:
         """Inside `coalesce_gradients`, a further block of that kind; None outside."""

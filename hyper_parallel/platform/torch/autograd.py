@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS, TensorFunction
 from hyper_parallel.platform.torch.private import bare_apply, graph_task, queue_callback, will_execute
+from hyper_parallel.platform.torch.tensor import State
 from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 
 __all__ = [
@@ -276,12 +277,16 @@ ADDING: set[int] = set()
 
 def telling_engine(run: Callable) -> Callable:
     """What stands for the function that runs torch's engine: `Platform.before_backward`. Nothing of the graph runs
-    before the hook on the root that comes first."""
+    before the hook on the root that comes first. Where the engine fails, other ranks are told."""
 
     @functools.wraps(run)
     def telling(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if not _WATCHERS:
-            return run(t_outputs, *args, **kwargs)
+            try:
+                return run(t_outputs, *args, **kwargs)
+            except Exception as error:
+                _tell_of_failure(error, t_outputs)
+                raise
         told: list[int] = []
         adds = kwargs.get("accumulate_grad", False) and not (args[3] if len(args) > 3 else kwargs.get("inputs", True))
 
@@ -313,12 +318,33 @@ def telling_engine(run: Callable) -> Callable:
                     handles.append(root.register_hook(begin))
         try:
             return run(t_outputs, *args, **kwargs)
+        except Exception as error:
+            _tell_of_failure(error, t_outputs)
+            raise
         finally:
             ADDING.difference_update(told)
             for handle in handles:
                 handle.remove()
 
     return telling
+
+
+def _tell_of_failure(error: Exception, roots: Sequence[Any]) -> None:
+    """Tell the ranks with which this backward pass communicates that it has failed here."""
+    meshes, seen = set(), {None}
+    with no_dispatch():
+        todo = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        mesh = getattr(getattr(node, "step", None), "mesh", None)
+        layout = getattr(getattr(node, "variable", None), "_layout", None)
+        meshes.update(x for x in (mesh, getattr(layout, "mesh", None)) if x is not None)
+        todo += [below for below, _ in node.next_functions]
+    if meshes:
+        State.core.failed_in_backward(error, meshes)
 
 
 def name_of(forward: Callable) -> str:

@@ -77,8 +77,10 @@ class Side(Protocol):
     def weight_like(self, y: Any) -> Any:
         """A tensor of the dtype of a factor of ``y``."""
 
-    def loss(self, outputs: Sequence[Any], weigh: Callable[[Any], Any]) -> Any:
-        """The sum over the differentiable ``outputs`` y of y times ``weigh(y)``, None when there are none."""
+    def loss(self, outputs: Sequence[Any], weigh: Callable[[Any], Any], way: str) -> Any:
+        """The sum over the differentiable ``outputs`` y, None when there are none: of y times ``weigh(y)``, so that
+        cotangents are "dense"; of y alone, so that they are "stretched" from one number; or of y with its dimensions in
+        reverse order times weights, so that they are "transposed"."""
 
 
 def side_of(platform: str) -> Side:

@@ -19,7 +19,7 @@ from hyper_parallel.core.dtensor.operations.aliasing import Aliasing, aliasing_o
 from hyper_parallel.core.dtensor.operations.call_cache import call_key, remembered_call
 from hyper_parallel.core.dtensor.operations.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.operations.fallback import run_gathered, tell_of_failure_in
-from hyper_parallel.core.dtensor.operations.filling import bind_filled
+from hyper_parallel.core.dtensor.operations.filling import bind_dense, bind_filled
 from hyper_parallel.core.dtensor.operations.loss_operands import distribute_targets
 from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication, is_loss_parallel
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
@@ -91,8 +91,11 @@ class _Plan:
         self.results = strategy.results
         self.inplace = op.in_place
         localized = sharding.localize
-        if sharding.filled and mesh.get_coordinate() is not None:
-            self.call = bind_filled(self.call, sharding, strategy.operands, mesh.platform)
+        if mesh.get_coordinate() is not None:
+            if sharding.filled:
+                self.call = bind_filled(self.call, sharding, strategy.operands, mesh.platform)
+            if not op.in_place:
+                self.call = bind_dense(self.call, strategy.results, mesh.platform)
         self.static_args = None if localized is None else localized(static_args, strategy.operands, strategy.results)
         unsized = any(isinstance(result, Unsized) for result in strategy.results)
         aliasing = None

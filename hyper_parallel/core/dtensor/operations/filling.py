@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel.core.dtensor.communication.transitions import ConvertCotangent
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.operations.op_sharding import Label, OpSharding
 from hyper_parallel.platform import Platform
@@ -30,10 +31,18 @@ def bind_filled(call: Call, sharding: OpSharding, layouts: Sequence[Layout | Non
     }
     if not missing:
         return call
+    # Where a derivative is infinite, as of a norm without variance, it gives NaN with the cotangent zero.
+    counts_nothing = ConvertCotangent(platform, lambda g: platform.masked_fill(g, g != g, 0))
 
     def filled(func: Any, operands: tuple, static_args: Any) -> Any:
         given = tuple(
-            x if labels is None else _with_elements(x, labels, missing, platform)
+            x
+            if labels is None
+            else _with_elements(x, labels, missing, platform)
+            if missing.intersection(labels)
+            else counts_nothing(x)
+            if platform.is_floating_point(x)
+            else x
             for x, labels in zip(operands, sharding.operands, strict=True)
         )
         result = call(func, given, static_args)
@@ -44,6 +53,26 @@ def bind_filled(call: Call, sharding: OpSharding, layouts: Sequence[Layout | Non
         return type(result)([*found, *result[len(found) :]])
 
     return filled
+
+
+def bind_dense(call: Call, layouts: Sequence[Any], platform: Platform) -> Call:
+    """``call`` as it runs on a rank that has nothing of its results, which lie as ``layouts`` say.
+
+    What its backward gets there is dense. A cotangent that a reduction has stretched is made dense by kernels that need
+    it so, but for one without elements, which counts as dense whatever its strides are.
+    """
+    if not any(isinstance(layout, Layout) and 0 in layout.local_shape for layout in layouts):
+        return call
+    densify = ConvertCotangent(platform, platform.clone)
+
+    def dense(y: Any) -> Any:
+        return densify(y) if platform.is_tensor(y) and platform.is_floating_point(y) else y
+
+    def run(func: Any, operands: tuple, static_args: Any) -> Any:
+        result = call(func, operands, static_args)
+        return type(result)(map(dense, result)) if type(result) in (tuple, list) else dense(result)
+
+    return run
 
 
 def _with_elements(x: Any, labels: Labels, missing: set, platform: Platform) -> Any:
