@@ -61,6 +61,10 @@ class Slices:
             raise ValueError(f"{self} has {self.ndim} dimension(s), there is no dimension {mesh_dim}")
         return mesh_dim % self.ndim
 
+    def rows(self) -> list[list[int]]:
+        """The ranks of this mesh, and of each that all ranks of the root have in its place."""
+        return rows_along(self.get_root_mesh().ranks, [dim for entry in self._along for dim in entry])
+
     def index_of(self, other: Slices, mesh_dim: int) -> int:
         """Which dimension of this mesh is dimension ``mesh_dim`` of another one of the same root."""
         return self._along.index(other._along[mesh_dim])

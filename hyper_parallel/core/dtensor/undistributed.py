@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -100,6 +101,14 @@ def remember_plan(module: Any, styled: list[Any], mesh: DeviceMesh) -> None:
     """Remember that the modules ``styled`` got their styles with ``module``, for `check_first_call`."""
     for submodule in styled:
         _PLANS.set(submodule, (weakref.ref(module), weakref.ref(mesh)))
+
+
+def planned_meshes() -> list[DeviceMesh]:
+    """The meshes of the plans of all modules that live; those that nothing refers to any more are let go before."""
+    if not _PLANS.values():
+        return []
+    gc.collect()  # a module and its parts refer to each other
+    return list(dict.fromkeys(mesh for _, known in _PLANS.values() if (mesh := known()) is not None))
 
 
 def check_first_call(submodule: Any) -> None:
