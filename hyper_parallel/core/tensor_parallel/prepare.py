@@ -48,6 +48,8 @@ class PrepareModuleInput(ParallelStyle):
     Source: ``torch.distributed.tensor.parallel.PrepareModuleInput``.
     """
 
+    along_one_dimension = True
+
     def __init__(
         self,
         *,
@@ -137,6 +139,8 @@ class PrepareModuleOutput(ParallelStyle):
     Source: ``torch.distributed.tensor.parallel.PrepareModuleOutput``.
     """
 
+    along_one_dimension = True
+
     def __init__(
         self,
         *,
@@ -196,6 +200,8 @@ class PrepareModuleInputOutput(ParallelStyle):
 
     Source: ``torch.distributed.tensor.parallel.PrepareModuleInputOutput``.
     """
+
+    along_one_dimension = True
 
     def __init__(
         self,
