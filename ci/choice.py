@@ -53,11 +53,7 @@ def checked(root: Path, entries: Iterable[str], parts: Mapping[str, list[str]], 
 def within(entries: Iterable[str], places: Iterable[str]) -> list[str]:
     """Select the ``entries`` that are one of the folders and files ``places``, or below one."""
     places = list(places)
-    return [
-        entry
-        for entry in entries
-        if any(Path(entry.partition("::")[0]).is_relative_to(place) for place in places)
-    ]
+    return [entry for entry in entries if any(Path(entry.partition("::")[0]).is_relative_to(place) for place in places)]
 
 
 def left_out(root: Path, command: list[str], environment: Mapping[str, str]) -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.checkpoint.random_groups import assign, groups_alike, groups_saved
 from hyper_parallel.checkpoint.ranks import LOADING
 from hyper_parallel.core.dtensor.operations import counter
 from hyper_parallel.core.dtensor.operations.random import keep_states
@@ -22,9 +23,11 @@ __all__ = ["RandomState"]
 class RandomState:
     """The states of the default generators of each rank: those of the framework, of NumPy and of Python.
 
-    Put one into the state that is saved and loaded. Where as many ranks load as have saved, each goes on with its own
-    numbers. Otherwise ranks that all had one state go on with that. Where ranks had different ones, those that were
-    there keep theirs, and each further rank gets a seed of its own, with a warning.
+    Put one into the state that is saved and loaded. On the mesh on which it was saved each rank goes on with its own
+    numbers. The ranks of a plan (`parallelize_module`) get one state in any case: what they compute alike they draw
+    alike. On another mesh each such group of ranks goes on with that of a group, where as many have saved as load, and
+    all with the one state that all have saved. Otherwise the first ones go on with theirs and each further one gets a
+    seed of its own, with a warning.
 
     What is drawn by counter (`manual_seed`) goes on too, since its keys come from these generators. That it is drawn so
     is for the program to say again; where it does not, or has not before, a warning says so.
@@ -52,6 +55,7 @@ class RandomState:
             "numpy": np.random.get_state(),
             "python": random.getstate(),
             "by_counter": counter.is_requested(),
+            "alike": _ranks_alike(platform),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -85,24 +89,41 @@ class RandomState:
             rank: this one.
             world_size: how many load.
         """
-        self.load_state_dict(states[min(rank, len(states) - 1)])
-        if len(states) == world_size:
-            members, platform = LOADING.get(), get_platform()
-            if members is not None or (platform.world() is not None and platform.world_size() == world_size):
-                keep_states(members)  # otherwise nobody knows which ranks call this
-            return
-        digests = {hashlib.sha256(pickle.dumps(state)).digest() for state in states}
-        if len(digests) > 1 and rank >= len(states):
-            seed = int.from_bytes(hashlib.sha256(pickle.dumps((states[0], rank))).digest()[:4], "little")
-            get_platform().manual_seed(seed)
+        members, platform = LOADING.get(), get_platform()
+        now = groups_alike(range(world_size) if members is None else members)
+        sources, goes_on = assign(states, now)
+        source = sources[rank]
+        self.load_state_dict(states[0 if source is None else source])
+        if source is None:
+            seed = int.from_bytes(hashlib.sha256(pickle.dumps((states[0], now[rank]))).digest()[:4], "little")
+            platform.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)
-        if len(digests) > 1 and rank == 0:
+        if goes_on and sources == [*range(len(states))] and _are_known(members, world_size, platform):
+            keep_states(members)
+        if not goes_on and rank == 0:
             warnings.warn(
-                f"{len(states)} ranks with generators in different states have saved, and {world_size} load: the first "
-                "ones go on with theirs, others with new seeds",
+                f"random numbers will be others than if the program had gone on: {len(states)} ranks in "
+                f"{len(set(groups_saved(states)))} groups that draw alike have saved the states of their generators, "
+                f"and {world_size} load, in {len(set(now))}. The ranks of a plan of parallelize_module draw alike. "
+                "Where each data-parallel rank is to draw numbers of its own, call manual_seed(seed + "
+                "mesh['dp'].get_local_rank(), mesh['tp']) after the load",
                 stacklevel=2,
             )
+
+
+def _are_known(members: Sequence[int] | None, world_size: int, platform: Platform) -> bool:
+    """Whether it is known which ranks load: ``members``, or all of the world."""
+    return members is not None or (platform.world() is not None and platform.world_size() == world_size)
+
+
+def _ranks_alike(platform: Platform) -> list[int]:
+    """The ranks that are to draw what this one draws, itself among them; none where there is no plan."""
+    world = platform.world_size() if platform.world() is not None else 1
+    first = groups_alike(range(world))
+    own = first[platform.rank()] if world > 1 else 0
+    ranks = [rank for rank, leader in enumerate(first) if leader == own]
+    return ranks if len(ranks) > 1 else []
 
 
 def _without_tensors(state: Any, platform: Platform) -> Any:

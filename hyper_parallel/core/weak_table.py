@@ -27,6 +27,10 @@ class WeakTable:
         entry = self._entries.get(id(owner))
         return None if entry is None else entry[1]
 
+    def values(self) -> list[Any]:
+        """What is kept, in the order in which it came."""
+        return [value for _, value in list(self._entries.values())]
+
     def set(self, owner: Any, value: Any) -> None:
         """Keep ``value``, in place of what was kept before."""
         key, entries = id(owner), self._entries

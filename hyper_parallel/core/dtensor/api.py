@@ -124,7 +124,7 @@ def distribute_module(
     device_mesh: DeviceMesh | None = None,
     partition_fn: Callable[[str, Any, DeviceMesh], None] | None = None,
     input_fn: Callable[..., Any] | None = None,
-    output_fn: Callable[[Any, Any, DeviceMesh], Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
     *,
     src_data_rank: int | None = 0,
 ) -> Any:
@@ -136,15 +136,16 @@ def distribute_module(
         partition_fn: ``partition_fn(path, submodule, mesh)`` is called for every module below, the whole one included,
             and distributes parameters, for example with `distribute_parameter`. What it leaves plain is replicated.
         input_fn: ``input_fn(module, args, mesh)`` gives the new positional inputs;
-            ``input_fn(module, args, kwargs, mesh)`` gives ``(args, kwargs)``.
-        output_fn: ``output_fn(module, output, mesh)`` gives the new output.
+            ``input_fn(module, args, kwargs, mesh)`` gives ``(args, kwargs)``. Torch's older
+            ``input_fn(args, mesh)`` is taken too.
+        output_fn: ``output_fn(module, output, mesh)`` gives the new output; or the older ``output_fn(output, mesh)``.
         src_data_rank: as in `distribute_tensor`.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: when ``input_fn`` takes neither three nor four arguments.
+        ValueError: when ``input_fn`` or ``output_fn`` takes another number of arguments. Nothing has been changed then.
 
     Example:
         >>> from torch import nn
@@ -161,14 +162,15 @@ def distribute_module(
     mesh = resolve_mesh(device_mesh, "distribute_module")
     platform = bind_platform(mesh.platform)
     pre_hook = None if input_fn is None else _input_hook(input_fn, mesh)
+    hook = None if output_fn is None else _output_hook(output_fn, mesh)
     for path, submodule in list(platform.named_modules(module)):
         if partition_fn is not None:
             partition_fn(path, submodule, mesh)
         replicate_undistributed(submodule, mesh, src_data_rank)
     if pre_hook is not None:
         platform.register_forward_pre_hook(module, pre_hook, with_kwargs=True)
-    if output_fn is not None:
-        platform.register_forward_hook(module, lambda module, args, output: output_fn(module, output, mesh))
+    if hook is not None:
+        platform.register_forward_hook(module, hook)
     return module
 
 
@@ -223,16 +225,31 @@ def shard_of(tensor: Any, layout: Layout, src_data_rank: int | None) -> Any:
 
 
 def _input_hook(input_fn: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
-    arity = len(inspect.signature(input_fn).parameters)
+    arity = _arity(input_fn)
     if arity == 4:
         return lambda module, args, kwargs: input_fn(module, args, kwargs, mesh)
-    if arity != 3:
+    if arity not in (2, 3):
         raise ValueError(
             f"input_fn must take (module, args, mesh) or (module, args, kwargs, mesh), it takes {arity} argument(s)"
         )
 
     def hook(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        new = input_fn(module, args, mesh)
+        new = input_fn(module, args, mesh) if arity == 3 else input_fn(args, mesh)
+        if new is None:
+            return args, kwargs
         return (new if isinstance(new, tuple) else (new,)), kwargs
 
     return hook
+
+
+def _output_hook(output_fn: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+    arity = _arity(output_fn)
+    if arity == 2:
+        return lambda module, args, output: output_fn(output, mesh)
+    if arity != 3:
+        raise ValueError(f"output_fn must take (module, output, mesh), it takes {arity} argument(s)")
+    return lambda module, args, output: output_fn(module, output, mesh)
+
+
+def _arity(function: Callable[..., Any]) -> int:
+    return len(inspect.signature(function).parameters)

@@ -2,7 +2,7 @@
 
 Meshes are interned: building the same mesh again (same platform, ranks, shape and names) gives the same object and no
 new process groups, and equality is identity. A mesh that was sliced from another one knows it, its root: meshes of the
-same ranks and other roots are different meshes.
+same ranks and other roots are different meshes, which name the same dimension where all their rows are equal.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ class MeshGroups(NativeMeshes):
     ) -> _Mesh:
         """The mesh with several dimensions in place of one. All ranks of the world must call it.
 
-        It is a mesh with a root of its own: slices of it and slices of this one are no parts of one mesh.
+        It is a mesh with a root of its own. Of two meshes that one was cut into, dimensions with the same ranks in the
+        same order are the same: a plan may be on the one, and `fully_shard` on the other.
 
         Args:
             dim: the dimension, by index or name.

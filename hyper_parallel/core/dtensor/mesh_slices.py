@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.mesh_arrays import rows_along, sub_array
 
@@ -61,20 +62,37 @@ class Slices:
             raise ValueError(f"{self} has {self.ndim} dimension(s), there is no dimension {mesh_dim}")
         return mesh_dim % self.ndim
 
+    def rows(self) -> list[list[int]]:
+        """The ranks of this mesh, and of each that all ranks of the root have in its place."""
+        return rows_along(self.get_root_mesh().ranks, [dim for entry in self._along for dim in entry])
+
+    def along_in(self, root: Slices) -> tuple[tuple[int, ...], ...] | None:
+        """For each dimension those of ``root`` that it runs along; None where there are none.
+
+        A dimension of another root is the same where it has the same ranks in the same order, on all ranks: those of
+        two meshes that one was cut into by ``_unflatten``.
+        """
+        return self._along if self.get_root_mesh() is root else _ALONG[self, root]
+
     def index_of(self, other: Slices, mesh_dim: int) -> int:
         """Which dimension of this mesh is dimension ``mesh_dim`` of another one of the same root."""
-        return self._along.index(other._along[mesh_dim])
+        along = other.along_in(self.get_root_mesh())
+        if along is None:
+            raise ValueError(f"{other} is no slice of {self.get_root_mesh()}")
+        return self._along.index(along[mesh_dim])
 
     def is_beside(self, other: Slices) -> bool:
         """Whether both are slices of one mesh, along different dimensions."""
-        if self.get_root_mesh() is not other.get_root_mesh():
+        common = common_root([self, other])
+        if common is None:
             return False
-        mine, others = ({dim for entry in mesh._along for dim in entry} for mesh in (self, other))
+        mine, others = ({dim for entry in along for dim in entry} for along in common[1])
         return mine.isdisjoint(others)
 
     def contains(self, other: Slices) -> bool:
         """Whether both are slices of one mesh, and this one has all dimensions of the other."""
-        return self.get_root_mesh() is other.get_root_mesh() and set(other._along) <= set(self._along)
+        along = other.along_in(self.get_root_mesh())
+        return along is not None and set(along) <= set(self._along)
 
     def __getitem__(self: _Mesh, mesh_dim_names: str | int | Sequence[str | int]) -> _Mesh:
         """The mesh of this rank along some dimensions, by name or index: ``mesh["tp"]``, ``mesh["dp", "tp"]``,
@@ -165,24 +183,26 @@ class Slices:
 
         Source: ``torch.distributed.device_mesh.DeviceMesh._concatenate``.
         """
-        root = meshes[0].get_root_mesh()
-        for other in meshes:
-            if other.get_root_mesh() is not root:
-                raise ValueError(
-                    f"{meshes[0]} and {other} are not slices of one mesh: make one, such as mesh = init_device_mesh("
-                    'mesh_shape=(2, 4), mesh_dim_names=("dp", "tp")), and use mesh["dp"] and mesh["tp"] of it'
-                )
-        dims = [dim for mesh in meshes for entry in mesh._along for dim in entry]
+        common = common_root(meshes)
+        if common is None:
+            raise ValueError(
+                f"{' and '.join(map(str, meshes))} are not slices of one mesh: make one, such as mesh = "
+                'init_device_mesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "tp")), and use mesh["dp"] and mesh["tp"] '
+                "of it"
+            )
+        dims = [dim for along in common[1] for entry in along for dim in entry]
         if len(set(dims)) != len(dims):
             raise ValueError(f"{' and '.join(map(str, meshes))} have a dimension of their root in common")
-        return _along_all(meshes)
+        return _along_all(meshes, *common)
 
     def _union(self: _Mesh, others: Sequence[_Mesh]) -> _Mesh | None:
         """The mesh along all dimensions of this one and of others of the same root; None where one of them is a part of
         another one, as of those that were flattened."""
-        entries = {entry for mesh in (self, *others) for entry in mesh._along}
-        dims = [dim for entry in entries for dim in entry]
-        return _along_all([self, *others]) if len(set(dims)) == len(dims) else None
+        common = common_root([self, *others])
+        if common is None:
+            return None
+        dims = [dim for entry in {entry for along in common[1] for entry in along} for dim in entry]
+        return _along_all([self, *others], *common) if len(set(dims)) == len(dims) else None
 
 
 def override_of(value: Any) -> tuple[Any, Any]:
@@ -193,13 +213,55 @@ def override_of(value: Any) -> tuple[Any, Any]:
     return (value, None) if isinstance(value, str) or value is None else (None, value)
 
 
-def _along_all(meshes: Sequence[_Mesh]) -> _Mesh:
-    """The mesh along all dimensions of some meshes of one root, in its order."""
+def common_root(meshes: Sequence[Slices]) -> tuple[Any, list[tuple[tuple[int, ...], ...]]] | None:
+    """The first of the roots of ``meshes`` that all of them are slices of, and along which of its dimensions."""
+    for root in dict.fromkeys(mesh.get_root_mesh() for mesh in meshes):
+        found = [along for mesh in meshes if (along := mesh.along_in(root)) is not None]
+        if len(found) == len(meshes):
+            return root, found
+    return None
+
+
+def _along_other(key: tuple[Any, Any]) -> tuple[tuple[int, ...], ...] | None:
+    """`Slices.along_in` for another root."""
+    mesh, root = key
+    own = mesh.get_root_mesh().ranks
+    found: list[tuple[int, ...]] = []
+    if mesh.mesh_dim_names is None or root.mesh_dim_names is None:
+        return None
+    runs = [tuple(range(i, j + 1)) for i in range(root.ndim) for j in range(i, root.ndim)]
+    for entry, name, group in zip(mesh._along, mesh.mesh_dim_names, mesh._groups, strict=True):
+        rows = set(map(tuple, rows_along(own, entry)))
+        alike = [
+            (len(dims), root.mesh_dim_names[dims[0]] != name, dims)  # the name tells dimensions of one rank apart
+            for dims in runs
+            if dims not in found and set(map(tuple, rows_along(root.ranks, dims))) == rows
+        ]
+        if not alike:
+            return None
+        *_, dims = min(alike)
+        found.append(dims)
+        if len(dims) > 1:
+            root._flat_groups.setdefault(dims, group)
+    return tuple(found)
+
+
+#: (mesh, root of another one) -> the dimensions of that root that it runs along, or None.
+_ALONG: Table = Table(_along_other, 1 << 10, "dimensions of other roots")
+
+
+def _along_all(meshes: Sequence[_Mesh], root: Any, found: Sequence[tuple[tuple[int, ...], ...]]) -> _Mesh:
+    """The mesh along all dimensions of some meshes, slices of ``root`` along those ``found``, in the root's order."""
     if len(set(meshes)) == 1:
         return meshes[0]
-    entries = {entry: name for m in meshes for entry, name in zip(m._along, m.mesh_dim_names or (), strict=True)}
-    along, names = zip(*sorted(entries.items()), strict=True)
-    return _sliced(meshes[0].get_root_mesh(), along, names)
+    entries: dict[tuple[int, ...], str] = {}
+    for mesh, along in zip(meshes, found, strict=True):
+        for entry, name in zip(along, mesh.mesh_dim_names or (), strict=True):
+            is_other = mesh.get_root_mesh() is not root and len(entry) == 1
+            entries[entry] = root.mesh_dim_names[entry[0]] if is_other else name
+    sliced, names = zip(*sorted(entries.items()), strict=True)
+    made: _Mesh = _sliced(root, sliced, names)
+    return made
 
 
 def _sliced(root: _Mesh, along: tuple[tuple[int, ...], ...], names: tuple[str, ...] | None) -> _Mesh:

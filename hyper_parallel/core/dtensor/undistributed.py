@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -23,20 +24,21 @@ _PLANS = WeakTable()
 
 
 def broadcast_undistributed(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Give every rank of a 1-D mesh the plain parameters and buffers that rank ``src_data_rank`` has, in place.
+    """Give every rank of a mesh the plain parameters and buffers that rank ``src_data_rank`` has, in place.
 
     They stay the same objects, plain, with their ``requires_grad`` and on their device. What is tied travels once; what
     has no values (meta) does not. One broadcast a dtype, more where there are more than `BUCKET` elements.
 
     Args:
         module: all below it counts.
-        mesh: 1-D mesh.
-        src_data_rank: None does nothing.
+        mesh: the mesh.
+        src_data_rank: an index along each of its dimensions; None does nothing.
     """
     if src_data_rank is None or mesh.size() == 1 or mesh.get_coordinate() is None:
         return
     plain = [x for _, _, x in held_tensors(module, mesh.platform) if not isinstance(x, DTensor)]
-    broadcast_tensors(plain, mesh, src_data_rank)
+    for mesh_dim in range(mesh.ndim):
+        broadcast_tensors(plain, mesh if mesh.ndim == 1 else mesh._at((mesh_dim,)), src_data_rank)
 
 
 def broadcast_tensors(tensors: Sequence[Any], mesh: DeviceMesh, src: int) -> None:
@@ -108,6 +110,15 @@ def model_of(submodule: Any) -> Any:
     return None if known is None else known[0]()
 
 
+def planned_meshes() -> list[DeviceMesh]:
+    """The 1-D meshes of the plans of all modules that live; those that nothing refers to any more are let go before."""
+    if not _PLANS.values():
+        return []
+    gc.collect()  # a module and its parts refer to each other
+    meshes = dict.fromkeys(mesh for _, known in _PLANS.values() if (mesh := known()) is not None)
+    return [mesh for mesh in meshes if mesh.ndim == 1]  # which of several dimensions are data-parallel nobody knows
+
+
 def check_first_call(submodule: Any) -> None:
     """To be called when a check is on and a module with a style is called: the first call of a model inside
     `check_ranks` compares what should be equal in the whole of it, and the end of the context does so again.
@@ -128,7 +139,7 @@ def check_first_call(submodule: Any) -> None:
 
 
 def check_whole_tensors(module: Any, mesh: DeviceMesh) -> None:
-    """Compare what should be equal on all ranks of a 1-D mesh: parameters and buffers that are plain or replicated.
+    """Compare what should be equal on all ranks of a mesh: parameters and buffers that are plain or replicated.
 
     Raises:
         RankMismatchError: names the first that differs, by its path.
@@ -138,13 +149,14 @@ def check_whole_tensors(module: Any, mesh: DeviceMesh) -> None:
     held = {
         f"{kind} {path!r}": x
         for kind, path, x in held_tensors(module, mesh.platform)
-        if not isinstance(x, DTensor) or (x.device_mesh is mesh and x.placements[0] is Replicate())
+        if not isinstance(x, DTensor) or (x.device_mesh is mesh and set(x.placements) == {Replicate()})
     }
-    check_values(
-        held,
-        mesh,
-        0,
-        "parallelize_module gives all ranks those of one, with src_data_rank=0; what changes them afterwards must do "
-        "the same on every rank, and a gradient that differs needs a style, such as SequenceParallel() or "
-        "NoParallel(), for the module",
-    )
+    for mesh_dim in range(mesh.ndim):
+        check_values(
+            held,
+            mesh,
+            mesh_dim,
+            "parallelize_module gives all ranks those of one, with src_data_rank=0; what changes them afterwards must "
+            "do the same on every rank, and a gradient that differs needs a style, such as SequenceParallel() or "
+            "NoParallel(), for the module",
+        )

@@ -34,7 +34,8 @@ def parallelize_module(
 
     Args:
         module: model of the selected platform.
-        device_mesh: 1-D mesh; None is the one entered with ``with mesh:``.
+        device_mesh: 1-D mesh; None is the one entered with ``with mesh:``. A plan of styles of your own alone may have
+            several dimensions: `_apply` gets the mesh as it is.
         parallelize_plan: a style for ``module`` itself, or a dict from module paths to styles. Each segment of a path
             may be a glob pattern: ``"layers.*.attention.w[qkv]"``. ``""`` is ``module`` itself. A style may be given by
             its name: ``"colwise"``, ``"rowwise"``, ``"colwise_rep"``, ``"sequence_parallel"``, another name that plans
@@ -49,10 +50,11 @@ def parallelize_module(
 
     Raises:
         TypeError: for a module of another framework, and a plan that is neither a style nor a dict of styles.
-        ValueError: for a mesh that is not 1-D, an unknown name of a style, a style that does not fit its module or was
-            applied before, attention heads that the ranks cannot share evenly, a parameter that several modules share
-            and the plan does not place the same way in all, a ``src_data_rank`` outside the mesh; inside `strict()`
-            also for a path that matches no module, which otherwise warns and names the nearest paths.
+        ValueError: for a mesh that is not 1-D with a style that needs one, an unknown name of a style, a style that
+            does not fit its module or was applied before, attention heads that the ranks cannot share evenly, a
+            parameter that several modules share and the plan does not place the same way in all, a ``src_data_rank``
+            outside the mesh; inside `strict()` also for a path that matches no module, which otherwise warns and names
+            the nearest paths.
 
     Example:
         >>> import torch
@@ -79,11 +81,6 @@ def parallelize_module(
             stacklevel=2,
         )
         return module
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"parallelize_module needs a 1-D mesh, got one of shape {mesh.shape}: pass one dimension of it, as in "
-            "mesh['tp']"
-        )
     check_src_data_rank(src_data_rank, mesh)
     for path, submodule in mesh.platform.named_modules(module):
         if hasattr(submodule, UNIT):

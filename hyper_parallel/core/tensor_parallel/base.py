@@ -43,6 +43,8 @@ class ParallelStyle(ABC):
     """
 
     src_data_rank: int | None = 0
+    #: Whether the mesh must have one dimension; a class of your own that only defines `_apply` gets any.
+    along_one_dimension: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if args:
@@ -57,10 +59,10 @@ class ParallelStyle(ABC):
         return super().__new__(cls)
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Parallelise ``module`` in place over a 1-D mesh and return it.
+        """Parallelise ``module`` in place over a mesh and return it.
 
         Raises:
-            ValueError: for a mesh that is not 1-D, or when `check` finds the style unfit.
+            ValueError: for a mesh that is not 1-D where the style needs one, or when `check` finds the style unfit.
         """
         bind_platform(resolve_mesh(device_mesh, f"{type(self).__name__}.apply").platform)
         self.check(module, device_mesh, type(module).__name__)
@@ -68,7 +70,7 @@ class ParallelStyle(ABC):
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
         """Raise ValueError when the style cannot be applied to ``module``; ``where`` names it. Changes nothing."""
-        if device_mesh.ndim != 1:
+        if self.along_one_dimension and device_mesh.ndim != 1:
             raise ValueError(
                 f"{type(self).__name__} on {where!r} needs a 1-D mesh, got one of shape {device_mesh.shape}: pass one "
                 "dimension of it, as in mesh['tp']"
@@ -158,6 +160,8 @@ class ModuleStyle(ParallelStyle):
         >>> GainParallel().use_local_output
         True
     """
+
+    along_one_dimension = True
 
     placements: Mapping[str, Placement] = MappingProxyType({})
     input_layouts: Slots = (Replicate(),)

@@ -52,6 +52,8 @@ class PrepareModuleInput(ParallelStyle):
     Source: ``torch.distributed.tensor.parallel.PrepareModuleInput``.
     """
 
+    along_one_dimension = True
+
     def __init__(
         self,
         *,
@@ -143,6 +145,8 @@ class PrepareModuleOutput(ParallelStyle):
     Source: ``torch.distributed.tensor.parallel.PrepareModuleOutput``.
     """
 
+    along_one_dimension = True
+
     def __init__(
         self,
         *,
@@ -202,6 +206,8 @@ class PrepareModuleInputOutput(ParallelStyle):
 
     Source: ``torch.distributed.tensor.parallel.PrepareModuleInputOutput``.
     """
+
+    along_one_dimension = True
 
     def __init__(
         self,

@@ -25,6 +25,8 @@ class LatentKeyParallel(ParallelStyle):
     Source: ``MlaKvAProjParallel`` of Hugging Face transformers.
     """
 
+    along_one_dimension = True
+
     def __init__(self, features: int) -> None:
         self.features = features
 

@@ -9,6 +9,7 @@ must bring:
   emulated once, in `core.dtensor.communication.collectives`;
 * `autograd` - one way to define a function with a forward and a backward;
 * `tensors` - types and checks, and the few local operations that redistribution and losses need;
+* `storage` - the memory of tensors: whose it is, whether it was written, and giving it back;
 * `interception` - a tensor class whose operations arrive at core's `Dispatch`, a guard that turns that off, and the
   table that maps native operations to the canonical ones of `core.dtensor.operations.rules`;
 * `devices` - this rank's device, factories, random numbers;
@@ -46,6 +47,7 @@ from hyper_parallel.platform.contract.interception import Dispatch, Interception
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
 from hyper_parallel.platform.contract.observation import ObservationRole
 from hyper_parallel.platform.contract.state import OptimizerState, StateRole
+from hyper_parallel.platform.contract.storage import StorageRole
 from hyper_parallel.platform.contract.tensors import TensorRole
 
 __all__ = [
@@ -78,6 +80,7 @@ class Platform(
     CollectiveRole,
     AutogradRole,
     TensorRole,
+    StorageRole,
     InterceptionRole,
     DeviceRole,
     StateRole,

@@ -67,32 +67,6 @@ class TensorRole(ABC):
         """Replace the values of a plain parameter or buffer by those of a plain tensor of its shape and dtype. It stays
         the same object, on its device. Called without gradients."""
 
-    #: Whether ``_version`` of a tensor counts every write to it, those of optimizers among them.
-    counts_writes: bool = True
-
-    def counted_apart(self, x: Tensor) -> Tensor:
-        """``x``, which autograd knows nothing of, as another tensor with its memory, whose ``_version`` counts what is
-        written to it and not what is written to ``x``. Called with interception off."""
-        return x
-
-    def as_parameter(self, x: Tensor) -> Tensor:
-        """``x``, a new tensor, with what modules call of a parameter and tensors do not have, to write to it."""
-        return x
-
-    #: Whether `free_storage` gives memory back. Where it does not, core keeps what it would have freed until the graph
-    #: is gone that needs it, and neither verb is called.
-    frees_storage: bool = False
-
-    def free_storage(self, x: Tensor) -> None:
-        """Give back the memory of ``x``, a plain tensor that is all of its storage. ``x``, its views and what autograd
-        keeps of them stay the same objects, and are not read until `refill_storage`."""
-        raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
-
-    def refill_storage(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
-        """Give ``x``, which is 1-D, memory again, if it was freed, and write there what `join` makes of ``pieces``, of
-        its dtype: all views of it have these values, and to autograd nothing has changed. Called without gradients."""
-        raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
-
     def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:
         """To be called before the native ``operation`` gets a plain tensor. Gives ``how()``, which says what has been
         written to the tensor since: ``""`` for nothing, ``"recorded"`` for a change that gradients pass through, else
@@ -105,10 +79,6 @@ class TensorRole(ABC):
         """Shape of a tensor as the framework holds it: of a DTensor, the local shape."""
 
     dtype_of: Any = staticmethod(lambda local: local.dtype)  #: of a tensor, distributed or not; interception is off
-
-    @abstractmethod
-    def same_memory(self, x: Tensor, y: Tensor) -> bool:
-        """Whether ``y``, which has elements, lies in the storage that ``x`` lies in. Called with interception off."""
 
     @abstractmethod
     def strides(self, x: Tensor) -> tuple[int, ...]:

@@ -125,8 +125,7 @@ def run(
         adapter=adapter,
         versions=versions_of(backend),
         world_sizes=arguments.world_sizes,
-        complete=len(arguments.world_sizes) == SIZE
-        and not (arguments.quick or arguments.k or pytest_arguments),
+        complete=len(arguments.world_sizes) == SIZE and not (arguments.quick or arguments.k or pytest_arguments),
     )
     options = [
         str(CHECKS),

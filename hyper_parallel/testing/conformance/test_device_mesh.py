@@ -103,7 +103,8 @@ def test_mesh_that_is_a_dimension_of_another_one_on_some_ranks(pool: Any) -> Non
 
 
 def roots() -> None:
-    """A slice knows the mesh that it is of. Slices of different meshes are different, though their ranks are equal."""
+    """A slice knows the mesh that it is of. Slices of different meshes are different objects, though their ranks are
+    equal; where they are equal on all ranks, they are the same dimension."""
     mesh = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"))
     tp = mesh["tp"]
     assert mesh.get_root_mesh() is mesh and tp.get_root_mesh() is mesh
@@ -116,8 +117,15 @@ def roots() -> None:
     assert other["tp"].ranks.tolist() == tp.ranks.tolist() and other["tp"] is not tp
     for one in (mesh, tp, alone, other["tp"], other["dp", "tp"]):
         assert pickle.loads(pickle.dumps(one)) is one
-    for pair in ([tp, other["dp"]], [tp, alone]):
+    assert DeviceMesh._concatenate([tp, other["dp"]]) is mesh
+    assert DeviceMesh._concatenate([other["dp"], tp]) is other["dp", "tp"]
+    assert tp.is_beside(other["dp"]) and other["dp", "tp"].contains(tp) and other.index_of(tp, 0) == 2
+    assert not tp.is_beside(other["tp"]) and not mesh.contains(other["pp"]) and not mesh.is_beside(alone)
+    crossed = DeviceMesh(None, mesh.ranks.T, mesh_dim_names=("dp", "tp"))
+    for pair in ([tp, alone], [tp, crossed["tp"], alone]):
         assert "are not slices of one mesh: make one" in message(lambda pair=pair: DeviceMesh._concatenate(pair))
+    assert "is no slice of" in message(lambda: mesh.index_of(alone, 0))
+    assert DeviceMesh._concatenate([tp, crossed["tp"]]) is mesh  # whose "tp" are the ranks of "dp"
     assert "in common" in message(lambda: DeviceMesh._concatenate([mesh, tp]))
     assert DeviceMesh._concatenate([tp, mesh["dp"]]) is mesh
     assert DeviceMesh._concatenate([other["tp"], other["pp"]]) is other["pp", "tp"]

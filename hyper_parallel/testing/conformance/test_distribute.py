@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hyper_parallel import (
     ColwiseParallel,
     CommDebugMode,
     DTensor,
+    ParallelStyle,
     Partial,
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -20,6 +22,7 @@ from hyper_parallel import (
     RowwiseParallel,
     SequenceParallel,
     Shard,
+    check_ranks,
     distribute_module,
     distribute_parameter,
     distribute_tensor,
@@ -204,7 +207,7 @@ def whole_module(mesh: Any, rows: int, source: int | None) -> None:
     """Data parallelism written with `distribute_module`: inputs sharded, parameters replicated or sharded."""
     adapter, rank = get_adapter(), mesh.get_local_rank()
     x = floats(rows, 6)
-    for arity, column in itertools.product((3, 4), (False, True)):
+    for arity, column in itertools.product((2, 3, 4), (False, True)):
         # Ranks start from different weights unless each is to keep its own.
         own = 0 if source is None else rank
         single = adapter.load(adapter.Buffered(6), np.random.default_rng(source or 0))
@@ -219,6 +222,9 @@ def whole_module(mesh: Any, rows: int, source: int | None) -> None:
         def shard(x: Any) -> Any:
             return DTensor.from_local(x, mesh, [S0], shape=(rows, 6))
 
+        def two(args: tuple, mesh: Any) -> Any:
+            return (shard(args[0]),)
+
         def three(module: Any, args: tuple, mesh: Any) -> Any:
             return shard(args[0])
 
@@ -231,7 +237,9 @@ def whole_module(mesh: Any, rows: int, source: int | None) -> None:
 
         with mesh, CommDebugMode() as comm:
             result = distribute_module(
-                module, None, partition, three if arity == 3 else four, output, src_data_rank=source
+                *(module, None, partition, {2: two, 3: three, 4: four}[arity]),
+                output if arity > 2 else lambda y, mesh: output(None, y, mesh),
+                src_data_rank=source,
             )
         assert result is module
         assert seen == ["", "linear"]
@@ -256,8 +264,15 @@ def whole_module(mesh: Any, rows: int, source: int | None) -> None:
         same(got_grad_x, part(grad_x, mesh, S0), "gradient of the input")
         for name in grads:
             same(adapter.numpy(got_grads[name]), adapter.numpy(grads[name]), f"gradient of {name}")
-    with pytest.raises(ValueError, match="it takes 2 argument"):
-        distribute_module(adapter.Buffered(6), mesh, input_fn=lambda module, args: args)
+    module = adapter.Buffered(6)
+    with pytest.raises(ValueError, match=r"input_fn must take .*it takes 1 argument"):
+        distribute_module(module, mesh, input_fn=lambda args: args)
+    with pytest.raises(ValueError, match=r"output_fn must take .*it takes 1 argument"):
+        distribute_module(module, mesh, output_fn=lambda output: output)
+    assert not any(isinstance(p, DTensor) for p in parameters(module).values())
+    # None leaves the inputs as they are.
+    distribute_module(module, mesh, input_fn=lambda args, mesh: None, src_data_rank=source)
+    adapter.call(module, DTensor.from_local(adapter.tensor(part(x, mesh, S0)), mesh, [S0], shape=(rows, 6)))
 
 
 @pytest.mark.parametrize("rows", [12, 5])
@@ -268,6 +283,73 @@ def test_distribute_module(pool: Any, world_size: int, rows: int) -> None:
 
 
 # ---------------------------------------------------------------------- parallelize_module
+
+
+class Grid(ParallelStyle):
+    """A linear layer cut by a mesh of two dimensions; takes and gives plain tensors, the same on all ranks."""
+
+    def __init__(self, *placements: Any) -> None:
+        self.placements = placements
+        self.seen: list[Any] = []
+
+    def _apply(self, module: Any, device_mesh: Any) -> Any:
+        self.seen.append(device_mesh)
+        distribute_parameter(module, "weight", device_mesh, self.placements, src_data_rank=self.src_data_rank)
+        distribute_parameter(module, "bias", device_mesh, [R, R], src_data_rank=self.src_data_rank)
+        platform = device_mesh.platform
+        platform.register_forward_pre_hook(
+            module, lambda module, args: (DTensor.from_local(args[0], device_mesh, [R, R]),)
+        )
+        platform.register_forward_hook(
+            module, lambda module, args, y: y.redistribute(placements=[R, R]).to_local(grad_placements=[R, R])
+        )
+        return module
+
+
+class Inner(ParallelStyle):
+    """A style of the library along one dimension of the mesh that it is given."""
+
+    def __init__(self, style: Any) -> None:
+        self.style = style
+
+    def _apply(self, module: Any, device_mesh: Any) -> Any:
+        return self.style.apply(module, device_mesh["tp"])
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def on_two_dimensions(mesh: Any) -> None:
+    """A style of somebody's own gets the mesh as it is; what the plan leaves plain is that of the first rank."""
+    adapter, x = get_adapter(), floats(3, 6)
+    plans: list[dict[str, Any]] = [
+        {"up": Grid(first, second)} for first, second in itertools.product((S0, Shard(1), R), repeat=2)
+    ]
+    plans += [{"up": Inner(ColwiseParallel()), "down": Inner(RowwiseParallel())}]
+    for plan, checked in [*zip(plans, itertools.cycle((False, True)), strict=False)]:
+        single = adapter.load(adapter.Mlp(6, 5), np.random.default_rng(0))
+        # A style along "tp" alone takes the values of the first rank along that.
+        own = mesh["tp"].get_local_rank() if "down" in plan else mesh.get_rank()
+        module = adapter.load(adapter.Mlp(6, 5), np.random.default_rng(own))
+        with check_ranks(mesh) if checked else nullcontext():
+            assert parallelize_module(module, mesh, plan) is module
+            assert all(style.seen == [mesh] for style in plan.values() if isinstance(style, Grid))
+            (y, grad_x, grads), (got_y, got_grad_x, got) = (
+                adapter.model_value_and_grads(m, lambda x, m=m: twice(adapter.call(m, x), adapter), x)
+                for m in (single, module)
+            )
+        same(adapter.numpy(got_y), adapter.numpy(y), f"output of {plan}")
+        same(got_grad_x, grad_x, f"gradient of the input of {plan}")
+        for name in grads:
+            same(adapter.numpy(got[name]), adapter.numpy(grads[name]), f"gradient of {name} of {plan}")
+    with pytest.raises(ValueError, match=r"ColwiseParallel on 'down' needs a 1-D mesh"):
+        parallelize_module(adapter.Mlp(6, 5), mesh, {"up": Grid(S0, R), "down": ColwiseParallel()})
+
+
+def twice(y: Any, adapter: Any) -> Any:
+    return adapter.sum(adapter.square(y)), y
+
+
+def test_own_style_on_two_dimensions(pool: Any) -> None:
+    pool.run(4, on_two_dimensions)
 
 
 @spmd.on_mesh()

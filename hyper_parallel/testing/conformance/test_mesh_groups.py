@@ -8,10 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import DeviceMesh, DTensor, Partial, Replicate, Shard, get_platform, init_device_mesh
+from hyper_parallel import (
+    ColwiseParallel,
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    fully_shard,
+    get_platform,
+    init_device_mesh,
+    parallelize_module,
+)
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_errors import fails
+from hyper_parallel.testing.conformance.test_fully_shard_2d import train
+from hyper_parallel.testing.extent import in_gate
 
 
 def check_use(mesh: Any, dims: int = 1) -> None:
@@ -158,3 +172,50 @@ def overridden() -> None:
 
 def test_other_backends(pool: Any) -> None:
     pool.run(4, overridden)
+
+
+#: name -> how the world is cut for tensor parallelism, and its dimension; how for data parallelism, and its dimensions.
+TWICE: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
+    "alike": (((2, 2), ("batch", "tp")), "tp", ((2, 2), ("fsdp", "tp")), ("fsdp",)),
+    "other names": (((2, 2), ("batch", "model")), "model", ((1, 2, 2), ("pp", "fsdp", "tp")), ("fsdp",)),
+    "two of data": (((2, 1, 2), ("batch", "cp", "tp")), "tp", ((1, 2, 2), ("rep", "fsdp", "tp")), ("rep", "fsdp")),
+    "one rank each": (((4, 1), ("batch", "tp")), "tp", ((4, 1), ("fsdp", "tp")), ("fsdp",)),
+    "several as one": (((4,), ("tp",)), "tp", ((1, 2, 2), ("fsdp", "a", "b")), ("fsdp",)),
+    "the outer one": (((2, 2), ("tp", "rest")), "tp", ((2, 2), ("x", "fsdp")), ("fsdp",)),
+}
+
+
+def trained_on_two(name: str, in_parts: bool) -> None:
+    """A plan on a mesh, `fully_shard` on another one; ``in_parts``: norms by the plan alone, on the first mesh."""
+    (sizes, names), tensor, (data_sizes, data_names), data = TWICE[name]
+    world, adapter = init_device_mesh(mesh_dim_names=("world",)), get_adapter()
+    tp = world._unflatten(0, sizes, names)[tensor]
+    dp = world._unflatten(0, data_sizes, data_names)[data]
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    train(
+        *(DeviceMesh._concatenate([dp, tp]), dp, tp, lambda: adapter.Mlp(6, 7), plan),
+        lambda model: [fully_shard(part, mesh=dp) for part in ((model.down, model) if in_parts else (model,))],
+        lambda rng, rows: rng.standard_normal((rows, 1, 6)).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize("name", in_gate(TWICE, ("alike", "two of data", "several as one")))
+def test_plan_on_one_mesh_and_data_on_another(pool: Any, name: str) -> None:
+    """Two meshes that one was cut into, as torchtitan has them: the same ranks in the same order are one dimension."""
+    pool.run(4, trained_on_two, name, name != "two of data")
+
+
+def of_other_ranks() -> None:
+    world, adapter = init_device_mesh(mesh_dim_names=("world",)), get_adapter()
+    first, second = world._unflatten(0, (2, 2), ("tp", "rest")), world._unflatten(0, (2, 2), ("fsdp", "tp"))
+    model = adapter.Mlp(6, 5)
+    parallelize_module(model, first["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with fails(ValueError, "fully_shard needs another dimension"):
+        fully_shard(model, mesh=second["fsdp"])
+    crossed = DeviceMesh(None, [[0, 2, 3, 1]], mesh_dim_names=("x", "fsdp"))
+    with fails(ValueError, "is no dimension of the mesh that"):
+        fully_shard(model, mesh=crossed["fsdp"])
+
+
+def test_dimensions_that_share_ranks(pool: Any) -> None:
+    pool.run(4, of_other_ranks)

@@ -32,6 +32,7 @@ from hyper_parallel.testing.extent import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
+
 @contextmanager
 def warnings_logged() -> Iterator[list[str]]:
     """What the log ``hyper_parallel`` warns of meanwhile."""

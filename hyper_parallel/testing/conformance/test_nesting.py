@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel import (
+    DeviceMesh,
     DTensor,
     PackedShard,
     Partial,
@@ -19,7 +20,6 @@ from hyper_parallel import (
     Shard,
     StridedShard,
     distribute_tensor,
-    init_device_mesh,
 )
 from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.layouts.nesting import nest
@@ -155,7 +155,7 @@ def refusals(mesh: Any) -> None:
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), mesh["dp"], [S0], (4, 5))
     with pytest.raises(ValueError, match="in common"):
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), mesh["tp"], [S0], (4, 4))
-    other = init_device_mesh(mesh_shape=(4,), mesh_dim_names=("dp",))
+    other = DeviceMesh(None, [0, 2, 1, 3], mesh_dim_names=("dp",))
     with pytest.raises(ValueError, match="not slices of one mesh: make one, such as"):
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), other, [S0], (4, 4))
     assert nest(None, mesh["dp"], [S0], (4, 4)) is get_layout(mesh["dp"], (S0,), (4, 4))

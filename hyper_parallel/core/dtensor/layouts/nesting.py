@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hyper_parallel.core.dtensor.layouts.cuts import as_last_cut, in_order
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.dtensor.mesh_slices import common_root
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def nest(inner: Layout | None, mesh: DeviceMesh, placements: Sequence[Placement]
         return get_layout(mesh, normal, shape)
     if tuple(inner.shape) != tuple(shape):
         raise ValueError(f"{inner} is not the layout of a tensor of shape {tuple(shape)}")
-    both = mesh._concatenate([inner.mesh, mesh])
+    both = mesh._concatenate([mesh, inner.mesh])
     found: list[Placement] = [Replicate()] * both.ndim
     for own, its_placements in ((inner.mesh, inner.placements), (mesh, normal)):
         for mesh_dim in in_order(its_placements, own.shape):
@@ -66,7 +67,7 @@ def joined_meshes(layouts: Sequence[Layout | None]) -> dict[DeviceMesh, DeviceMe
     meshes = list({layout.mesh: None for layout in layouts if layout is not None})
     found: dict[DeviceMesh, DeviceMesh] = {}
     for mesh in meshes:
-        same_root = [other for other in meshes if other.get_root_mesh() is mesh.get_root_mesh()]
+        same_root = [other for other in meshes if common_root([mesh, other]) is not None]
         found[mesh] = mesh._union(same_root) or mesh
     return found
 

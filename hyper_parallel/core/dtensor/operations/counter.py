@@ -48,7 +48,8 @@ def is_within(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     """Whether ``mesh`` is ``other``, or a slice along some of its dimensions."""
     if mesh is other:
         return True
-    return mesh.get_root_mesh() is other.get_root_mesh() and _dims(mesh) <= _dims(other)
+    along = mesh.along_in(other.get_root_mesh())
+    return along is not None and {dim for entry in along for dim in entry} <= _dims(other)
 
 
 def _dims(mesh: DeviceMesh) -> set[int]:

@@ -1,0 +1,64 @@
+"""Which ranks are to draw the same random numbers, and whose state each goes on with after a load."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.undistributed import planned_meshes
+
+__all__ = ["assign", "groups_alike", "groups_saved"]
+
+
+def groups_alike(ranks: Sequence[int]) -> list[int]:
+    """For each of the global ``ranks`` the place of the first one that is to draw the same: of its group.
+
+    The ranks of each mesh that a plan is for are a group, which several meshes make larger.
+    """
+    place = {rank: i for i, rank in enumerate(ranks)}
+    first = [*range(len(ranks))]
+    for mesh in planned_meshes():
+        for row in mesh.rows():
+            leaders = {first[place[rank]] for rank in row if rank in place}
+            first = [min(leaders) if leader in leaders else leader for leader in first]
+    return first
+
+
+def groups_saved(states: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The same of the ranks that have saved; in a checkpoint from before they said so, those of one state."""
+    said = [_numbers(x) if "alike" not in x else tuple(x["alike"]) or i for i, x in enumerate(states)]
+    return [said.index(x) for x in said]
+
+
+def assign(states: Sequence[Mapping[str, Any]], now: Sequence[int]) -> tuple[list[int | None], bool]:
+    """For each rank that loads the place of the state that it goes on with, or None for a new seed, and whether random
+    numbers go on as they would have without a load.
+
+    Args:
+        states: of the ranks that saved.
+        now: `groups_alike` of those that load.
+    """
+    saved, numbers = groups_saved(states), [_numbers(state) for state in states]
+    if saved == [*now]:
+        sources = [i if numbers[i] == numbers[first] else first for i, first in enumerate(saved)]
+        return [*sources], sources == [*range(len(now))]
+    groups, before = sorted(set(now)), sorted(set(saved))
+    place = [groups.index(first) for first in now]
+    if len(set(numbers)) == 1:
+        # One state for groups of which each would have its own, had there been several: they draw the same now.
+        has_groups = len(before) < len(states) or len(groups) < len(now)
+        goes_on = len(before) > 1 or len(groups) == 1 or not has_groups
+        return [before[min(i, len(before) - 1)] for i in place], goes_on
+    goes_on = len(groups) == len(before) and all(numbers[i] == numbers[first] for i, first in enumerate(saved))
+    return [before[i] if i < len(before) else None for i in place], goes_on
+
+
+def _numbers(state: Mapping[str, Any]) -> bytes:
+    """What the framework's generators draw from."""
+    written = io.BytesIO()
+    pickler = pickle.Pickler(written)
+    pickler.fast = True  # the same bytes whether or not two parts are one object
+    pickler.dump((state["platform"], state["device"], state["host"]))
+    return written.getvalue()
