@@ -331,7 +331,8 @@ def telling_engine(run: Callable) -> Callable:
 
 def _tell_of_failure(error: Exception, roots: Sequence[Any]) -> None:
     """Tell the ranks with which this backward pass communicates that it has failed here."""
-    meshes, seen = set(), {None}
+    meshes: set[Any] = set()
+    seen: set[Any] = {None}
     with no_dispatch():
         todo = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
     while todo:
