@@ -35,7 +35,8 @@ DIFFERENT: dict[str, str] = {
     "rand": "the numbers of a single device, for any number of ranks; torch's depend on it",
     "randn": "as `rand`",
     "loss_parallel": (
-        "logits sharded over classes need no gathering outside of it either; inside, targets may be plain tensors"
+        "logits sharded over classes need no gathering outside of it either; inside, targets may be plain tensors, and "
+        "inside torch's own too"
     ),
     "register_sharding": (
         "a decorator of `op`, as torch's, for operations without a rule of their own: rules are not overridden. With "

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.tensor.parallel as theirs_parallel
 import torch.nn.functional as F
 from torch import nn
 
@@ -109,7 +110,7 @@ def with_losses(mesh: Any) -> None:
             eager = copy.deepcopy(model)
             with loss_parallel(), CommDebugMode() as comm:
                 total(make(eager, **how)(ids)).backward()
-            with loss_parallel():
+            with theirs_parallel.loss_parallel():  # as inside of this library's own, which other tests have
                 y = torch.compile(make(model, **how), backend=graphs.backend, fullgraph=True)(ids)
             total(y).backward()
             wanted = loss(single, **how)(ids)

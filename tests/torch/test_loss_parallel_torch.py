@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
@@ -117,6 +118,88 @@ def mean_over_samples() -> float | None:
 
 def test_mean_over_samples(pool: Any) -> None:
     assert len(set(pool.run(4, mean_over_samples))) == 1
+
+
+# ---------------------------------------------------------------------- inside of torch's own context
+
+
+@spmd.on_mesh()
+def inside_of_torchs(mesh: Any) -> None:
+    """Value, gradient of the logits, and what is sent: as inside of `loss_parallel`, whatever is asked for."""
+    calls: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+        ((6, 8), {}),
+        ((6, 5), {"reduction": "sum", "ignore_index": 3}),
+        ((2, 5, 3), {"reduction": "none"}),
+        ((5,), {"label_smoothing": 0.2}),
+        ((4, 7), {"weight": randn(7, seed=2).abs()}),
+    ]
+    for shape, options in calls:
+        dim = min(1, len(shape) - 1)
+        x, t = randn(*shape), targets(*shape[:dim], *shape[dim + 1 :], classes=shape[dim])
+        single = x.clone().requires_grad_()
+        wanted = F.cross_entropy(single, t, **options)
+        wanted.sum().backward()
+        for nest in (False, True):
+            logits = distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
+            refused(logits, t, options)
+            with CommDebugMode() as comm, theirs_parallel.loss_parallel():
+                with loss_parallel() if nest else contextlib.nullcontext():
+                    y = F.cross_entropy(logits, t, **options)
+                assert y.placements == (Replicate(),)
+                y.sum().backward()
+            assert comm.get_comm_counts() == {"all_reduce": 2}
+            close(y, wanted, f"value {shape} {options}")
+            close(logits.grad, single.grad, f"gradient {shape} {options}")
+        refused(logits, t, options)
+
+
+def refused(logits: Any, t: torch.Tensor, options: dict[str, Any]) -> None:
+    """Outside of both contexts; a number as target is one on all ranks, and always taken."""
+    if t.ndim:
+        with pytest.raises(ValueError, match="got a plain tensor"):
+            F.cross_entropy(logits, t, **options)
+
+
+@spmd.on_mesh()
+def nothing_else_inside_of_torchs(mesh: Any) -> None:
+    """Other operations refuse plain tensors there too; other losses, and logits that are not sharded, are right."""
+    x, t = randn(4, 6), targets(4, classes=6)
+    logits = distribute_tensor(x, mesh, [Shard(1)])
+    whole = distribute_tensor(x, mesh, [Replicate()]).requires_grad_()
+    with theirs_parallel.loss_parallel():
+        with pytest.raises(ValueError, match="plain"):
+            logits + x
+        close(F.nll_loss(F.log_softmax(logits, 1), t), F.cross_entropy(x, t))
+        with CommDebugMode() as comm:
+            close(F.cross_entropy(whole, t), F.cross_entropy(x, t))
+        assert not comm.get_total_counts()
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def samples_inside_of_torchs(mesh: Any) -> None:
+    """A head under tensor parallelism, samples over another dimension: plain targets are all or this rank's."""
+    x, t = randn(6, 4), targets(6, classes=5)
+    torch.manual_seed(0)
+    single = nn.Linear(4, 5).to(device())
+    model = parallelize_module(copy.deepcopy(single), mesh["tp"], ColwiseParallel(use_local_output=False))
+    fully_shard(model, mesh=mesh["dp"])
+    wanted = F.cross_entropy(single(x), t)
+    wanted.backward()
+    mine = distribute_tensor(t, mesh["dp"], [Shard(0)]).to_local()
+    for given in (t, mine):
+        model.zero_grad()
+        with theirs_parallel.loss_parallel():
+            loss = F.cross_entropy(model(distribute_tensor(x, mesh["dp"], [Shard(0)])), given)
+            loss.backward()
+        close(loss, wanted, "value")
+        close(model.weight.grad, single.weight.grad, "gradient")
+
+
+def test_inside_of_torchs_own_context(pool: Any) -> None:
+    """Torch's own `loss_parallel` around this library's logits."""
+    pool.run(3, inside_of_torchs)
+    pool.run(2, nothing_else_inside_of_torchs)
+    pool.run(4, samples_inside_of_torchs)
 
 
 # ---------------------------------------------------------------------- dtypes

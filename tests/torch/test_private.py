@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.tensor as theirs
+import torch.distributed.tensor.parallel as theirs_parallel
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as nn_module
@@ -148,6 +151,23 @@ def test_native_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load()
     assert loaded.native("silu") is F.silu and loaded.native("relu6") is torch._C._nn.relu6
     assert loaded.REPLACED == ["torch._C._nn.silu"]
+
+
+def test_the_loss_context_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is seen in a table of torch's DTensors; without that table, or with another one, it is not seen."""
+    dispatcher: Any = theirs.DTensor._op_dispatcher
+    assert not private.in_loss_parallel()
+    with theirs_parallel.loss_parallel():
+        assert private.in_loss_parallel()
+    assert not private.in_loss_parallel()
+    monkeypatch.setattr(dispatcher, "_custom_op_handlers", {"nll_loss": None})
+    loaded = load()
+    assert not loaded.in_loss_parallel()
+    monkeypatch.delattr(dispatcher, "_custom_op_handlers")
+    assert not loaded.in_loss_parallel()
+    assert loaded.REPLACED == ["torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers"]
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor.parallel")
+    assert not private.in_loss_parallel()
 
 
 def test_hooks_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,7 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     with pytest.raises(TypeError, match="takes no groups that others have made"):
         platform.describe_group("tp")
     assert not platform.frees_storage and not platform.is_compiling()
+    assert not platform.in_loss_parallel()
     for refused in (lambda: platform.free_storage(x), lambda: platform.refill_storage(x, [x])):
         with pytest.raises(TypeError, match="Plain frees no storage"):
             refused()

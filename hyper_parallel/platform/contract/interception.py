@@ -101,6 +101,11 @@ class InterceptionRole(ABC):
         is no part of what will run. False for a framework without a compiler, or where DTensors are kept from it."""
         return False
 
+    def in_loss_parallel(self) -> bool:
+        """Whether the caller is inside a context of the framework's own in which losses of distributed logits take
+        plain targets, as inside `hyper_parallel.loss_parallel`. Asked only where a loss has plain targets."""
+        return False
+
     def other_names(self, function: Any) -> Sequence[Any]:
         """Further native operations that compute what ``function`` does, of the same arguments, and that have no row:
         they get its rule too, where users register one."""

@@ -21,7 +21,7 @@ from hyper_parallel.platform.torch.local_tensors import LocalVerbs
 from hyper_parallel.platform.torch.modules import ModuleVerbs
 from hyper_parallel.platform.torch.observation import ObservationVerbs
 from hyper_parallel.platform.torch.op_table import OP_TABLE
-from hyper_parallel.platform.torch.private import OpOverload, is_traceable_wrapper
+from hyper_parallel.platform.torch.private import OpOverload, in_loss_parallel, is_traceable_wrapper
 from hyper_parallel.platform.torch.state import StateVerbs
 from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 from hyper_parallel.platform.versions import warn_of_untested
@@ -184,6 +184,10 @@ class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, 
     def is_compiling(self) -> bool:
         """See `Platform.is_compiling`."""
         return torch.compiler.is_compiling()
+
+    def in_loss_parallel(self) -> bool:
+        """See `Platform.in_loss_parallel`: `torch.distributed.tensor.parallel.loss_parallel`."""
+        return in_loss_parallel()
 
     def other_names(self, function: Any) -> Sequence[Any]:
         """See `Platform.other_names`: of an overload the packet that stands for it, and public functions."""

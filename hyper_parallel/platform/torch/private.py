@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -50,6 +51,7 @@ __all__ = [
     "global_forward_pre_hooks",
     "graph_task",
     "in_dispatch_mode",
+    "in_loss_parallel",
     "is_batched",
     "is_dispatch_on",
     "is_or_disables",
@@ -332,6 +334,22 @@ def strided_shard() -> Any:
     for when it is asked for: its module takes long to import."""
     importlib.import_module("torch.distributed.tensor")
     return _take("distributed.tensor.placement_types._StridedShard", inspect.isclass)
+
+
+def in_loss_parallel() -> bool:
+    """Whether `torch.distributed.tensor.parallel.loss_parallel` is open, which counts for all threads.
+
+    It puts handlers of its own into a table of torch's DTensors. Where torch has no such table, the answer is no. Its
+    module takes long to import, and nobody is inside before it was imported.
+    """
+    if "torch.distributed.tensor.parallel" not in sys.modules:
+        return False
+    table = _take("distributed.tensor.DTensor._op_dispatcher._custom_op_handlers", _has_operators, {})
+    return torch.ops.aten.nll_loss_forward.default in table
+
+
+def _has_operators(table: Any) -> bool:
+    return isinstance(table, dict) and all(isinstance(key, OpOverload) for key in table)
 
 
 # ---------------------------------------------------------------------------------------------- classes and transforms

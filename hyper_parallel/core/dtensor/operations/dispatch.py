@@ -21,7 +21,7 @@ from hyper_parallel.core.dtensor.operations.custom_ops import find_custom_op
 from hyper_parallel.core.dtensor.operations.fallback import run_gathered, tell_of_failure_in
 from hyper_parallel.core.dtensor.operations.filling import bind_dense, bind_filled
 from hyper_parallel.core.dtensor.operations.loss_operands import distribute_targets
-from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication, is_loss_parallel
+from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.operands import (
     DTENSOR_CLASSES,
@@ -283,7 +283,7 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | 
     if canonical.elementwise:
         layout_key: tuple = (op, layouts)
     else:
-        if canonical.loss and is_loss_parallel():
+        if canonical.loss:
             operands = distribute_targets(operands)
             layouts = tuple([operand_key(x) for x in operands])
         layout_key = (op, layouts, static_args)

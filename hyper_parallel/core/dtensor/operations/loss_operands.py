@@ -1,4 +1,4 @@
-"""Plain targets and class weights of a loss of distributed logits, inside `loss_parallel`."""
+"""Plain targets and class weights of a loss of distributed logits, inside `loss_parallel` or the framework's own."""
 
 from __future__ import annotations
 
@@ -6,25 +6,32 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, replicated_layout
+from hyper_parallel.core.dtensor.operations.modes import is_loss_parallel
 from hyper_parallel.core.dtensor.operations.rules.labels import without
 from hyper_parallel.core.dtensor.operations.rules.loss import class_dim
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
 
 
 def distribute_targets(operands: tuple) -> tuple:
-    """The operands of a loss with plain targets and class weights made DTensors.
+    """The operands of a loss with plain targets and class weights made DTensors, inside of a context that says so.
 
     This happens before the plan is looked up, so no plan depends on the context. Plain logits stay as they are: they
-    must not meet DTensors.
+    must not meet DTensors. The framework is asked for a context of its own only where something is plain.
     """
     logits = getattr(operands[0], "_layout", None)
-    if logits is None or not logits.ndim:
+    if logits is None or not logits.ndim or not any(map(_is_plain, operands[1:])):
+        return operands
+    if not is_loss_parallel() and not logits.mesh.platform.in_loss_parallel():
         return operands
     return (
         operands[0],
         _distributed(operands[1], _sample_layout(logits, operands[1])),
         *(_distributed(x, None if x is None else _whole(logits, x)) for x in operands[2:]),
     )
+
+
+def _is_plain(x: Any) -> bool:
+    return x is not None and getattr(x, "_layout", None) is None
 
 
 def _distributed(x: Any, layout: Layout | None) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 from hyper_parallel.platform.torch.compiled.comparisons import Shards, mark
 from hyper_parallel.platform.torch.compiled.functions import largest_of, sum_up
 from hyper_parallel.platform.torch.compiled.placed import Outside, kept_on_mesh, placed_class
+from hyper_parallel.platform.torch.private import in_loss_parallel
 from hyper_parallel.platform.torch.tensor import State
 
 __all__ = ["loss_of_classes", "loss_of_placed", "trace_losses"]
@@ -65,7 +66,7 @@ def _find(number: int, own: int, dim: int | None, vocab_size: int | None) -> Fou
 
 
 def _is_loss_parallel() -> bool:
-    return State.core.is_loss_parallel()
+    return State.core.is_loss_parallel() or in_loss_parallel()
 
 
 # As `torch.compiler.assume_constant_result`, which imports the compiler: asked while it traces.
