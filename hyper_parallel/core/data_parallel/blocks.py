@@ -26,7 +26,7 @@ class Block:
 
     Attributes:
         sent: how many elements of a rank's row are the shard, in the all-gather; 0 for what every rank has.
-        reduced: the same in the reduce-scatter.
+        reduced: the same in the reduce-scatter; room for the summands of all ranks of what every rank has.
         in_order: whether the rows, one after the other, begin with the whole tensor: chunks of dimension 0.
     """
 
@@ -41,7 +41,9 @@ class Block:
         self.counts = [math.prod(part) for part in self.shapes]
         self.local_shape, self.local_count = self.shapes[rank], self.counts[rank]
         self.sent = 0 if dim is None else self.counts[0]
-        self.reduced = self.counts[0]
+        # What every rank has whole must get the same bits everywhere, in whichever order a backend adds for each row:
+        # so each rank's summand has a place of its own, zeros are added to it, and every rank adds the places.
+        self.reduced = size * self.count if dim is None else self.counts[0]
         self.in_order = dim == 0
         self.room = self.size * self.sent if self.in_order else self.count
 
@@ -67,8 +69,12 @@ class Block:
         """(ranks, `reduced`): of a cotangent of the whole tensor what each rank gets."""
         platform, size, width = self.platform, self.size, self.reduced
         if self.dim is None:
-            row = cotangent.reshape((1, width))
-            return row if size == 1 else platform.cat([row] * size, 0)
+            row = cotangent.reshape((self.count,))
+            before, after = self.rank * self.count, (size - 1 - self.rank) * self.count
+            parts = [platform.zeros((before,), row)] if before else []
+            parts += [row, platform.zeros((after,), row)] if after else [row]
+            row = (platform.join(parts) if size > 1 else row).reshape((1, width))
+            return platform.cat([row] * size, 0) if size > 1 else row
         if self.in_order:
             if self.count < size * width:
                 cotangent = platform.join([cotangent, platform.zeros((size * width - self.count,), cotangent)])
@@ -90,6 +96,8 @@ class Block:
 
     def shard_from(self, row: Any) -> Any:
         """This rank's shard, of its row of the reduced columns, ``(reduced,)``."""
+        if self.dim is None and self.size > 1:
+            return row.reshape((self.size, self.count)).sum(0).reshape(self.local_shape)
         return self.platform.narrow(row, 0, 0, self.local_count).reshape(self.local_shape)
 
 

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from hyper_parallel import CommDebugMode, MixedPrecisionPolicy, Replicate, distribute_tensor, fully_shard
+from hyper_parallel.core.data_parallel.blocks import Block
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of
+from hyper_parallel.core.dtensor.communication import asynchronous
 from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
@@ -280,3 +282,28 @@ def reduced_in_parts(mesh: Any) -> None:
 
 def test_reduced_in_parts(pool: Any) -> None:
     pool.run(4, reduced_in_parts)
+
+
+@spmd.on_mesh()
+def numbers(mesh: Any, seeds: int) -> list[float]:
+    """Reduced gradients of parameters without dimensions, which every rank has whole."""
+    adapter, platform, rank = get_adapter(), mesh.platform, mesh.get_local_rank()
+    block = Block(platform, (), None, mesh.size(), rank)
+    found = []
+    for seed in range(seeds):
+        each = np.random.default_rng(seed).standard_normal(mesh.size()).astype(np.float32)
+        mine = adapter.tensor(each[rank : rank + 1])
+        rows = platform.cat([block.rows_of(mine.reshape(())), platform.zeros((mesh.size(), 3), mine)], 1).reshape((-1,))
+        out = platform.zeros((block.reduced + 3,), mine)
+        asynchronous.start("reduce_scatter", out, rows, mesh, 0, "sum").wait()
+        number = adapter.numpy(block.shard_from(platform.narrow(out, 0, 0, block.reduced)))
+        same(number, each.sum(), f"sum of seed {seed}", 1e-5)
+        found.append(float(number))
+    return found
+
+
+@on_ranks(1, 2, 3, 4, gate=(4,))
+def test_numbers_have_the_same_bits_on_all_ranks(pool: Any, world_size: int) -> None:
+    """In whichever order a backend adds for each rank."""
+    first, *others = pool.run(world_size, numbers, 20)
+    assert len(set(first)) == 20 and all(found == first for found in others)
