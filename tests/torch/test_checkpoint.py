@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hyper_parallel import DTensor, PackedShard, Shard, distribute_tensor
+from hyper_parallel import DTensor, NoParallel, PackedShard, Shard, distribute_tensor, fully_shard, parallelize_module
 from hyper_parallel.checkpoint import (
     StatefulDistributedSampler,
     latest,
     load,
     save,
 )
+from hyper_parallel.testing.extent import everything
 from hyper_parallel.testing.spmd import on_mesh
 from tests.support.programs import run_ranks
 
@@ -114,7 +115,69 @@ def memory_orders(mesh: Any, directory: str) -> None:
     assert x.full_tensor().equal(whole) and x.to_local().stride() == stride
 
 
-@pytest.mark.parametrize("job", [own_shapes, memory_orders], ids=lambda job: job.__name__)
+class Scaled(nn.Module):
+    """A parameter without dimensions."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7, dtype=dtype))
+
+    def forward(self, x: Any) -> Any:
+        return x * self.scale
+
+
+#: How a module with such a parameter is parallelised.
+WAYS: dict[str, Any] = {
+    "plain": lambda model, mesh: model,
+    "tensor parallel": lambda model, mesh: parallelize_module(model, mesh, NoParallel()),
+    "data parallel": lambda model, mesh: fully_shard(model, mesh=mesh),
+}
+#: Optimizers with moments, and with numbers that are none, of every parameter.
+OF_NUMBERS: dict[str, Any] = {
+    **{name: OPTIMIZERS[name] for name in ("adamw", "fused", "sgd")},
+    "nadam": lambda p: torch.optim.NAdam(p, 0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, 0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, 0.1, foreach=True),
+    "rprop": lambda p: torch.optim.Rprop(p, 0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1, momentum=0.9, centered=True),
+}
+
+
+def facts(state: dict[str, Any]) -> dict[str, Any]:
+    """What each entry of an optimizer's state is, but for its value."""
+    return {
+        k: (type(x), getattr(x, "dtype", None), getattr(x, "placements", None), getattr(x, "device", None))
+        for k, x in state.items()
+    }
+
+
+@on_mesh()
+def moments_of_numbers(mesh: Any, directory: str) -> None:
+    """Those of a parameter without dimensions are loaded as they were: of its dtype, distributed as it is, on its
+    device; and the next steps are those of the job that saved."""
+    for name, make in OF_NUMBERS.items() if everything() else [*OF_NUMBERS.items()][::3]:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            for way, other in zip(WAYS, [*WAYS][1:] + [*WAYS][:1], strict=True):
+
+                def job(how: str, dtype: Any = dtype, make: Any = make) -> tuple[nn.Module, torch.optim.Optimizer]:
+                    model = WAYS[how](Scaled(dtype), mesh)
+                    return model, make(model.parameters())
+
+                model, optimizer = job(way)
+                stepped(model, optimizer, 2)
+                before = facts(optimizer.state[next(model.parameters())])
+                path = save({"model": model, "optimizer": optimizer}, f"{directory}/{name}", mesh=mesh, overwrite=True)
+                wanted = stepped(model, optimizer, 3)
+                for how in (way, other):
+                    model, optimizer = job(how)
+                    load({"model": model, "optimizer": optimizer}, path, mesh=mesh)
+                    if how == way:
+                        after = facts(optimizer.state[next(model.parameters())])
+                        assert after == before, (name, dtype, way, after, before)
+                    assert stepped(model, optimizer, 3) == wanted, (name, dtype, way, how)
+
+
+@pytest.mark.parametrize("job", [own_shapes, memory_orders, moments_of_numbers], ids=lambda job: job.__name__)
 def test_on_two_ranks(pool: Any, tmp_path: Path, job: Any) -> None:
     pool.run(2, job, str(tmp_path))
 

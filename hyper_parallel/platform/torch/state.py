@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import OptimizerState, Platform
+from hyper_parallel.platform.torch.handlers.optimizers import COUNTERS
 from hyper_parallel.platform.torch.private import swap_implementation
 
 __all__ = ["StateVerbs"]
@@ -55,7 +56,9 @@ class StateVerbs(Platform):
         parameters = [list(group["params"]) for group in groups]
         options = [{name: _option(x) for name, x in group.items() if name != "params"} for group in groups]
         state = [
-            {name: _number(x) for name, x in optimizer.state.get(p, {}).items()} for group in parameters for p in group
+            {name: x if _is_moment(name, p) else _number(x) for name, x in optimizer.state.get(p, {}).items()}
+            for group in parameters
+            for p in group
         ]
         return OptimizerState(parameters, options, state)
 
@@ -75,12 +78,19 @@ class StateVerbs(Platform):
                 for name, value in next(rows).items():
                     if isinstance(held.get(name), Tensor) and not isinstance(value, Tensor):
                         held[name].fill_(value)
+                    elif isinstance(value, float) and _is_moment(name, p):
+                        held[name] = torch.full_like(p, value, requires_grad=False)
                     elif isinstance(value, float):
                         held[name] = torch.tensor(value, dtype=torch.float32, device=p.device if on_device else "cpu")
                     else:
                         held[name] = value
                 if not held:
                     del optimizer.state[p]
+
+
+def _is_moment(name: str, p: Tensor) -> bool:
+    """Whether an entry without dimensions is of the parameter's dtype and placements, as the parameter itself is."""
+    return not p.ndim and name not in COUNTERS
 
 
 def _number(x: Any) -> Any:

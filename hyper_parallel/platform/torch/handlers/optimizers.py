@@ -23,13 +23,15 @@ from hyper_parallel.platform.torch.op_table.binding import words
 from hyper_parallel.platform.torch.private import is_or_disables
 from hyper_parallel.platform.torch.tensor import State, wrap
 
-__all__ = ["ELEMENTWISE", "STORES", "clear_locally", "collect_locals", "local_step", "without_local_step"]
+__all__ = ["COUNTERS", "ELEMENTWISE", "STORES", "clear_locally", "collect_locals", "local_step", "without_local_step"]
 
 
 ELEMENTWISE = words("SGD Adam Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD")
 #: Optimizers whose step writes the tensors that ``_init_group`` has looked up back into the state, so that it must get
 #: those tensors themselves.
 STORES = ("SGD",)
+#: Numbers that optimizers keep of every parameter, whatever its shape.
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 #: Attribute of an optimizer that holds its `_LocalStep`. Neither pickle nor deepcopy of optimizers takes it along.
 _ATTRIBUTE = "_hyper_parallel_step"
 
@@ -346,6 +348,6 @@ def _tag_state(state: Any, parameters: list[Any], plain_class: Any) -> None:
     for p in parameters:
         own = state.get(p)
         if isinstance(own, dict):
-            for value in own.values():
-                if type(value) is plain_class and value.dim() and value.shape == p.shape:
+            for name, value in own.items():
+                if type(value) is plain_class and value.shape == p.shape and (value.dim() or name not in COUNTERS):
                     wrap(value, p._layout)
