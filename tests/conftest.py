@@ -47,6 +47,7 @@ ON_CPU_ONLY = {
     "test_replicate.py": "optimizers in float64, which not every device reduces",
     "test_replicate_features.py": "float64, and layers that simulated NPUs have no kernels for",
     "test_styles_against_torch.py": "what torch's own styles do with gloo",
+    "test_trainer.py": "training in float64, which not every device has",
     "test_walks.py": "functions that run with gloo",
     "test_vocabulary.py": "ids outside a vocabulary, which are an error on the CPU only",
 }
