@@ -19,7 +19,6 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
 from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.nesting import nest
-from hyper_parallel.core.dtensor.mesh_slices import common_root
 from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
@@ -243,16 +242,11 @@ def _placement(
 
 def _check_inner(inner: Layout, mesh: DeviceMesh, what: str) -> None:
     """Raise ValueError for a tensor-parallel parameter on another mesh than one beside ``mesh``."""
-    if common_root([mesh, inner.mesh]) is None:
-        raise ValueError(
-            f"{what} is placed {list(inner.placements)} on {inner.mesh}, which is no dimension of the mesh that {mesh} "
-            "is of: make one mesh with init_device_mesh, as of ('dp', 'tp'), and give mesh['tp'] to parallelize_module "
-            "and mesh['dp'] to fully_shard"
-        )
     if not mesh.is_beside(inner.mesh):
         raise ValueError(
             f"{what} is placed {list(inner.placements)} on {inner.mesh}: fully_shard needs another dimension of the "
-            "mesh than parallelize_module was given, such as mesh['dp'] beside mesh['tp']"
+            f"mesh than parallelize_module was given, and {mesh} is none. Make one mesh with init_device_mesh, as of "
+            "('dp', 'tp'), and give mesh['tp'] to parallelize_module and mesh['dp'] to fully_shard"
         )
 
 

@@ -126,28 +126,26 @@ class Places:
             if parameters is None:
                 parameters = self.parameters()
             else:
-                self._check_holders()
-                wanted = self._by_slot(parameters)
-                try:
-                    unchanged = all(map(is_, map(getitem, self._tables, self._names), wanted))
-                except KeyError:
-                    unchanged = False
-                if not unchanged:
-                    raise self._taken(self._found(), wanted)
+                self.check_there(parameters)
             self._shards = parameters
         self._shown = tensors
         self._write(tensors)
         return before
 
+    def check_there(self, tensors: Sequence[Any]) -> None:
+        """Raise ValueError where something else than ``tensors``, by index, is in the modules' tables, or one is gone."""
+        self._check_holders()
+        wanted = self._by_slot(tensors)
+        try:
+            unchanged = all(map(is_, map(getitem, self._tables, self._names), wanted))
+        except KeyError:
+            unchanged = False
+        if not unchanged:
+            raise self._taken(self._found(), wanted)
+
     def check_shown(self) -> None:
         """Raise ValueError where something else has taken the place of what `put` has put there."""
-        shown = self._by_slot(self._shown)
-        try:
-            as_put = all(map(is_, map(getitem, self._tables, self._names), shown))
-        except KeyError:
-            as_put = False
-        if not as_put:
-            raise self._taken(self._found(), shown)
+        self.check_there(self._shown)
 
     def take_back(self, before: Any) -> None:
         """Let modules find what they found before a `put`."""

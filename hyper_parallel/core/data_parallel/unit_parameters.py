@@ -224,6 +224,7 @@ class UnitParameters:
         platform = self._platform
         with platform.no_dispatch():
             parameters = self.shards()
+            self.places.check_there(parameters)
             self.check_kept(parameters)
             values = self.gather(platform.frees_storage, parameters)
             self._values, self._kept = values, versions_of(parameters)

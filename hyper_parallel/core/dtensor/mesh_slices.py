@@ -81,6 +81,10 @@ class Slices:
             raise ValueError(f"{other} is no slice of {self.get_root_mesh()}")
         return self._along.index(along[mesh_dim])
 
+    def shares_root(self, other: Slices) -> bool:
+        """Whether both are slices of one mesh."""
+        return common_root([self, other]) is not None
+
     def is_beside(self, other: Slices) -> bool:
         """Whether both are slices of one mesh, along different dimensions."""
         common = common_root([self, other])

@@ -38,7 +38,8 @@ def compare_input(x: Any, mesh: DeviceMesh, what: str, taker: Any) -> None:
     if mesh.size() == 1 or what in compared or CHECKS or not mesh.platform.is_tensor(x):
         return
     if _is_outermost(taker, mesh):
-        _agree(x, mesh, what, taker)
+        with mesh.platform.no_dispatch():
+            _agree(x, mesh, what, taker)
     object.__setattr__(taker, COMPARED, (*compared, what))
 
 

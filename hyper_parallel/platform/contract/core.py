@@ -47,7 +47,6 @@ class Core(CompiledLosses, Protocol):
 
     def strides_of_whole(self, x: Tensor) -> tuple[int, ...]:
         """Strides that the single device's tensor would have, as far as they are known; the same on all ranks."""
-        ...
 
     # ------------------------------------------------------------------------------------ the framework's own DTensors
     def layout_of_native(
@@ -61,21 +60,17 @@ class Core(CompiledLosses, Protocol):
             placements: for each dimension the name of a class of placements and its arguments: ``("Shard", 0)``.
             shape: global shape.
         """
-        ...
 
     def layout_of_cut(self, mesh: Mesh, cut: int | None, shape: Sequence[int]) -> Layout:
         """The layout of a tensor of global ``shape`` of which ranks of the 1-D ``mesh`` have consecutive parts along
         dimension ``cut``, or all with None."""
-        ...
 
     def cut_of_layout(self, layout: Layout) -> tuple[Mesh, int | None]:
         """The mesh and the cut of which `layout_of_cut` makes ``layout``, where all ranks have equal parts; else (None,
         None)."""
-        ...
 
     def from_local(self, local: Tensor, layout: Layout) -> Any:
         """The DTensor of ``layout`` of which ``local``, a plain tensor, is this rank's part; differentiable."""
-        ...
 
     # ------------------------------------------------------------------------------------ gradients
     def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
@@ -125,7 +120,6 @@ class Core(CompiledLosses, Protocol):
     def on_joined_meshes(self, layouts: Sequence[Layout | None]) -> Sequence[Layout | None]:
         """The layouts on one mesh where theirs are slices of one, with the same local tensors: for functions of the
         framework that combine tensors on several slices."""
-        ...
 
     # ------------------------------------------------------------------------------------ random numbers
     def draw(
@@ -191,7 +185,6 @@ class Core(CompiledLosses, Protocol):
     def held_rectangles(self, layout: Layout) -> Sequence[Any]:
         """The boxes of a tensor of ``layout`` that this rank holds, each with ``offsets`` and ``sizes`` in the whole
         tensor and ``local_offsets`` in this rank's part. None where its part is empty, or it is not in the mesh."""
-        ...
 
     @property
     def restore(self) -> Callable:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from hyper_parallel.core.dtensor.layouts.cuts import as_last_cut, in_order
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
-from hyper_parallel.core.dtensor.mesh_slices import common_root
 from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def joined_meshes(layouts: Sequence[Layout | None]) -> dict[DeviceMesh, DeviceMe
     meshes = list({layout.mesh: None for layout in layouts if layout is not None})
     found: dict[DeviceMesh, DeviceMesh] = {}
     for mesh in meshes:
-        same_root = [other for other in meshes if common_root([mesh, other]) is not None]
+        same_root = [other for other in meshes if mesh.shares_root(other)]
         found[mesh] = mesh._union(same_root) or mesh
     return found
 
