@@ -47,7 +47,7 @@ class FlatBuffer:
         self._length = sum(b.sent for b in blocks)
         self._room = columns_of([b.room for b in blocks])
         self._lengths = [b.sent for b in blocks if b.sent]
-        #: What every rank has whole.
+        #: What every rank has whole, and what is empty here.
         self._not_sent = [i for i, b in enumerate(blocks) if not b.sent]
         self._fast = mesh.platform.fast
         self.comms = Comms()

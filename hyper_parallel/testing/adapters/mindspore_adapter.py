@@ -632,6 +632,12 @@ FUZZ_LIMITS: dict[str, Any] = {
     "gradient_shapes": False,
     "gradients_of_steps": False,
 }
+TRAINING_LIMITS: dict[str, Any] = {
+    "dtypes": ("float32",),
+    "without": frozenset({"cast", "empty"}),
+    "writers": ("teacher", "counter", "buffer"),
+}
+TRAINING_SHARE = 60
 
 
 def unruled_in_place(x: Any) -> Any:

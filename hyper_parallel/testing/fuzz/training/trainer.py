@@ -1,0 +1,450 @@
+"""A trainer that does what a program says, with a model on one device or distributed, and looks at all after each step.
+
+What it sees on one device is the reference. Distributed, each rank compares its own part of the same with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor
+from hyper_parallel.checkpoint import load, save
+from hyper_parallel.checkpoint.ranks import Collective
+from hyper_parallel.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from hyper_parallel.platform import get_platform
+from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.fuzz.exchange import installed
+from hyper_parallel.testing.fuzz.training import models
+from hyper_parallel.testing.fuzz.training.programs import ROWS, Program, Setup
+
+__all__ = ["Trainer", "WrongError"]
+
+FULL = StateDictOptions(full_state_dict=True)
+RATES = {"sgd": 0.05, "momentum": 0.02, "adamw": 0.01}
+
+
+class WrongError(Exception):
+    """Something is not as on a single device."""
+
+
+class Trainer:
+    """See the module.
+
+    Args:
+        program: what is done.
+        meshes: of each setup: its mesh, that of data and that of tensor parallelism; None where this rank is not in it.
+            None in place of all: one device.
+        everyone: a mesh of all ranks that are in any of these.
+        compare: ``compare(what, got, part)`` of what is seen: ``got`` is this rank's, ``part`` the index of that in the
+            whole. None: it is kept in `seen`.
+        shaken: moves the first values a little, by another error for each number above 0.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        meshes: list[Any] | None = None,
+        everyone: Any = None,
+        compare: Any = None,
+        shaken: int = 0,
+    ) -> None:
+        self.program, self.meshes, self._everyone, self._compare = program, meshes, everyone, compare
+        self._shaken = shaken
+        self.adapter, self.platform = get_adapter(), get_platform()
+        self.seen: dict[str, np.ndarray | None] = {}
+        self._at = "at first"
+        self.dtype = np.dtype(program.model.dtype)
+        self._setup(program.setups[0])
+        if shaken:
+            self._write({n: x + 1e-6 * (1 + np.abs(x)) * self._noise(n, x) for n, x in self._whole().items()})
+
+    def _noise(self, name: str, x: np.ndarray) -> np.ndarray:
+        return np.random.default_rng([self._shaken, *name.encode()]).standard_normal(x.shape)
+
+    def run(self) -> None:
+        """Do all of it."""
+        self._look("at first")
+        for number, (word, *args) in enumerate(self.program.actions):
+            self._at = f"{number} {word}"
+            if self.takes_part or word == "resume":
+                getattr(self, f"_{word}")(*args)
+            self._look(f"after {self._at}")
+
+    # ---------------------------------------------------------------------- what is seen
+    def see(self, what: str, x: Any, rows: slice | None = None) -> None:
+        """Compare a tensor, DTensor or array, or None; ``rows`` are those that this rank has of it."""
+        if self.meshes is None:
+            self.seen[what] = None if x is None else np.array(self._numpy(x))
+            return
+        part: Any = ... if rows is None else rows
+        if isinstance(x, DTensor):
+            part, x = x._layout.local_index(), x.to_local()
+        self._compare(what, None if x is None else self._numpy(x), part)
+
+    def _numpy(self, x: Any) -> np.ndarray:
+        return x if isinstance(x, np.ndarray) else np.asarray(self.adapter.numpy(x))
+
+    def _look(self, when: str) -> None:
+        """Parameters, buffers, and all that was kept."""
+        if not self.takes_part:
+            return
+        named = models.parameters(self.root)
+        for name, p in named.items():
+            if self.meshes is not None and not isinstance(p, DTensor) and self._setup_now.data_ranks > 1:
+                raise WrongError(f"{name} is no DTensor {when}")
+            self.see(f"{name} {when}", p)
+        for name, b in models.buffers(self.root).items():
+            self.see(f"{name} {when}", b)
+        for how, taken in self.kept:
+            for name, x in taken.items():
+                if name not in named:
+                    continue
+                got, wanted = (self._numpy(y.to_local() if isinstance(y, DTensor) else y) for y in (x, named[name]))
+                if not np.array_equal(got, wanted):
+                    raise WrongError(f"{how} of {name} {when}: {got.tolist()} in place of {wanted.tolist()}"[:400])
+        for name, x in self.shadow.items():
+            self.see(f"average of {name} {when}", x)
+
+    # ---------------------------------------------------------------------- models and optimizers
+    def _setup(self, setup: Setup, seed: int = 5) -> None:
+        """A new model and optimizer."""
+        program = self.program
+        self._setup_now, self.takes_part = setup, True
+        self.dp = self.tp = self.mesh = None
+        if self.meshes is not None:
+            found = self.meshes[program.setups.index(setup)]
+            self.takes_part = found is not None
+            if found is None:
+                return
+            self.mesh, self.dp, self.tp = found
+        self.root = models.build(program.model, seed)
+        if self.meshes is not None:
+            models.distribute(self.root, program.model, setup, self.dp, self.tp)
+        self.rows = program.rows(setup)
+        self.rank = 0
+        if self.dp is not None:
+            self.rank = int(np.argwhere(self.dp.ranks.reshape(-1) == self.dp.get_rank())[0][0])
+        self.kept: list[tuple[str, dict[str, Any]]] = []
+        self.shadow: dict[str, Any] = {}
+        self.saved: dict[str, np.ndarray] = {}
+        self.total: dict[str, Any] | None = None
+        self.by_hand: list[Any] = []
+        self.units = [models.module_at(self.root, paths[0]) for paths in setup.units] + [self.root]
+        self._optimizer()
+
+    def _optimizer(self) -> None:
+        name = self.program.optimizer
+        if name == "sgd":
+            self.optimizer, self.take = None, self.adapter.sgd(self.root, RATES[name])
+        else:
+            self.optimizer, self.take = self.adapter.optimizer(self.root, name, RATES[name])
+
+    def _whole(self) -> dict[str, np.ndarray]:
+        """All values of parameters and buffers."""
+        named = {**models.parameters(self.root), **models.buffers(self.root)}
+        return {name: np.array(self.adapter.numpy(x)) for name, x in named.items()}
+
+    def _write(self, values: dict[str, np.ndarray]) -> None:
+        """Write whole values into parameters and buffers."""
+        self._reshard_all()
+        for name, x in {**models.parameters(self.root), **models.buffers(self.root)}.items():
+            part = values[name] if not isinstance(x, DTensor) else values[name][x._layout.local_index()]
+            if part.size:
+                with self.platform.no_dispatch(), self.platform.no_grad():
+                    self.platform.write(self.platform.detach(x), self.adapter.tensor(np.ascontiguousarray(part)))
+
+    def _drawn(self, seed: int) -> dict[str, np.ndarray]:
+        """New values."""
+        named, rng = {**models.parameters(self.root), **models.buffers(self.root)}, np.random.default_rng(seed)
+        return {n: (rng.standard_normal(tuple(x.shape)) * 0.3).astype(self.dtype) for n, x in named.items()}
+
+    # ---------------------------------------------------------------------- steps
+    def _loss(self, x: Any, weights: np.ndarray, calls: int) -> Any:
+        adapter, total, y = self.adapter, None, None
+        for i in range(calls):
+            y = adapter.tanh(adapter.call(self.root, x if self.program.model.vocabulary else x * (1.0 + i)))
+            w: Any = adapter.tensor(weights)
+            if isinstance(y, DTensor):
+                w = distribute_tensor(w, y.device_mesh, [Shard(0)] * y.device_mesh.ndim, src_data_rank=None)
+            term = adapter.weighted_sum(y * y, w)
+            total = term if total is None else total + term
+        return total, y
+
+    def _batch(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        model, rng = self.program.model, np.random.default_rng(seed)
+        if model.vocabulary:
+            x: np.ndarray = rng.integers(0, model.vocabulary, (ROWS, 2)).astype(np.int64)
+        else:
+            x = rng.standard_normal((ROWS, 2, model.features)).astype(self.dtype)
+        weights = rng.standard_normal((ROWS, 2, model.vocabulary or model.features)).astype(self.dtype)
+        return x, weights
+
+    def _mine(self, x: Any) -> Any:
+        """This rank's part of a batch, where each has one, as a plain tensor or all of it as a DTensor."""
+        if self.program.data == "batch" and self.dp is not None:
+            return distribute_tensor(x, self.dp, [Shard(0)] * self.dp.ndim, src_data_rank=None)
+        return x
+
+    def _part(self) -> slice:
+        whole = self.meshes is None or self.program.data == "batch"
+        return slice(0, ROWS) if whole else self.rows[self.rank]
+
+    def _backward(self, seed: int, calls: int) -> None:
+        """Add to the gradients."""
+        adapter, program = self.adapter, self.program
+        x, weights = self._batch(seed)
+        if self.meshes is None and program.data == "parts":
+            weights = weights / np.asarray(self._setup_now.data_ranks, self.dtype)
+        part = self._part()
+
+        def loss(given: Any) -> Any:
+            total, y = self._loss(self._mine(given), weights[part], calls)
+            if isinstance(total, DTensor):
+                total = total.redistribute(placements=[Replicate()] * total.device_mesh.ndim).to_local()
+            return total, y
+
+        accumulates = self.platform.accumulates_gradients
+        if self.total is None or not accumulates:
+            y, _, grads = adapter.model_value_and_grads(self.root, loss, x[part])
+        else:
+            y, _ = adapter.value_and_grads(loss, [x[part]])
+            grads = None
+        if accumulates:
+            grads = {name: p.grad for name, p in models.parameters(self.root).items()}
+        elif self.total is not None:
+            before = self.total
+            grads = {n: g if before[n] is None else before[n] if g is None else before[n] + g for n, g in grads.items()}
+        self.total = grads
+        self.see(f"output of {self._at}", y, None if isinstance(y, DTensor) else self.rows[self.rank])
+
+    def _accumulate(self, seed: int, sync: bool) -> None:
+        synced = sync or not hasattr(self.root, "set_requires_gradient_sync")
+        if not synced:
+            self.root.set_requires_gradient_sync(False)
+        self._backward(seed, 1)
+        if not synced:
+            self.root.set_requires_gradient_sync(True)
+
+    def _step(self, seed: int, calls: int, clip: float) -> None:
+        self._backward(seed, calls)
+        grads, self.total = self.total or {}, None
+        if clip:
+            grads = self.adapter.clip(self.root, grads, clip)
+        for name, g in grads.items():
+            self.see(f"gradient of {name} in {self._at}", g)
+        self._reshard_all()
+        self.take(grads)
+
+    def _eval(self, seed: int) -> None:
+        x, part = self.adapter.tensor(self._batch(seed)[0][self._part()]), self.rows[self.rank]
+        with self.platform.no_grad():
+            y = self.adapter.call(self.root, self._mine(x))
+        self.see(f"output of {self._at}", y, None if isinstance(y, DTensor) else part)
+
+    def _order(self, order: tuple[int, ...]) -> None:
+        self.root.order[0] = order
+
+    def _differ(self, *orders: tuple[int, ...]) -> None:
+        """Each data-parallel rank runs what it likes, once and again. With a backend's own collectives ranks would wait
+        for one another until the time-out."""
+        if installed() is None:
+            return
+        self.root.order[0] = orders[self.rank]
+        for _ in range(2):
+            with self.platform.no_grad():
+                self.adapter.call(self.root, self._mine(self.adapter.tensor(self._batch(0)[0][self._part()])))
+
+    # ---------------------------------------------------------------------- what is kept
+    def _keep(self, how: str) -> None:
+        root, adapter, platform = self.root, self.adapter, self.platform
+        named = models.parameters(root)
+        if how == "state_dict":
+            taken = dict(root.state_dict() if hasattr(root, "state_dict") else root.parameters_dict())
+        elif how == "model_state_dict":
+            taken = dict(get_model_state_dict(root)) if self.meshes is not None else {}
+        elif how == "detach":
+            taken = {name: adapter.detach(p) for name, p in named.items()}
+        elif how == "to_local":
+            taken = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in named.items()}
+        elif how == "data" and all(hasattr(p, "data") for p in named.values()):
+            taken = {name: p.data for name, p in named.items()}
+        else:
+            with platform.no_dispatch(), platform.no_grad():
+                taken = {name: platform.detach(p) for name, p in named.items()}
+        self.kept.append((how, taken))
+
+    def _scale(self, which: int) -> None:
+        """Write to parameters through what was kept of them."""
+        self._reshard_all()
+        if not self.kept:
+            return
+        if self.meshes is None:
+            with self.platform.no_dispatch(), self.platform.no_grad():
+                for p in models.parameters(self.root).values():
+                    self.platform.write(
+                        self.platform.detach(p), self.adapter.tensor(self._numpy(p) * self.dtype.type(0.75))
+                    )
+            return
+        _, taken = self.kept[which % len(self.kept)]
+        with self.platform.no_grad():
+            for x in {name: x for name, x in taken.items() if name in models.parameters(self.root)}.values():
+                self.adapter.IN_PLACE["mul_"][0](x, 0.75)
+
+    def _ema(self) -> None:
+        """An average that follows the parameters."""
+        with self.platform.no_grad():
+            for name, p in models.parameters(self.root).items():
+                new = self.adapter.detach(p) * 0.5
+                self.shadow[name] = new + self.shadow[name] * 0.5 if name in self.shadow else new * 2
+
+    # ---------------------------------------------------------------------- loading and saving
+    def _load(self, seed: int, how: str) -> None:
+        values = self._drawn(seed)
+        if self.meshes is None or how == "write":
+            self._write(values)
+            return
+        self._reshard_all()
+        self._set(values, how == "whole")
+
+    def _set(self, values: dict[str, np.ndarray], whole: bool) -> None:
+        """By `set_model_state_dict`, of whole values or of shards."""
+        state: dict[str, Any] = {}
+        own = dict(self.platform.saved_tensors(self.root))
+        names = {id(x): name for name, x in {**models.parameters(self.root), **models.buffers(self.root)}.items()}
+        for name, x in own.items():
+            new = self.adapter.tensor(values[names[id(x)]])
+            if not whole and isinstance(x, DTensor):
+                part = np.ascontiguousarray(values[names[id(x)]][x._layout.local_index()])
+                new = self.platform.wrap(self.adapter.tensor(part), x._layout)
+            state[name] = new
+        set_model_state_dict(self.root, state, options=FULL if whole else None)
+
+    def _save(self) -> None:
+        """Whole values of now, in memory."""
+        self.saved = self._whole()
+        for name, x in self.saved.items():
+            self.see(f"saved {name} in {self._at}", x)
+        if self.meshes is not None:
+            state = get_model_state_dict(self.root, options=FULL)
+            for name, x in self.platform.saved_tensors(self.root):
+                if not np.array_equal(self._numpy(state[name]), np.array(self.adapter.numpy(x))):
+                    raise WrongError(f"{name} in the whole state dict")
+
+    def _restore(self) -> None:
+        if not self.saved:
+            return
+        if self.meshes is None:
+            self._write(self.saved)
+        else:
+            self._reshard_all()
+            self._set(self.saved, True)
+
+    def _resume(self, which: int) -> None:
+        """Save all, and go on with another job, perhaps on another mesh."""
+        self.total = None
+        if self.meshes is None:
+            self._setup_now = self.program.setups[which]
+            self.rows = self.program.rows(self._setup_now)
+            self.kept, self.shadow, self.saved = [], {}, {}
+            return
+        path = directory(self.program) / self._at.replace(" ", "-")
+        known: Any = None
+        if self.takes_part:
+            known = self.root.order[0], [p.requires_grad for p in models.parameters(self.root).values()]
+            save(self._state(), path, mesh=self.mesh)
+        known = next(x for x in Collective(self._everyone).gather(known) if x is not None)
+        self._setup(self.program.setups[which], seed=6)
+        if self.takes_part:
+            for p, wants in zip(models.parameters(self.root).values(), known[1], strict=True):
+                p.requires_grad = wants
+            if not all(known[1]):
+                self._optimizer()
+            load(self._state(), path, mesh=self.mesh)
+            self.root.order[0] = known[0]
+
+    def _state(self) -> dict[str, Any]:
+        return {"model": self.root} | ({} if self.optimizer is None else {"optimizer": self.optimizer})
+
+    # ---------------------------------------------------------------------- what is trained, whole, copied, moved
+    def _freeze(self, which: int, wants: bool = False) -> None:
+        if self.total is not None:
+            return
+        named = models.parameters(self.root)
+        names = [n for n in named if not n.startswith(("writer.teacher", "writer.count", "tied"))]
+        if not names:
+            return
+        chosen = names[which % len(names)]
+        if not wants and not any(p.requires_grad for n, p in named.items() if n != chosen):
+            return
+        named[chosen].requires_grad = wants
+        if not self.platform.accumulates_gradients:
+            self._optimizer()
+
+    def _unfreeze(self, which: int) -> None:
+        self._freeze(which, True)
+
+    def _unshard(self, which: int, asynchronous: bool) -> None:
+        if self.meshes is None or not hasattr(self.root, "unshard"):
+            return
+        unit = self.units[which % len(self.units)]
+        unit.unshard(async_op=asynchronous)
+        self.by_hand.append(unit)
+
+    def _reshard(self, which: int) -> None:
+        if self.meshes is not None and hasattr(self.root, "reshard"):
+            self.units[which % len(self.units)].reshard()
+
+    def _reshard_all(self) -> None:
+        """Before parameters change, what was made whole by hand is given back."""
+        units, self.by_hand = self.by_hand, []
+        for unit in units:
+            unit.reshard()
+
+    def _copy(self) -> None:
+        """Go on with a copy of the model, and a new optimizer."""
+        self.total = None
+        self._reshard_all()
+        self.root = copy.deepcopy(self.root)
+        self.kept, self.shadow = [], {}
+        paths = [unit[0] for unit in self._setup_now.units]
+        self.units = [models.module_at(self.root, path) for path in paths] + [self.root]
+        self._optimizer()
+
+    def _cast(self, dtype: str) -> None:
+        """Another dtype; what was taken before belongs to the old memory."""
+        self.total = None
+        self._reshard_all()
+        self.root.to(self.platform.dtypes[dtype])
+        self.dtype = np.dtype(dtype)
+        self.kept, self.shadow, self.saved = [], {}, {}
+        self._optimizer()
+
+    def _empty(self, seed: int) -> None:
+        """New memory, and new values."""
+        self.total = None
+        self._reshard_all()
+        first = next(iter(models.parameters(self.root).values()))
+        self.root.to_empty(device=first.device)
+        self.kept, self.shadow = [], {}
+        self._write(self._drawn(seed))
+        self._optimizer()
+
+
+def directory(program: Program) -> Path:
+    """Where the checkpoints of a program lie, the same on all ranks."""
+    place = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    return Path(place) / f"hyper-parallel-training-{os.getppid()}-{program.seed}"
+
+
+def clear(program: Program) -> None:
+    """Remove them."""
+    with suppress(OSError):
+        shutil.rmtree(directory(program))
