@@ -216,7 +216,8 @@ class Exchange:
         raise OutOfStepError(problem)
 
     def _swap(self, what: str, content: bytes, ranks: Sequence[int], may_differ: bool = False) -> list[Any]:
-        """What each of ``ranks`` says, all in the collective ``what``; with ``may_differ`` None for those in another."""
+        """What each of ``ranks`` says, all in the collective ``what``; with ``may_differ``, None for those in another
+        one."""
         if self.problem:
             raise OutOfStepError(self.problem)
         region = sum(1 << rank for rank in ranks)

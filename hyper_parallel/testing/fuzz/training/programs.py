@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,7 @@ class Program:
         if not self.cuts or self.data == "batch":
             return [slice(ROWS * r // size, ROWS * (r + 1) // size) for r in range(size)]
         borders = [0, *sorted(round(ROWS * self.cuts[r]) for r in range(size - 1)), ROWS]
-        return [slice(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+        return [slice(a, b) for a, b in pairwise(borders)]
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,11 @@ def generate(seed: int, limits: TrainingLimits) -> Program:
         if action[0] == "resume":
             at = setups[action[1]]
         actions.append(action)
-    if at.units and rng.random() < 0.15:
-        actions.append(("differ", *(_order(rng, model) for _ in range(4))))
+    if at.units and all(len(unit) == 1 for unit in at.units) and rng.random() < 0.2:
+        # A rank that runs no unit communicates nothing, and is at its next call when others are at their first.
+        orders = [_order(rng, model) for _ in range(4)]
+        if all(unit_order(at, order) for order in orders):
+            actions.append(("differ", *orders))
     if not any(word in ("step", "eval", "differ") for word, *_ in actions):
         actions.append(("step", int(rng.integers(1 << 30)), 1, 0.0))
     return Program(seed, model, setups, data, cuts, optimizer, tuple(actions))
@@ -211,7 +215,9 @@ def _setup(rng: np.random.Generator, model: Model) -> Setup:
                 units.append((f"block{i}.{_draw(rng, ('up', 'down'))}",))
         while left and rng.random() < 0.65:
             count = 2 if len(left) > 1 and rng.random() < 0.2 else 1
-            units.append(tuple(left.pop(int(rng.integers(len(left)))) for _ in range(count)))
+            unit = tuple(left.pop(int(rng.integers(len(left)))) for _ in range(count))
+            # What one module of a unit writes is a change between forward and backward to the others.
+            units += [unit] if "writer" not in unit else [(path,) for path in unit]
     options = (None, True, False)
     if shape[0] == 4 and names == ("shard",):
         options = (*options, 2)  # all ranks of the world take part in new groups

@@ -72,7 +72,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
         except WrongError as error:
             return "wrong", str(error)
         except Exception as error:
-            if differs(program) and isinstance(error, (RankMismatchError, AskedError)) and "differ" in trainer._at:
+            if isinstance(error, (RankMismatchError, AskedError)) and differs(trainer):
                 return "right", ""
             return "plain refused" if reference.problem else "refused", _told(error)
         finally:
@@ -80,20 +80,21 @@ def run(reference: Reference) -> tuple[str, str] | None:
                 clear(program)
     if reference.problem:
         return "accepted", reference.problem
-    if differs(program):
+    if differs(trainer):
         return "wrong", "ranks ran different units, and nobody said so"
     return "right", ""
 
 
-def differs(program: Program) -> bool:
-    """Whether ranks run different units at the end."""
-    word, *orders = program.actions[-1]
-    if word != "differ" or installed() is None:
+def differs(trainer: Trainer | None) -> bool:
+    """Whether this rank and those that shard with it run different units at the end."""
+    if trainer is None or not trainer.takes_part or trainer.dp is None or installed() is None:
         return False
-    at = [program.setups[0], *(program.setups[a[1]] for a in program.actions if a[0] == "resume")][-1]
-    size = at.shape[at.names.index("shard")] if "shard" in at.names else 1
-    rows = np.arange(at.data_ranks).reshape(-1, size)
-    return any(len({tuple(unit_order(at, orders[r])) for r in row}) > 1 for row in rows)
+    setup, (word, *orders) = trainer.now, trainer.program.actions[-1]
+    if word != "differ" or "shard" not in setup.names:
+        return False
+    size = setup.shape[setup.names.index("shard")]
+    first = trainer.rank // size * size
+    return len({tuple(unit_order(setup, order)) for order in orders[first : first + size]}) > 1
 
 
 class Comparison:

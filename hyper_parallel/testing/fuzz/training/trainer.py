@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class Trainer:
             return
         named = models.parameters(self.root)
         for name, p in named.items():
-            if self.meshes is not None and not isinstance(p, DTensor) and self._setup_now.data_ranks > 1:
+            if self.meshes is not None and not isinstance(p, DTensor) and self.now.data_ranks > 1:
                 raise WrongError(f"{name} is no DTensor {when}")
             self.see(f"{name} {when}", p)
         for name, b in models.buffers(self.root).items():
@@ -117,7 +118,7 @@ class Trainer:
     def _setup(self, setup: Setup, seed: int = 5) -> None:
         """A new model and optimizer."""
         program = self.program
-        self._setup_now, self.takes_part = setup, True
+        self.now, self.takes_part = setup, True
         self.dp = self.tp = self.mesh = None
         if self.meshes is not None:
             found = self.meshes[program.setups.index(setup)]
@@ -125,7 +126,7 @@ class Trainer:
             if found is None:
                 return
             self.mesh, self.dp, self.tp = found
-        self.root = models.build(program.model, seed)
+        self.root = models.build(replace(program.model, dtype=str(self.dtype)), seed)
         if self.meshes is not None:
             models.distribute(self.root, program.model, setup, self.dp, self.tp)
         self.rows = program.rows(setup)
@@ -140,8 +141,16 @@ class Trainer:
         self.units = [models.module_at(self.root, paths[0]) for paths in setup.units] + [self.root]
         self._optimizer()
 
+    def _asks(self) -> list[bool]:
+        """Which parameters are trained."""
+        return [p.requires_grad for p in models.parameters(self.root).values()]
+
+    def _ask(self, flags: list[bool]) -> None:
+        for p, wants in zip(models.parameters(self.root).values(), flags, strict=True):
+            p.requires_grad = wants
+
     def _optimizer(self) -> None:
-        name = self.program.optimizer
+        name, self.trained = self.program.optimizer, self._asks()
         if name == "sgd":
             self.optimizer, self.take = None, self.adapter.sgd(self.root, RATES[name])
         else:
@@ -202,7 +211,7 @@ class Trainer:
         adapter, program = self.adapter, self.program
         x, weights = self._batch(seed)
         if self.meshes is None and program.data == "parts":
-            weights = weights / np.asarray(self._setup_now.data_ranks, self.dtype)
+            weights = weights / np.asarray(self.now.data_ranks, self.dtype)
         part = self._part()
 
         def loss(given: Any) -> Any:
@@ -253,14 +262,20 @@ class Trainer:
         self.root.order[0] = order
 
     def _differ(self, *orders: tuple[int, ...]) -> None:
-        """Each data-parallel rank runs what it likes, once and again. With a backend's own collectives ranks would wait
-        for one another until the time-out."""
+        """Each data-parallel rank runs what it likes, once and again; then all run the same. With a backend's own
+        collectives ranks would wait for one another until the time-out."""
         if installed() is None:
             return
-        self.root.order[0] = orders[self.rank]
-        for _ in range(2):
-            with self.platform.no_grad():
-                self.adapter.call(self.root, self._mine(self.adapter.tensor(self._batch(0)[0][self._part()])))
+        self._reshard_all()
+        ranks = range(self.now.data_ranks) if self.meshes is None else (self.rank,)
+        for number in range(3):
+            for rank in ranks:
+                self.root.order[0] = orders[rank] if number < 2 else tuple(range(len(self.program.model.blocks)))
+                part = slice(0, ROWS) if self.program.data == "batch" else self.rows[rank]
+                with self.platform.no_grad():
+                    x = self._mine(self.adapter.tensor(self._batch(number)[0][part]))
+                    y = self.adapter.call(self.root, x)
+                self.see(f"output {number} of rank {rank} in {self._at}", y)
 
     # ---------------------------------------------------------------------- what is kept
     def _keep(self, how: str) -> None:
@@ -351,22 +366,21 @@ class Trainer:
         """Save all, and go on with another job, perhaps on another mesh."""
         self.total = None
         if self.meshes is None:
-            self._setup_now = self.program.setups[which]
-            self.rows = self.program.rows(self._setup_now)
+            self.now = self.program.setups[which]
+            self.rows = self.program.rows(self.now)
             self.kept, self.shadow, self.saved = [], {}, {}
             return
         path = directory(self.program) / self._at.replace(" ", "-")
         known: Any = None
         if self.takes_part:
-            known = self.root.order[0], [p.requires_grad for p in models.parameters(self.root).values()]
+            known = self.root.order[0], self.trained, self._asks()
             save(self._state(), path, mesh=self.mesh)
         known = next(x for x in Collective(self._everyone).gather(known) if x is not None)
         self._setup(self.program.setups[which], seed=6)
         if self.takes_part:
-            for p, wants in zip(models.parameters(self.root).values(), known[1], strict=True):
-                p.requires_grad = wants
-            if not all(known[1]):
-                self._optimizer()
+            self._ask(known[1])
+            self._optimizer()
+            self._ask(known[2])
             load(self._state(), path, mesh=self.mesh)
             self.root.order[0] = known[0]
 
@@ -410,17 +424,19 @@ class Trainer:
 
     def _copy(self) -> None:
         """Go on with a copy of the model, and a new optimizer."""
-        self.total = None
+        if self.total is not None:
+            return
         self._reshard_all()
         self.root = copy.deepcopy(self.root)
         self.kept, self.shadow = [], {}
-        paths = [unit[0] for unit in self._setup_now.units]
+        paths = [unit[0] for unit in self.now.units]
         self.units = [models.module_at(self.root, path) for path in paths] + [self.root]
         self._optimizer()
 
     def _cast(self, dtype: str) -> None:
         """Another dtype; what was taken before belongs to the old memory."""
-        self.total = None
+        if self.total is not None:
+            return
         self._reshard_all()
         self.root.to(self.platform.dtypes[dtype])
         self.dtype = np.dtype(dtype)
@@ -429,7 +445,8 @@ class Trainer:
 
     def _empty(self, seed: int) -> None:
         """New memory, and new values."""
-        self.total = None
+        if self.total is not None:
+            return
         self._reshard_all()
         first = next(iter(models.parameters(self.root).values()))
         self.root.to_empty(device=first.device)
