@@ -38,6 +38,7 @@ class Model:
         outermost: a weak reference to it.
         is_last_backward: whether gradients are to be complete after the next backward.
         abandoned: how often what was under way was forgotten.
+        keeping: units that may have kept gradients, in the order in which they began to, the same on all ranks.
         delayed: reductions that nobody has waited for, each with a function that waits and delivers the gradients.
         nests: whether a backward pass has begun within one that is running, as reentrant checkpointing has it; known
             where the platform tells the beginning.
@@ -48,6 +49,7 @@ class Model:
         self.platform, self.outermost = outermost.platform, weakref.ref(outermost)
         self.is_last_backward = True
         self.abandoned = 0
+        self.keeping: dict[Unit, None] = {}
         self.delayed: list[Any] = []
         self.nests = self.one_loss = False
         self._beside: tuple[DeviceMesh, ...] | None = None
@@ -205,9 +207,11 @@ class Model:
                 self.finish()
 
     def reduce_kept(self) -> None:
-        """Begin to reduce what was kept from backward passes before."""
-        for unit in dict.fromkeys(self._order):
+        """Begin to reduce what was kept from backward passes before, also of units that this step does not call."""
+        for unit in list(self.keeping):
             unit.reduce_kept()
+            if not unit.gradients.has_kept:
+                del self.keeping[unit]
 
     def finish(self) -> None:
         """Wait for the gradients, and add them to those that the parameters have."""

@@ -264,7 +264,8 @@ class _Started:
 
     def __init__(self, exchange: Exchange, what: str, out: Any, operand: Any, result: Any) -> None:
         self._exchange, self._what, self._out, self._result = exchange, what, out, result
-        self._operand, self._sent = operand, None if operand is None else np.array(get_adapter().numpy(operand))
+        self._operand = operand
+        self._sent = np.array(get_adapter().numpy(result if operand is None else operand))
 
     def wait(self) -> None:
         if self._result is None:

@@ -95,6 +95,7 @@ class Program:
         cuts: where a batch is cut into parts, as fractions; empty for equal parts.
         optimizer: ``"sgd"``, ``"momentum"``, ``"adamw"``.
         actions: what the trainer does.
+        least: how many rows each rank has at least.
     """
 
     seed: int
@@ -104,6 +105,7 @@ class Program:
     cuts: tuple[float, ...]
     optimizer: str
     actions: tuple[Action, ...]
+    least: int = 0
 
     def __str__(self) -> str:
         lines = [f"# seed {self.seed}, {self.data}{list(self.cuts) if self.cuts else ''}, {self.optimizer}"]
@@ -117,7 +119,9 @@ class Program:
             return [slice(0, ROWS)] * size
         if not self.cuts or self.data == "batch":
             return [slice(ROWS * r // size, ROWS * (r + 1) // size) for r in range(size)]
-        borders = [0, *sorted(round(ROWS * self.cuts[r]) for r in range(size - 1)), ROWS]
+        free = ROWS - size * self.least
+        borders = [0, *sorted(round(free * self.cuts[r]) for r in range(size - 1)), free]
+        borders = [at + r * self.least for r, at in enumerate(borders)]
         return [slice(a, b) for a, b in pairwise(borders)]
 
 
@@ -128,16 +132,17 @@ class TrainingLimits:
     Attributes:
         dtypes: of models.
         without: words that the framework does not have.
-        writers: what may write in forward.
+        writers, ways: what may write in forward, and how.
         optimizers: names of the adapter's.
-        few_rows: whether a rank may be without rows.
+        least: how many rows each rank has at least.
     """
 
     dtypes: tuple[str, ...] = ("float64", "float64", "float64", "float32")
     without: frozenset[str] = frozenset()
     writers: tuple[str, ...] = ("teacher", "counter", "buffer", "book")
+    ways: tuple[str, ...] = ("copy", "add")
     optimizers: tuple[str, ...] = ("sgd", "momentum", "adamw")
-    few_rows: bool = True
+    least: int = 0
 
 
 def generate(seed: int, limits: TrainingLimits) -> Program:
@@ -147,7 +152,7 @@ def generate(seed: int, limits: TrainingLimits) -> Program:
     setups = tuple(_setup(rng, model) for _ in range(3))
     # On another number of data-parallel ranks, averages of other parts are the same only if parts do not matter.
     data = str(rng.choice(("parts", "parts", "same", "batch")))
-    cuts = tuple(float(x) for x in rng.random(3)) if rng.random() < 0.3 and limits.few_rows else ()
+    cuts = tuple(float(x) for x in rng.random(3)) if rng.random() < 0.3 else ()
     optimizer = str(rng.choice(limits.optimizers))
     if data == "batch" and model.writer == "buffer":
         model = replace(model, writer="")  # a plain buffer meets a distributed batch
@@ -159,14 +164,14 @@ def generate(seed: int, limits: TrainingLimits) -> Program:
         if action[0] == "resume":
             at = setups[action[1]]
         actions.append(action)
-    if at.units and all(len(unit) == 1 for unit in at.units) and rng.random() < 0.2:
+    if at.units and all(len(u) == 1 for u in at.units) and not model.writer and rng.random() < 0.3:
         # A rank that runs no unit communicates nothing, and is at its next call when others are at their first.
         orders = [_order(rng, model) for _ in range(4)]
         if all(unit_order(at, order) for order in orders):
             actions.append(("differ", *orders))
     if not any(word in ("step", "eval", "differ") for word, *_ in actions):
         actions.append(("step", int(rng.integers(1 << 30)), 1, 0.0))
-    return Program(seed, model, setups, data, cuts, optimizer, tuple(actions))
+    return Program(seed, model, setups, data, cuts, optimizer, tuple(actions), limits.least)
 
 
 def _draw(rng: np.random.Generator, values: tuple[Any, ...]) -> Any:
@@ -184,7 +189,7 @@ def _model(rng: np.random.Generator, limits: TrainingLimits) -> Model:
         bool(rng.random() < 0.7),
         int(rng.choice((0, 0, 5, 6))),
         str(rng.choice(writers)),
-        str(rng.choice(("copy", "add"))),
+        str(rng.choice(limits.ways)),
         str(rng.choice(limits.dtypes)),
     )
 
@@ -218,7 +223,7 @@ def _setup(rng: np.random.Generator, model: Model) -> Setup:
             unit = tuple(left.pop(int(rng.integers(len(left)))) for _ in range(count))
             # What one module of a unit writes is a change between forward and backward to the others.
             units += [unit] if "writer" not in unit else [(path,) for path in unit]
-    options = (None, True, False)
+    options: tuple[Any, ...] = (None, True, False)
     if shape[0] == 4 and names == ("shard",):
         options = (*options, 2)  # all ranks of the world take part in new groups
     reshard = tuple(_draw(rng, options) for _ in range(len(units) + 1))
@@ -244,6 +249,8 @@ def _order(rng: np.random.Generator, model: Model) -> tuple[int, ...]:
     return tuple(int(i) for i in rng.integers(0, len(model.blocks), int(rng.integers(0, 5))))
 
 
+#: What a backward may do without.
+SWITCHES = ("", "set_requires_gradient_sync", "set_requires_gradient_sync", "set_requires_all_reduce")
 #: How a trainer may take something of a parameter.
 TAKEN = ("state_dict", "model_state_dict", "detach", "to_local", "memory", "data")
 _WORDS = {
@@ -287,7 +294,7 @@ def _action(
     if word == "step":  # a second call would write to what backward of the first one needs
         return word, seed, 1 if model.writer else int(rng.choice((1, 1, 2))), float(rng.choice((0.0, 0.0, 0.05)))
     if word == "accumulate":
-        return word, seed, bool(rng.random() < 0.5)
+        return word, seed, str(rng.choice(SWITCHES))
     if word == "order":
         return word, _order(rng, model)
     if word == "keep":
@@ -320,9 +327,10 @@ def smaller(program: Program) -> Iterator[Program]:
         if len(actions) > 1:
             yield replace(program, actions=(*actions[:at], *actions[at + 1 :]))
     model = program.model
-    for change in ({"writer": ""}, {"vocabulary": 0}, {"bias": False}):
+    changes: tuple[dict[str, Any], ...] = ({"writer": ""}, {"vocabulary": 0}, {"bias": False})
+    for change in changes:
         if getattr(model, next(iter(change))) != next(iter(change.values())):
-            yield _with_model(program, replace(model, **change))  # type: ignore[arg-type]
+            yield _with_model(program, replace(model, **change))
     if len(model.blocks) > 1 and not any(word == "differ" for word, *_ in actions):
         yield _with_model(program, replace(model, blocks=model.blocks[:-1]))
     if program.cuts:

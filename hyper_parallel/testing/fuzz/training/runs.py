@@ -105,7 +105,8 @@ class Comparison:
     """
 
     def __init__(self, reference: Reference) -> None:
-        self._reference, self._slack = reference, None
+        self._reference = reference
+        self._slack: list[dict[str, np.ndarray | None]] | None = None
         self._tolerance = _TOLERANCE[
             "float32"
             if any(a == ("cast", "float32") for a in reference.program.actions)
@@ -141,5 +142,5 @@ class Comparison:
         assert wanted is not None
         # Shaken by 1e-6, which are many roundings of float64.
         scale = 10 if self._tolerance > 1e-6 else 1e-5
-        found = [np.abs(seen[what] - wanted) for seen in self._slack]
+        found = [np.abs(np.asarray(seen[what]) - wanted) for seen in self._slack]
         return np.max(found, axis=0) * scale if found else np.zeros_like(wanted)

@@ -234,13 +234,14 @@ class Trainer:
         self.total = grads
         self.see(f"output of {self._at}", y, None if isinstance(y, DTensor) else self.rows[self.rank])
 
-    def _accumulate(self, seed: int, sync: bool) -> None:
-        synced = sync or not hasattr(self.root, "set_requires_gradient_sync")
-        if not synced:
-            self.root.set_requires_gradient_sync(False)
+    def _accumulate(self, seed: int, without: str) -> None:
+        """A backward more, perhaps without something that a method of the model switches off."""
+        switch = getattr(self.root, without, None) if without else None
+        if switch is not None:
+            switch(False)
         self._backward(seed, 1)
-        if not synced:
-            self.root.set_requires_gradient_sync(True)
+        if switch is not None:
+            switch(True)
 
     def _step(self, seed: int, calls: int, clip: float) -> None:
         self._backward(seed, calls)
@@ -259,6 +260,8 @@ class Trainer:
         self.see(f"output of {self._at}", y, None if isinstance(y, DTensor) else part)
 
     def _order(self, order: tuple[int, ...]) -> None:
+        if self.total is not None and not self.platform.accumulates_gradients:
+            return  # what was kept of a unit comes with the next backward that comes to it
         self.root.order[0] = order
 
     def _differ(self, *orders: tuple[int, ...]) -> None:
@@ -311,7 +314,10 @@ class Trainer:
         _, taken = self.kept[which % len(self.kept)]
         with self.platform.no_grad():
             for x in {name: x for name, x in taken.items() if name in models.parameters(self.root)}.values():
-                self.adapter.IN_PLACE["mul_"][0](x, 0.75)
+                if self.adapter.WRITES_THROUGH_VIEWS:
+                    self.adapter.IN_PLACE["mul_"][0](x, 0.75)
+                else:
+                    self.adapter.IN_PLACE["copy_"][0](x, x * 0.75)
 
     def _ema(self) -> None:
         """An average that follows the parameters."""
@@ -373,9 +379,10 @@ class Trainer:
         path = directory(self.program) / self._at.replace(" ", "-")
         known: Any = None
         if self.takes_part:
-            known = self.root.order[0], self.trained, self._asks()
+            known = self.root.order[0], self.trained, self._asks(), str(self.dtype)
             save(self._state(), path, mesh=self.mesh)
         known = next(x for x in Collective(self._everyone).gather(known) if x is not None)
+        self.dtype = np.dtype(known[3])
         self._setup(self.program.setups[which], seed=6)
         if self.takes_part:
             self._ask(known[1])
