@@ -17,7 +17,7 @@ from hyper_parallel.platform.mindspore.compiled.cells import compiled_hook, set_
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 from hyper_parallel.platform.mindspore.private import RECOMPUTE, Casts, CheckedCell
-from hyper_parallel.platform.mindspore.tensor import NoDispatch
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.module_text import text_of_plan
 
 __all__ = ["ModuleVerbs"]
@@ -59,7 +59,7 @@ class ModuleVerbs:
         if not x._requires_grad and x.ndim < 2 and not is_dense(x):
             # Counters and running statistics: MindSpore writes to no view.
             x = copied(x)
-        x.set_data = partial(_written, x)
+        x.set_data, x.copy_ = partial(_written, x), partial(_copied_into, x)
         return x
 
     def write(self, x: Any, values: Any) -> None:
@@ -141,6 +141,16 @@ def _written(x: Any, data: Any, slice_shape: bool = False) -> Any:
             values = data if isinstance(data, Tensor) else Tensor(data, x.dtype)
             Tensor.assign_value(x, dense(values.astype(x.dtype).reshape(tuple(x._shape))))
     return x
+
+
+def _copied_into(x: Any, values: Any, non_blocking: bool = False) -> Any:
+    """`Tensor.copy_` of a tensor that stands for a parameter: into a view it would write nothing on CPU, and say
+    nothing."""
+    if isinstance(values, InterceptedTensor) or is_dense(x):
+        return Tensor.copy_(x, values, non_blocking)
+    with NoDispatch():
+        Tensor.assign_value(x, copied(values.astype(x.dtype).broadcast_to(tuple(x._shape))))
+        return Tensor.copy_(x, x)  # which is counted
 
 
 def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Callable:

@@ -160,7 +160,7 @@ def generate(seed: int, limits: TrainingLimits) -> Program:
     actions: list[Action] = []
     at = setups[0]
     for _ in range(int(rng.integers(3, 9))):
-        action = _action(rng, model, at, len(setups), limits, actions)
+        action = _action(rng, model, at, len(setups), limits, actions, data)
         if action[0] == "resume":
             at = setups[action[1]]
         actions.append(action)
@@ -249,6 +249,20 @@ def _order(rng: np.random.Generator, model: Model) -> tuple[int, ...]:
     return tuple(int(i) for i in rng.integers(0, len(model.blocks), int(rng.integers(0, 5))))
 
 
+def _choices(rng: np.random.Generator, model: Model, at: Setup) -> list[tuple[int, ...]]:
+    """The blocks that each of four ranks calls: the same units, and between them what they like."""
+    in_units = {path.split(".")[0] for unit in at.units for path in unit}
+    free = [i for i in range(len(model.blocks)) if f"block{i}" not in in_units]
+    orders = []
+    common = _order(rng, model)
+    for _ in range(4):
+        kept = [i for i in common if f"block{i}" in in_units]
+        for i in rng.choice(free, int(rng.integers(0, 4))) if free else ():
+            kept.insert(int(rng.integers(len(kept) + 1)), int(i))
+        orders.append(tuple(kept))
+    return orders
+
+
 #: What a backward may do without.
 SWITCHES = ("", "set_requires_gradient_sync", "set_requires_gradient_sync", "set_requires_all_reduce")
 #: How a trainer may take something of a parameter.
@@ -258,6 +272,7 @@ _WORDS = {
     "accumulate": 2.0,
     "eval": 1.0,
     "order": 2.0,
+    "choose": 1.0,
     "keep": 3.0,
     "scale": 1.0,
     "ema": 1.5,
@@ -278,12 +293,20 @@ WORDS = (*_WORDS, "differ")
 
 
 def _action(
-    rng: np.random.Generator, model: Model, at: Setup, setups: int, limits: TrainingLimits, before: list[Action]
+    rng: np.random.Generator,
+    model: Model,
+    at: Setup,
+    setups: int,
+    limits: TrainingLimits,
+    before: list[Action],
+    data: str,
 ) -> Action:
     known = {word for word, *_ in before}
     weights = dict(_WORDS)
     without = [] if "shard" in at.names else ["unshard", "reshard"]
     without += limits.without
+    # One loss of all ranks, or a module that writes, is the same for all.
+    without += ["choose"] if at.data_ranks == 1 or data == "batch" or model.writer else []
     without += [] if "keep" in known else ["scale"]
     without += [] if "save" in known else ["restore"]
     without += [] if "freeze" in known else ["unfreeze"]
@@ -297,6 +320,8 @@ def _action(
         return word, seed, str(rng.choice(SWITCHES))
     if word == "order":
         return word, _order(rng, model)
+    if word == "choose":
+        return word, *_choices(rng, model, at)
     if word == "keep":
         return word, str(rng.choice(TAKEN))
     if word == "load":
@@ -374,7 +399,9 @@ def _with_model(program: Program, model: Model) -> Program:
             )
         )
     actions = tuple(
-        ("order", tuple(i for i in args[0] if i < len(model.blocks))) if word == "order" else (word, *args)
+        (word, *(tuple(i for i in order if i < len(model.blocks)) for order in args))
+        if word in ("order", "choose")
+        else (word, *args)
         for word, *args in program.actions
     )
     return replace(program, model=model, setups=tuple(setups), actions=actions)

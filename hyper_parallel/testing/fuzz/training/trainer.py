@@ -9,6 +9,7 @@ import copy
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -106,8 +107,6 @@ class Trainer:
             self.see(f"{name} {when}", b)
         for how, taken in self.kept:
             for name, x in taken.items():
-                if name not in named:
-                    continue
                 got, wanted = (self._numpy(y.to_local() if isinstance(y, DTensor) else y) for y in (x, named[name]))
                 if not np.array_equal(got, wanted):
                     raise WrongError(f"{how} of {name} {when}: {got.tolist()} in place of {wanted.tolist()}"[:400])
@@ -138,6 +137,7 @@ class Trainer:
         self.saved: dict[str, np.ndarray] = {}
         self.total: dict[str, Any] | None = None
         self.by_hand: list[Any] = []
+        self.choice: tuple[tuple[int, ...], ...] | None = None
         self.units = [models.module_at(self.root, paths[0]) for paths in setup.units] + [self.root]
         self._optimizer()
 
@@ -202,29 +202,41 @@ class Trainer:
             return distribute_tensor(x, self.dp, [Shard(0)] * self.dp.ndim, src_data_rank=None)
         return x
 
-    def _part(self) -> slice:
+    def _forwards(self) -> Iterator[tuple[str, slice, slice | None]]:
+        """What is called, with the order of blocks set: a name, its rows of the batch, and those of what it gives.
+        Where ranks choose, one device does what each of them does."""
         whole = self.meshes is None or self.program.data == "batch"
-        return slice(0, ROWS) if whole else self.rows[self.rank]
+        if self.choice is None:
+            yield "output", slice(0, ROWS) if whole else self.rows[self.rank], self.rows[self.rank]
+            return
+        for rank in range(self.now.data_ranks) if self.meshes is None else (self.rank,):
+            self.root.order[0] = self.choice[rank]
+            yield f"output of rank {rank}", self.rows[rank], None
 
     def _backward(self, seed: int, calls: int) -> None:
         """Add to the gradients."""
-        adapter, program = self.adapter, self.program
+        adapter, program, one = self.adapter, self.program, self.meshes is None
         x, weights = self._batch(seed)
-        if self.meshes is None and program.data == "parts":
+        if one and (program.data == "parts" or self.choice):
             weights = weights / np.asarray(self.now.data_ranks, self.dtype)
-        part = self._part()
+        mine = slice(0, ROWS) if one or program.data == "batch" else self.rows[self.rank]
+        outputs: dict[str, tuple[Any, slice | None]] = {}
 
         def loss(given: Any) -> Any:
-            total, y = self._loss(self._mine(given), weights[part], calls)
-            if isinstance(total, DTensor):
-                total = total.redistribute(placements=[Replicate()] * total.device_mesh.ndim).to_local()
-            return total, y
+            sums = None
+            for what, part, rows in self._forwards():
+                total, y = self._loss(self._mine(given[part] if one and self.choice else given), weights[part], calls)
+                if isinstance(total, DTensor):
+                    total = total.redistribute(placements=[Replicate()] * total.device_mesh.ndim).to_local()
+                outputs[what] = y, rows
+                sums = total if sums is None else sums + total
+            return sums, None
 
         accumulates = self.platform.accumulates_gradients
         if self.total is None or not accumulates:
-            y, _, grads = adapter.model_value_and_grads(self.root, loss, x[part])
+            _, _, grads = adapter.model_value_and_grads(self.root, loss, x[mine])
         else:
-            y, _ = adapter.value_and_grads(loss, [x[part]])
+            adapter.value_and_grads(loss, [x[mine]])
             grads = None
         if accumulates:
             grads = {name: p.grad for name, p in models.parameters(self.root).items()}
@@ -232,7 +244,8 @@ class Trainer:
             before = self.total
             grads = {n: g if before[n] is None else before[n] if g is None else before[n] + g for n, g in grads.items()}
         self.total = grads
-        self.see(f"output of {self._at}", y, None if isinstance(y, DTensor) else self.rows[self.rank])
+        for what, (y, rows) in outputs.items():
+            self.see(f"{what} of {self._at}", y, None if isinstance(y, DTensor) else rows)
 
     def _accumulate(self, seed: int, without: str) -> None:
         """A backward more, perhaps without something that a method of the model switches off."""
@@ -247,22 +260,29 @@ class Trainer:
         self._backward(seed, calls)
         grads, self.total = self.total or {}, None
         if clip:
-            grads = self.adapter.clip(self.root, grads, clip)
+            given = {name: g for name, g in grads.items() if g is not None}
+            grads = {**grads, **self.adapter.clip(self.root, given, clip)}
         for name, g in grads.items():
             self.see(f"gradient of {name} in {self._at}", g)
         self._reshard_all()
         self.take(grads)
 
     def _eval(self, seed: int) -> None:
-        x, part = self.adapter.tensor(self._batch(seed)[0][self._part()]), self.rows[self.rank]
-        with self.platform.no_grad():
-            y = self.adapter.call(self.root, self._mine(x))
-        self.see(f"output of {self._at}", y, None if isinstance(y, DTensor) else part)
+        x = self._batch(seed)[0]
+        for what, part, rows in self._forwards():
+            with self.platform.no_grad():
+                y = self.adapter.call(self.root, self._mine(self.adapter.tensor(x[part])))
+            self.see(f"{what} of {self._at}", y, None if isinstance(y, DTensor) else rows)
+
+    def _choose(self, *orders: tuple[int, ...]) -> None:
+        """Each data-parallel rank calls blocks that it chooses from now on, between the same units."""
+        if self.total is None or self.platform.accumulates_gradients:
+            self.choice = orders
 
     def _order(self, order: tuple[int, ...]) -> None:
         if self.total is not None and not self.platform.accumulates_gradients:
             return  # what was kept of a unit comes with the next backward that comes to it
-        self.root.order[0] = order
+        self.root.order[0], self.choice = order, None
 
     def _differ(self, *orders: tuple[int, ...]) -> None:
         """Each data-parallel rank runs what it likes, once and again; then all run the same. With a backend's own
@@ -297,7 +317,11 @@ class Trainer:
         else:
             with platform.no_dispatch(), platform.no_grad():
                 taken = {name: platform.detach(p) for name, p in named.items()}
-        self.kept.append((how, taken))
+        # State dicts have names of their own on some frameworks, and tied parameters twice.
+        ids = {id(p): name for name, p in named.items()}
+        saved = {name: ids[id(x)] for name, x in platform.saved_tensors(root) if id(x) in ids}
+        by_name = {ids.get(id(x)) or saved.get(name, name): x for name, x in taken.items()}
+        self.kept.append((how, {name: x for name, x in by_name.items() if name in named}))
 
     def _scale(self, which: int) -> None:
         """Write to parameters through what was kept of them."""
@@ -313,7 +337,7 @@ class Trainer:
             return
         _, taken = self.kept[which % len(self.kept)]
         with self.platform.no_grad():
-            for x in {name: x for name, x in taken.items() if name in models.parameters(self.root)}.values():
+            for x in taken.values():
                 if self.adapter.WRITES_THROUGH_VIEWS:
                     self.adapter.IN_PLACE["mul_"][0](x, 0.75)
                 else:
@@ -372,6 +396,7 @@ class Trainer:
         """Save all, and go on with another job, perhaps on another mesh."""
         self.total = None
         if self.meshes is None:
+            self.choice = None
             self.now = self.program.setups[which]
             self.rows = self.program.rows(self.now)
             self.kept, self.shadow, self.saved = [], {}, {}
