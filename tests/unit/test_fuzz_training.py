@@ -15,9 +15,9 @@ from hyper_parallel.testing.fuzz.training.programs import (
     Setup,
     TrainingLimits,
     generate,
-    smaller,
     unit_order,
 )
+from hyper_parallel.testing.fuzz.training.reductions import smaller
 
 PROGRAMS = [generate(seed, TrainingLimits()) for seed in range(600)]
 

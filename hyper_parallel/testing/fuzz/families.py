@@ -10,6 +10,7 @@ from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.fuzz import compare, reductions, stacks
 from hyper_parallel.testing.fuzz.program import Limits, generate
 from hyper_parallel.testing.fuzz.training import programs as training_programs
+from hyper_parallel.testing.fuzz.training import reductions as training_reductions
 from hyper_parallel.testing.fuzz.training import runs as training_runs
 
 __all__ = ["FAMILIES", "Family", "limits", "training_limits"]
@@ -62,6 +63,6 @@ FAMILIES = {
         lambda seed: training_programs.generate(seed, training_limits()),
         training_runs.on_one_device,
         training_runs.run,
-        training_programs.smaller,
+        training_reductions.smaller,
     ),
 }

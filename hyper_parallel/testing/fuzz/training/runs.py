@@ -14,8 +14,9 @@ from hyper_parallel.core.dtensor.communication.errors import RankMismatchError
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.fuzz.exchange import AskedError, installed
 from hyper_parallel.testing.fuzz.training import models
+from hyper_parallel.testing.fuzz.training.job import WrongError
 from hyper_parallel.testing.fuzz.training.programs import Program, unit_order
-from hyper_parallel.testing.fuzz.training.trainer import Trainer, WrongError, clear
+from hyper_parallel.testing.fuzz.training.trainer import Trainer, clear
 
 __all__ = ["Reference", "on_one_device", "run"]
 
