@@ -492,7 +492,7 @@ BOOL = torch.bool
 FUZZ_SHARE = 400
 FUZZ_LIMITS: dict[str, Any] = {}
 TRAINING_LIMITS: dict[str, Any] = {}
-TRAINING_SHARE = 300
+TRAINING_SHARE = 200
 
 
 def unruled_in_place(x: Any) -> Any:
