@@ -99,12 +99,14 @@ class Model:
         """It has ended, or failed."""
         for unit in self._began:
             unit.forward_is_over()
-        if complete:
-            self._order, self._ends = tuple(self._began), tuple(self._ended)
         self.drop_ahead()
+        if not complete:
+            return
         outermost = self.outermost()
-        if complete and outermost is not None:
+        if outermost is not None:
             self._has_come(outermost.steps.end)
+        # Where ranks differ, none keeps this one: what is gathered ahead is the same on all.
+        self._order, self._ends = tuple(self._began), tuple(self._ended)
 
     def _has_come(self, event: Event) -> None:
         """Compare it where ranks have communicated in this forward."""
@@ -118,7 +120,7 @@ class Model:
         self._began.append(unit)
         if unit.forward_prefetch:
             self.gather_ahead(unit.forward_prefetch)
-        elif at + 1 < len(order) and order[at] is unit:
+        elif at + 1 < len(order) and order[at] is unit and order[at + 1] is not unit:  # which may write to its own
             self.gather_ahead(order[at + 1 : at + 2])
 
     def left(self, unit: Unit, goes_on: bool) -> None:

@@ -58,6 +58,13 @@ FOUND_TRAINERS: dict[str, Program] = {
         ("step", 2, 1, 0.0),
         optimizer="adamw",
     ),
+    "a unit that is gathered by hand while it runs, and writes": _of(
+        Model(4, 3, ("rms",), writer="counter"),
+        Setup((2,), ("shard",)),
+        ("inside", 59660147),
+        ("eval", 1),
+        ("step", 2, 1, 0.0),
+    ),
     "a teacher that follows by copy_": _of(
         Model(3, 1, ("rms",), writer="teacher"),
         Setup((2,), ("shard",)),

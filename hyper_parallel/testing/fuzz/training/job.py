@@ -105,9 +105,15 @@ class Job:
             if found is None:
                 return
             self.mesh, self.dp, self.tp = found
-        self.root = models.build(replace(program.model, dtype=str(self.dtype)), seed)
+        model = replace(program.model, dtype=str(self.dtype))
+        self.by_hand: list[Any] = []
+        self.root = models.build(model, None if setup.meta and self.meshes is not None else seed)
         if self.meshes is not None:
             models.distribute(self.root, program.model, setup, self.dp, self.tp)
+            if setup.meta:
+                self.root.to_empty(device=self.adapter.tensor(np.zeros(1)).device)
+                whole = models.build(model, seed)
+                self._write({name: self._numpy(x) for name, x in models.held(whole).items()})
         self.rows = program.rows(setup)
         self.rank = 0
         if self.dp is not None:
@@ -116,10 +122,32 @@ class Job:
         self.shadow: dict[str, Any] = {}
         self.saved: dict[str, np.ndarray] = {}
         self.total: dict[str, Any] | None = None
-        self.by_hand: list[Any] = []
+        self.inside: np.random.Generator | None = None
         self.choice: tuple[tuple[int, ...], ...] | None = None
         self.units = [models.module_at(self.root, paths[0]) for paths in setup.units] + [self.root]
+        self._watch()
         self._optimizer()
+
+    def _watch(self) -> None:
+        """Let units be gathered by hand while the model runs, as ``inside`` draws. Without storage to free, a unit
+        that is gathered after its forward stays whole until `reshard`."""
+        if self.meshes is None or not hasattr(self.root, "unshard") or not self.platform.frees_storage:
+            return
+
+        def act() -> None:
+            if self.inside is None or self.choice is not None or self.platform.in_backward():
+                return
+            unit, how = self.units[int(self.inside.integers(len(self.units)))], int(self.inside.integers(4))
+            if how < 3:
+                handle = unit.unshard(async_op=how > 0)
+                self.by_hand.append(unit)
+                if how == 2:
+                    handle.wait()
+
+        for i in range(len(self.program.model.blocks)):
+            block = models.module_at(self.root, f"block{i}")
+            self.platform.register_forward_pre_hook(block, lambda module, args: act())
+            self.platform.register_forward_hook(block, lambda module, args, output: act())
 
     def _asks(self) -> list[bool]:
         """Which parameters are trained."""
@@ -138,13 +166,13 @@ class Job:
 
     def _whole(self) -> dict[str, np.ndarray]:
         """All values of parameters and buffers."""
-        named = {**models.parameters(self.root), **models.buffers(self.root)}
+        named = models.held(self.root)
         return {name: np.array(self.adapter.numpy(x)) for name, x in named.items()}
 
     def _write(self, values: dict[str, np.ndarray]) -> None:
         """Write whole values into parameters and buffers."""
         self._reshard_all()
-        for name, x in {**models.parameters(self.root), **models.buffers(self.root)}.items():
+        for name, x in models.held(self.root).items():
             part = values[name] if not isinstance(x, DTensor) else values[name][x._layout.local_index()]
             if part.size:
                 with self.platform.no_dispatch(), self.platform.no_grad():
@@ -152,7 +180,7 @@ class Job:
 
     def _drawn(self, seed: int) -> dict[str, np.ndarray]:
         """New values."""
-        named, rng = {**models.parameters(self.root), **models.buffers(self.root)}, np.random.default_rng(seed)
+        named, rng = models.held(self.root), np.random.default_rng(seed)
         return {n: (rng.standard_normal(tuple(x.shape)) * 0.3).astype(self.dtype) for n, x in named.items()}
 
     # ---------------------------------------------------------------------- steps

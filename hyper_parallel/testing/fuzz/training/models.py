@@ -21,11 +21,27 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.fuzz.training.programs import Model, Setup
 
-__all__ = ["buffers", "build", "distribute", "meshes_of", "module_at", "parameters"]
+__all__ = ["buffers", "build", "distribute", "held", "meshes_of", "module_at", "parameters"]
 
 
-def build(model: Model, seed: int = 5) -> Any:
-    """A model; its attribute ``order`` is a list with the order of the blocks that it calls."""
+def build(model: Model, seed: int | None = 5) -> Any:
+    """A model; its attribute ``order`` is a list with the order of the blocks that it calls. Without a seed it has no
+    memory."""
+    if seed is None:
+        with get_adapter().without_values():
+            root = _made(model)
+        root.to(get_platform().dtypes[model.dtype])
+    else:
+        root = get_adapter().load(_made(model), np.random.default_rng(seed), np.dtype(model.dtype).type)
+    if model.writer in ("teacher", "counter"):
+        frozen = "writer.teacher" if model.writer == "teacher" else "writer.count"
+        for name in parameters(root):
+            if name.startswith(frozen):
+                get_adapter().freeze(root, name)
+    return root
+
+
+def _made(model: Model) -> Any:
     adapter, root = get_adapter(), get_adapter().Probe()
     features = model.features
     if model.vocabulary:
@@ -36,12 +52,6 @@ def build(model: Model, seed: int = 5) -> Any:
         root.writer = _writer(adapter, model)
     object.__setattr__(root, "order", [tuple(range(len(model.blocks)))])
     get_platform().replace_forward(root, lambda _: _forward)
-    adapter.load(root, np.random.default_rng(seed), np.dtype(model.dtype).type)
-    if model.writer in ("teacher", "counter"):
-        frozen = "writer.teacher" if model.writer == "teacher" else "writer.count"
-        for name in parameters(root):
-            if name.startswith(frozen):
-                adapter.freeze(root, name)
     return root
 
 
@@ -129,6 +139,11 @@ def buffers(module: Any) -> dict[str, Any]:
     }
 
 
+def held(module: Any) -> dict[str, Any]:
+    """Parameters and buffers."""
+    return {**parameters(module), **buffers(module)}
+
+
 def module_at(root: Any, path: str) -> Any:
     """The module below ``root`` at a path."""
     for name in path.split(".") if path else ():
@@ -177,13 +192,16 @@ def distribute(root: Any, model: Model, setup: Setup, dp: DeviceMesh | None, tp:
 
 def _plan(model: Model, setup: Setup) -> dict[str, Any]:
     plan: dict[str, Any] = {}
-    for i, style in enumerate(setup.styles):
+    styled = [(f"block{i}", style) for i, style in enumerate(setup.styles[: len(model.blocks)])]
+    if model.writer == "teacher":
+        styled += [(f"writer.{name}", style) for name in ("student", "teacher") for style in setup.styles[-1:]]
+    for path, style in styled:
         if style == "pair":
-            plan |= {f"block{i}.up": ColwiseParallel(), f"block{i}.down": RowwiseParallel()}
+            plan |= {f"{path}.up": ColwiseParallel(), f"{path}.down": RowwiseParallel()}
         elif style == "col":
-            plan[f"block{i}"] = ColwiseParallel(output_layouts=Replicate())
+            plan[path] = ColwiseParallel(output_layouts=Replicate())
         elif style == "row":
-            plan[f"block{i}"] = RowwiseParallel(input_layouts=Replicate())
+            plan[path] = RowwiseParallel(input_layouts=Replicate())
     if model.vocabulary and any(setup.styles):
         plan["tied.embedding"] = RowwiseParallel(input_layouts=Replicate())
         plan["tied.head"] = ColwiseParallel(output_layouts=Replicate())

@@ -54,12 +54,13 @@ class Setup:
 
     Attributes:
         shape, names: of the mesh: ``"rep"`` and ``"shard"`` of `fully_shard`, ``"copy"`` of `replicate`, ``"tp"``.
-        styles: of each block: ``""``, ``"col"``, ``"row"``, ``"pair"``.
+        styles: of each block, and of what a module has that writes: ``""``, ``"col"``, ``"row"``, ``"pair"``.
         units: the paths of the modules of each unit but the outermost one, in the order of the calls.
         reshard: of each unit, and of the outermost one.
         by_last: whether parameters are cut along their last dimension.
         two_meshes: whether tensor and data parallelism have meshes of their own, over the same ranks.
         small_buckets: of `replicate`.
+        meta: whether the model is made without memory, and gets it when it is distributed.
     """
 
     shape: tuple[int, ...]
@@ -70,6 +71,7 @@ class Setup:
     by_last: bool = False
     two_meshes: bool = False
     small_buckets: bool = False
+    meta: bool = False
 
     @property
     def data_ranks(self) -> int:
@@ -147,7 +149,7 @@ def generate(seed: int, limits: TrainingLimits) -> Program:
     """The program of a seed."""
     rng = np.random.default_rng((seed, 7723))
     model = _model(rng, limits)
-    setups = tuple(_setup(rng, model) for _ in range(3))
+    setups = tuple(_setup(rng, model, limits) for _ in range(3))
     # On another number of data-parallel ranks, averages of other parts are the same only if parts do not matter.
     data = str(rng.choice(("parts", "parts", "same", "batch")))
     cuts = tuple(float(x) for x in rng.random(3)) if rng.random() < 0.3 else ()
@@ -204,12 +206,13 @@ _MESHES: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] = (
 )
 
 
-def _setup(rng: np.random.Generator, model: Model) -> Setup:
+def _setup(rng: np.random.Generator, model: Model, limits: TrainingLimits) -> Setup:
     shape, names = _draw(rng, _MESHES)
     styles: tuple[str, ...] = ()
     if "tp" in names:
         choices = {"linear": ("", "col", "row", "col"), "mlp": ("", "pair", "pair")}
-        styles = tuple(_draw(rng, choices.get(kind, ("",))) for kind in model.blocks)
+        kinds = (*model.blocks, "linear" if model.writer == "teacher" else "")
+        styles = tuple(_draw(rng, choices.get(kind, ("",))) for kind in kinds)
     units: list[tuple[str, ...]] = []
     if "shard" in names:
         left = [f"block{i}" for i in range(len(model.blocks))] + (["writer"] if model.writer else [])
@@ -234,6 +237,8 @@ def _setup(rng: np.random.Generator, model: Model) -> Setup:
         by_last=bool(rng.random() < 0.2),
         two_meshes=len(shape) == 2 and int(np.prod(shape)) == 4 and bool(rng.random() < 0.4),
         small_buckets=bool(rng.random() < 0.5),
+        # What gets memory for the first time is tied no more, on one device as well.
+        meta=bool(rng.random() < 0.15) and not model.vocabulary and "empty" not in limits.without and "tp" not in names,
     )
 
 
@@ -255,7 +260,8 @@ def _choices(rng: np.random.Generator, model: Model, at: Setup) -> list[tuple[in
     common = _order(rng, model)
     for _ in range(4):
         kept = [i for i in common if f"block{i}" in in_units]
-        for i in rng.choice(free, int(rng.integers(0, 4))) if free else ():
+        # At least one of the outermost unit: its gradients are reduced by a rank that has some.
+        for i in rng.choice(free, int(rng.integers(1, 4))) if free else ():
             kept.insert(int(rng.integers(len(kept) + 1)), int(i))
         orders.append(tuple(kept))
     return orders
@@ -282,6 +288,7 @@ _WORDS = {
     "unfreeze": 0.5,
     "unshard": 2.0,
     "reshard": 1.0,
+    "inside": 1.0,
     "copy": 0.4,
     "cast": 0.4,
     "empty": 0.4,
@@ -301,7 +308,7 @@ def _action(
 ) -> Action:
     known = {word for word, *_ in before}
     weights = dict(_WORDS)
-    without = [] if "shard" in at.names else ["unshard", "reshard"]
+    without = [] if "shard" in at.names else ["unshard", "reshard", "inside"]
     without += limits.without
     # One loss of all ranks, or a module that writes, is the same for all.
     without += ["choose"] if at.data_ranks == 1 or data == "batch" or model.writer else []
@@ -332,7 +339,7 @@ def _action(
         return word, int(rng.integers(8)), bool(rng.random() < 0.5)
     if word == "cast":
         return word, str(rng.choice(("float32", "float64")))
-    if word in ("eval", "empty"):
+    if word in ("eval", "empty", "inside"):
         return word, seed
     return (word,)
 

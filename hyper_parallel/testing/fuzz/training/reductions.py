@@ -39,7 +39,12 @@ def smaller(program: Program) -> Iterator[Program]:
                 reshard=(*setup.reshard[:at], *setup.reshard[at + 1 :]),
             )
             yield _with_setup(program, i, fewer)
-        plain: dict[str, Any] = {"by_last": False, "two_meshes": False, "reshard": (None,) * len(setup.reshard)}
+        plain: dict[str, Any] = {
+            "by_last": False,
+            "two_meshes": False,
+            "meta": False,
+            "reshard": (None,) * len(setup.reshard),
+        }
         for name, value in plain.items():
             if getattr(setup, name) != value:
                 yield _with_setup(program, i, replace(setup, **{name: value}))
@@ -59,7 +64,7 @@ def _with_model(program: Program, model: Model) -> Program:
         setups.append(
             replace(
                 setup,
-                styles=setup.styles[: len(model.blocks)],
+                styles=(*setup.styles[: len(model.blocks)], *setup.styles[len(program.model.blocks) :]),
                 units=tuple(units[i] for i in kept),
                 reshard=(*(setup.reshard[i] for i in kept), setup.reshard[-1]),
             )

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.data_parallel.agreement import agreement_of
 from hyper_parallel.core.dtensor.communication.errors import RankMismatchError
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.fuzz.exchange import AskedError, installed
@@ -77,6 +78,11 @@ def run(reference: Reference) -> tuple[str, str] | None:
                 return "right", ""
             return "plain refused" if reference.problem else "refused", _told(error)
         finally:
+            if program.actions[-1][0] == "differ":  # ranks that were in a collective do not know that others asked
+                for mesh in (mesh for mesh in meshes if mesh is not None and mesh[1] is not None):
+                    for agreement in (agreement_of(mesh[1], dim) for dim in range(mesh[1].ndim)):
+                        if agreement is not None:
+                            agreement.begin_anew()
             if spmd.rank == 0:
                 clear(program)
     if reference.problem:

@@ -82,6 +82,7 @@ class Trainer(Job):
         if installed() is None:
             return
         self._reshard_all()
+        self.inside = None
         ranks = range(self.now.data_ranks) if self.meshes is None else (self.rank,)
         for number in range(3):
             for rank in ranks:
@@ -155,7 +156,7 @@ class Trainer(Job):
         """By `set_model_state_dict`, of whole values or of shards."""
         state: dict[str, Any] = {}
         own = dict(self.platform.saved_tensors(self.root))
-        names = {id(x): name for name, x in {**models.parameters(self.root), **models.buffers(self.root)}.items()}
+        names = {id(x): name for name, x in models.held(self.root).items()}
         for name, x in own.items():
             new = self.adapter.tensor(values[names[id(x)]])
             if not whole and isinstance(x, DTensor):
@@ -191,12 +192,12 @@ class Trainer(Job):
             self.choice = None
             self.now = self.program.setups[which]
             self.rows = self.program.rows(self.now)
-            self.kept, self.shadow, self.saved = [], {}, {}
+            self.kept, self.shadow = [], {}
             return
         path = directory(self.program) / self._at.replace(" ", "-")
         known: Any = None
         if self.takes_part:
-            known = self.root.order[0], self.trained, self._asks(), str(self.dtype)
+            known = self.root.order[0], self.trained, self._asks(), str(self.dtype), self.saved
             save(self._state(), path, mesh=self.mesh)
         known = next(x for x in Collective(self._everyone).gather(known) if x is not None)
         self.dtype = np.dtype(known[3])
@@ -206,7 +207,7 @@ class Trainer(Job):
             self._optimizer()
             self._ask(known[2])
             load(self._state(), path, mesh=self.mesh)
-            self.root.order[0] = known[0]
+            self.root.order[0], self.saved = known[0], known[4]
 
     def _state(self) -> dict[str, Any]:
         return {"model": self.root} | ({} if self.optimizer is None else {"optimizer": self.optimizer})
@@ -240,6 +241,10 @@ class Trainer(Job):
         if self.meshes is not None and hasattr(self.root, "reshard"):
             self.units[which % len(self.units)].reshard()
 
+    def _inside(self, seed: int) -> None:
+        """From now on units are gathered by hand while the model runs, too."""
+        self.inside = np.random.default_rng(seed)
+
     def _copy(self) -> None:
         """Go on with a copy of the model, and a new optimizer."""
         if self.total is not None:
@@ -248,7 +253,7 @@ class Trainer(Job):
         self.root = copy.deepcopy(self.root)
         self.kept, self.shadow = [], {}
         paths = [unit[0] for unit in self.now.units]
-        self.units = [models.module_at(self.root, path) for path in paths] + [self.root]
+        self.units, self.inside = [models.module_at(self.root, path) for path in paths] + [self.root], None
         self._optimizer()
 
     def _cast(self, dtype: str) -> None:
