@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
-from mindspore import COOTensor, CSRTensor, Parameter, Tensor, dtype_to_nptype, mint, nn
+from mindspore import COOTensor, CSRTensor, Parameter, Tensor, dtype_to_nptype, mint, nn, ops
 
 from hyper_parallel.platform.contract import ModuleKind
 from hyper_parallel.platform.mindspore.collectives import copied, dense, is_dense
@@ -56,7 +56,10 @@ class ModuleVerbs:
         return x.get_bytes()
 
     def as_parameter(self, x: Any) -> Any:
-        if not x._requires_grad and x.ndim < 2 and not is_dense(x):
+        if not x._requires_grad and is_dense(x):
+            # Of `Tensor.data` to which a forward writes, backward may read what was there before.
+            x = ops.stop_gradient(x)
+        elif not x._requires_grad and x.ndim < 2:
             # Counters and running statistics: MindSpore writes to no view.
             x = copied(x)
         x.set_data, x.copy_ = partial(_written, x), partial(_copied_into, x)
@@ -139,7 +142,11 @@ def _written(x: Any, data: Any, slice_shape: bool = False) -> Any:
     if data is not x:
         with NoDispatch():
             values = data if isinstance(data, Tensor) else Tensor(data, x.dtype)
-            Tensor.assign_value(x, dense(values.astype(x.dtype).reshape(tuple(x._shape))))
+            values = dense(values.astype(x.dtype).reshape(tuple(x._shape)))
+            if is_dense(x):
+                Tensor.copy_(x, values)
+            else:
+                Tensor.assign_value(x, values)
     return x
 
 
