@@ -53,6 +53,7 @@ class Job:
         self.seen: dict[str, np.ndarray | None] = {}
         self._at = "at first"
         self.dtype = np.dtype(program.model.dtype)
+        self.order = tuple(range(len(program.model.blocks)))  # of the blocks, where ranks do not choose
         self._setup(program.setups[0])
         if shaken:
             self._write({n: x + 1e-6 * (1 + np.abs(x)) * self._noise(n, x) for n, x in self._whole().items()})

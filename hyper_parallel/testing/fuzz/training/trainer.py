@@ -74,7 +74,7 @@ class Trainer(Job):
     def _order(self, order: tuple[int, ...]) -> None:
         if self.total is not None and not self.platform.accumulates_gradients:
             return  # what was kept of a unit comes with the next backward that comes to it
-        self.root.order[0], self.choice = order, None
+        self.root.order[0], self.order, self.choice = order, order, None
 
     def _differ(self, *orders: tuple[int, ...]) -> None:
         """Each data-parallel rank runs what it likes, once and again; then all run the same. With a backend's own
@@ -189,7 +189,7 @@ class Trainer(Job):
         """Save all, and go on with another job, perhaps on another mesh."""
         self.total = None
         if self.meshes is None:
-            self.choice = None
+            self.root.order[0], self.choice = self.order, None
             self.now = self.program.setups[which]
             self.rows = self.program.rows(self.now)
             self.kept, self.shadow = [], {}
@@ -197,7 +197,7 @@ class Trainer(Job):
         path = directory(self.program) / self._at.replace(" ", "-")
         known: Any = None
         if self.takes_part:
-            known = self.root.order[0], self.trained, self._asks(), str(self.dtype), self.saved
+            known = self.order, self.trained, self._asks(), str(self.dtype), self.saved
             save(self._state(), path, mesh=self.mesh)
         known = next(x for x in Collective(self._everyone).gather(known) if x is not None)
         self.dtype = np.dtype(known[3])
@@ -208,6 +208,7 @@ class Trainer(Job):
             self._ask(known[2])
             load(self._state(), path, mesh=self.mesh)
             self.root.order[0], self.saved = known[0], known[4]
+        self.order = known[0]
 
     def _state(self) -> dict[str, Any]:
         return {"model": self.root} | ({} if self.optimizer is None else {"optimizer": self.optimizer})
