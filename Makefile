@@ -5,7 +5,7 @@
 # make readme-table                       the README's table of backends, from the last run of the tests, which must be of HEAD; that of docs/gates.md
 # make demo [PLATFORM=mindspore] [TP=2] [DP=1]   train a small Llama on DP x TP processes
 # make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
-# make fuzz [N=100000] [PLATFORM=mindspore]   random programs with fresh seeds, recorded in ci/last_fuzz.json
+# make fuzz [N=100000] [PLATFORM=mindspore] [KIND=training]   random programs with fresh seeds, recorded in ci/last_fuzz.json
 # make nightly [PLATFORM=mindspore] [N=100] [SEED=1] [PARTS="unit mindspore"]   everything, recorded in ci/last_nightly.json; hours
 # make mutants [N=200] [SEED=1] [PLATFORM=mindspore]   which small changes of the code the gate misses, and which all tests; hours
 # make lint                               ruff and mypy
@@ -105,7 +105,7 @@ N :=
 SEED := 1
 fuzz: .venv/all/.ready
 	.venv/all/bin/python -m hyper_parallel.testing.fuzz $(or $(PLATFORM),torch-cpu) --count $(or $(N),1000) \
-	    --record ci/last_fuzz.json
+	    --kind $(or $(KIND),operations) --record ci/last_fuzz.json
 	.venv/all/bin/python -m ci.figures --write
 
 PARTS :=

@@ -8,9 +8,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from hyper_parallel import check_ranks, fully_shard
+from hyper_parallel import check_ranks, fully_shard, replicate
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.extent import on_ranks
+from hyper_parallel.testing.fuzz.training import models
+from hyper_parallel.testing.fuzz.training.programs import Model
 
 
 class Writing(nn.Cell):
@@ -37,9 +40,12 @@ class Writing(nn.Cell):
 
 
 @spmd.on_mesh()
-def follows(mesh: Any, reshard: bool) -> None:
+def follows(mesh: Any, reshard: bool | None) -> None:
     single, model = Writing(), Writing()
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    if reshard is None:
+        replicate(model, mesh)
+    else:
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     taken = {p.name: p.to_local() for p in model.get_parameters()}
     for step in range(4):
         x = Tensor(np.random.default_rng(step).standard_normal((2, 5)).astype(np.float32))
@@ -57,5 +63,32 @@ def follows(mesh: Any, reshard: bool) -> None:
 
 @on_ranks(1, 2, 3)
 def test_writes_arrive(pool: Any, world_size: int) -> None:
-    for reshard in (False, True):
+    for reshard in (False, True, None):
         pool.run(world_size, follows, reshard)
+
+
+@spmd.on_mesh()
+def reads_what_it_wrote(mesh: Any) -> None:
+    """Backward reads the weights of a norm to which the forward wrote, in models of several kinds one after the other:
+    what MindSpore keeps of a tensor depends on those before."""
+    adapter = get_adapter()
+    x = np.random.default_rng(3).standard_normal((4, 2, 3)).astype(np.float32)
+    wanted: dict[tuple[str, int], np.ndarray] = {}
+    for shard in 10 * (None, replicate, fully_shard):
+        for writer in ("counter", "", "teacher"):
+            model = models.build(Model(3, 2, ("rms",), bias=False, writer=writer, dtype="float32"))
+            if shard is not None:
+                shard(model, mesh=mesh) if shard is fully_shard else shard(model, mesh)
+
+            def loss(x: Any, model: Any = model) -> Any:
+                y = adapter.tanh(adapter.call(model, x))
+                return adapter.sum(y * y), y
+
+            for step in range(2):
+                _, _, grads = adapter.model_value_and_grads(model, loss, x)
+                found = adapter.numpy(grads["block0.weight"])
+                np.testing.assert_allclose(found, wanted.setdefault((writer, step), found), rtol=1e-4)
+
+
+def test_backward_reads_what_forward_wrote(pool: Any) -> None:
+    pool.run(1, reads_what_it_wrote)

@@ -134,6 +134,17 @@ class Counting(nn.Module):
         return y
 
 
+class Twice(nn.Module):
+    """Calls a module twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.inner(x)
+
+
 @spmd.on_mesh()
 def corners(mesh: Any) -> None:
     rank, x = mesh.get_local_rank(0), torch.ones(2, 3)
@@ -165,6 +176,20 @@ def corners(mesh: Any) -> None:
         says = r"the values written to 'held'.*write the same on all ranks"
         with pytest.raises(RankMismatchError, match=says), check_ranks(mesh):
             m(x)
+    # Without gradients a unit is gathered for each call: the next one reads what this one has written.
+    twice, seen = Twice(), []
+    fully_shard(twice.inner, mesh=mesh)
+    fully_shard(twice, mesh=mesh)
+
+    def count(module: Counting) -> None:
+        module.held.add_(1.0)
+        seen.append(module.held.sum().item())
+
+    twice.inner.more = count
+    for _ in range(2):
+        with torch.no_grad():
+            twice(x)
+    assert seen == pytest.approx([Counting().held.sum().item() + 12 * n for n in (1, 2, 3, 4)])
     # Something else in the place of a parameter cannot arrive.
     m = fully_shard(Counting(), mesh=mesh)
     m.more = lambda self: setattr(self, "held", nn.Parameter(torch.zeros(4, 3)))

@@ -10,8 +10,9 @@ import pytest
 
 from hyper_parallel.platform import get_platform
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.fuzz.campaign import BAD, RANKS, judge, limits, run_seeds
+from hyper_parallel.testing.fuzz.campaign import BAD, RANKS, judge, run_seeds
 from hyper_parallel.testing.fuzz.exchange import ExchangePool
+from hyper_parallel.testing.fuzz.families import limits
 from hyper_parallel.testing.fuzz.program import generate
 from hyper_parallel.testing.fuzz.shrink import shrink
 

@@ -137,7 +137,7 @@ class Scripted:
     def __init__(self, *kinds: str) -> None:
         self.kinds = list(kinds)
 
-    def run(self, ranks: int, job: Any, programs: list, timeout: float) -> list:
+    def run(self, ranks: int, job: Any, programs: list, family: str, timeout: float) -> list:
         if job is campaign.references:
             return [[None] * len(programs[rank::ranks]) for rank in range(ranks)]
         kind = self.kinds.pop(0)

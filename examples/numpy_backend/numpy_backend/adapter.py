@@ -56,6 +56,11 @@ WRITES_BACK = False
 WRITES_THROUGH_VIEWS = True
 BOOL = np.dtype(np.bool_)
 FUZZ_SHARE = 100
+TRAINING_SHARE = 60
+TRAINING_LIMITS: dict[str, Any] = {
+    "optimizers": ("sgd",),
+    "without": frozenset({"cast", "empty", "resume"}),
+}
 FUZZ_LIMITS: dict[str, Any] = {
     "nan": False,
     "writes_with_gradients": False,

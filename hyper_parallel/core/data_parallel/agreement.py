@@ -163,14 +163,24 @@ class Agreement:
         at = self._at
         self._at = at.next if at.event is event and not at.others and not CHECKS else self._compare(at, event)
 
+    def begin_anew(self) -> None:
+        """Forget what ranks have agreed on: after an error each is where it was then. All ranks call it."""
+        self._size, self._beginnings, self.forward = 0, self._beginnings + 1, None
+        self._after, self._at = _Place(), _Place()
+
     def _compare(self, at: _Place, event: Event) -> Any:
         """Have all ranks agree on ``event``; returns where it leads."""
         if at.event is event and not at.others and not CHECKS:
             return at.next
-        if CHECKS or at.event is None or at.others:
-            self._check.agree("what a unit does", None, self._ranks, {"what comes": event.text(self.paths)}, _REMEDY)
-        else:
-            self._ask(event, at.event)
+        try:
+            if CHECKS or at.event is None or at.others:
+                facts = {"what comes": event.text(self.paths)}
+                self._check.agree("what a unit does", None, self._ranks, facts, _REMEDY)
+            else:
+                self._ask(event, at.event)
+        except RankMismatchError:
+            self.begin_anew()
+            raise
         found, is_new = at.lead(event)
         self._size += is_new
         if self._size > _MOST:  # on all ranks at once

@@ -51,10 +51,10 @@ class Block:
         """Tensors of which the elements, one after the other, are the whole tensor, and `room` in number.
 
         Args:
-            columns: (ranks, `sent`) of the gathered rows.
-            shard: this rank's, of a parameter that every rank has whole.
+            columns: (ranks, `sent`) of the gathered rows; None where that is nothing.
+            shard: this rank's, of a parameter of which nothing is sent: every rank has it whole, or it is empty.
         """
-        if self.dim is None:
+        if not self.sent:
             return [shard]
         if self.in_order:
             return [columns]

@@ -47,7 +47,7 @@ class FlatBuffer:
         self._length = sum(b.sent for b in blocks)
         self._room = columns_of([b.room for b in blocks])
         self._lengths = [b.sent for b in blocks if b.sent]
-        #: What every rank has whole.
+        #: What every rank has whole, and what is empty here.
         self._not_sent = [i for i, b in enumerate(blocks) if not b.sent]
         self._fast = mesh.platform.fast
         self.comms = Comms()
@@ -312,7 +312,7 @@ class Selection:
                 columns.append(block.rows_of(platform.to_dtype(g, dtype)))
         if self._flags:
             columns.extend(_flags(used, size, platform, like))
-        return platform.cat(columns, 1).reshape((-1,))
+        return platform.cat(columns, 1).reshape((-1,)) if columns else platform.zeros((0,), like)
 
 
 def _flags(used: Sequence[bool], size: int, platform: Any, like: Any) -> list[Any]:
@@ -339,8 +339,11 @@ class Reduction:
     ) -> None:
         self.mesh, self._selection, self.used, self._op, self._comms = mesh, selection, used, op, comms
         self._mine = comms.buffer("reduce_scatter", selection.length, summands, mesh)
-        self._summands = comms.operand("reduce_scatter", summands, mesh)  # until it was sent
-        self._work: Any = comms.start("reduce_scatter", self._mine, self._summands, mesh, mesh.ndim - 1, op)
+        self._work: Any = None
+        self._summands: Any = None
+        if selection.length:  # else tensor parallelism has left nothing on this rank, nor on those it reduces with
+            self._summands = comms.operand("reduce_scatter", summands, mesh)  # until it was sent
+            self._work = comms.start("reduce_scatter", self._mine, self._summands, mesh, mesh.ndim - 1, op)
 
     def row(self) -> Any:
         """Wait. This rank's row."""
@@ -358,7 +361,8 @@ class Reduction:
     def all_reduce(self, more: Any) -> None:
         """Begin to reduce the row, to which ``more`` is added unless it is None, over the dimension that replicates."""
         self._mine = self.row() if more is None else self.row() + more
-        self._work = asynchronous.start("all_reduce", self._mine, self._mine, self.mesh, 0, self._op)
+        if self._selection.length:
+            self._work = asynchronous.start("all_reduce", self._mine, self._mine, self.mesh, 0, self._op)
 
     def shards(self, factor: float = 1.0) -> list[Any]:
         """Wait. This rank's shard of each gradient, times ``factor``; None for what no rank has used, as far as nothing

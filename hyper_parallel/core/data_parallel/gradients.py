@@ -33,23 +33,29 @@ class Gradients:
         self.divide_factor: float | None = None
         self.force_sum = False
         self.under_way = 1
-        #: Of a buffer, cotangents by the index of the parameter, and a row that was reduced over shards alone.
+        #: Of a buffer, cotangents by the index of the parameter, None for what this rank has not used; and the indices
+        #: of a row that was reduced over shards alone, with that.
         self._sums: dict[FlatBuffer, dict[int, Any]] = {}
-        self._rows: dict[FlatBuffer, Any] = {}
+        self._rows: dict[FlatBuffer, tuple[Sequence[int], Any]] = {}
 
     @property
     def has_kept(self) -> bool:
-        """Whether cotangents wait to be reduced."""
-        return bool(self._sums)
+        """Whether something waits to be reduced."""
+        return bool(self._sums or self._rows)
 
     def forget(self) -> None:
         """Drop what waits."""
         self._sums.clear()
         self._rows.clear()
 
-    def kept(self, buffer: FlatBuffer) -> list[int]:
-        """The parameters of a buffer whose cotangents wait."""
-        return sorted(self._sums.get(buffer, ()))
+    def kept(self, buffer: FlatBuffer) -> Sequence[int]:
+        """The parameters of a buffer whose cotangents wait for a backward that does as this one, the same on all
+        ranks."""
+        if not self.reduce_gradients:
+            return ()
+        if buffer in self._sums:
+            return sorted(self._sums[buffer])
+        return self._rows[buffer][0] if self.all_reduce_gradients and buffer in self._rows else ()
 
     def reduce(
         self,
@@ -80,9 +86,11 @@ class Gradients:
         if kept or not self.reduce_gradients:
             dtype = buffer.reduce_dtype
             for i, g in zip(indices, cotangents, strict=True):
+                before = kept.get(i)
                 if g is not None:
                     g = platform.to_dtype(g, dtype)
-                    kept[i] = kept[i] + g if i in kept else g
+                    before = g if before is None else before + g
+                kept[i] = before
             if not self.reduce_gradients:
                 self._sums[buffer] = kept
                 return nothing
@@ -94,11 +102,11 @@ class Gradients:
         places = range(len(members)) if len(indices) == len(members) else [members.index(i) for i in indices]
         reduction = buffer.reduce(places, cotangents, op)
         if self._plan.mesh.ndim > 1:
+            _, row = self._rows.pop(buffer, (indices, None))
             if not self.all_reduce_gradients:
-                before = self._rows.get(buffer)
-                self._rows[buffer] = reduction.row() if before is None else before + reduction.row()
+                self._rows[buffer] = indices, reduction.row() if row is None else row + reduction.row()
                 return nothing
-            reduction.all_reduce(self._rows.pop(buffer, None))
+            reduction.all_reduce(row)
 
         def shards() -> list[Any]:
             found, dtype = reduction.shards(factor), parameters[members[0]].dtype

@@ -38,6 +38,7 @@ class Model:
         outermost: a weak reference to it.
         is_last_backward: whether gradients are to be complete after the next backward.
         abandoned: how often what was under way was forgotten.
+        keeping: units that may have kept gradients, in the order in which they began to, the same on all ranks.
         delayed: reductions that nobody has waited for, each with a function that waits and delivers the gradients.
         nests: whether a backward pass has begun within one that is running, as reentrant checkpointing has it; known
             where the platform tells the beginning.
@@ -48,6 +49,7 @@ class Model:
         self.platform, self.outermost = outermost.platform, weakref.ref(outermost)
         self.is_last_backward = True
         self.abandoned = 0
+        self.keeping: dict[Unit, None] = {}
         self.delayed: list[Any] = []
         self.nests = self.one_loss = False
         self._beside: tuple[DeviceMesh, ...] | None = None
@@ -97,12 +99,14 @@ class Model:
         """It has ended, or failed."""
         for unit in self._began:
             unit.forward_is_over()
-        if complete:
-            self._order, self._ends = tuple(self._began), tuple(self._ended)
         self.drop_ahead()
+        if not complete:
+            return
         outermost = self.outermost()
-        if complete and outermost is not None:
+        if outermost is not None:
             self._has_come(outermost.steps.end)
+        # Where ranks differ, none keeps this one: what is gathered ahead is the same on all.
+        self._order, self._ends = tuple(self._began), tuple(self._ended)
 
     def _has_come(self, event: Event) -> None:
         """Compare it where ranks have communicated in this forward."""
@@ -116,7 +120,7 @@ class Model:
         self._began.append(unit)
         if unit.forward_prefetch:
             self.gather_ahead(unit.forward_prefetch)
-        elif at + 1 < len(order) and order[at] is unit:
+        elif at + 1 < len(order) and order[at] is unit and order[at + 1] is not unit:  # which may write to its own
             self.gather_ahead(order[at + 1 : at + 2])
 
     def left(self, unit: Unit, goes_on: bool) -> None:
@@ -205,9 +209,11 @@ class Model:
                 self.finish()
 
     def reduce_kept(self) -> None:
-        """Begin to reduce what was kept from backward passes before."""
-        for unit in dict.fromkeys(self._order):
+        """Begin to reduce what was kept from backward passes before, also of units that this step does not call."""
+        for unit in list(self.keeping):
             unit.reduce_kept()
+            if not unit.gradients.has_kept:
+                del self.keeping[unit]
 
     def finish(self) -> None:
         """Wait for the gradients, and add them to those that the parameters have."""

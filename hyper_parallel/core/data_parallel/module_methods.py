@@ -77,7 +77,7 @@ class FSDPModule:
             None without ``async_op``.
         """
         unit = unit_of(self)
-        unit.parameters.start()
+        unit.parameters.start_by_hand()
         handle = UnshardHandle(unit)
         if async_op:
             return handle

@@ -160,7 +160,8 @@ class Replica:
         recorded = bool(known.trained) and platform.requires_grad(known.parameters[known.trained[0]])
         tensors: list[Any] = [None] * len(known.parameters)
         for i in known.frozen if recorded else range(len(tensors)):
-            tensors[i] = self._as_read(platform.detach(known.parameters[i]), known, i, one_batch)
+            held = platform.as_parameter(platform.detach(known.parameters[i]))
+            tensors[i] = self._as_read(held, known, i, one_batch)
         if not recorded:
             return None, None, tensors
         if any(average is one_batch for _, average in state.kept.values()):

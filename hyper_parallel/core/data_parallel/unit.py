@@ -382,15 +382,15 @@ class Unit:
     ) -> list[Any]:
         assert self.model is not None
         self.steps.reduce()
-        members = self.parameters.members[b]
-        return self.gradients.reduce(
-            self.model, self.parameters.buffers[b], members, parameters, indices, cotangents, delay
-        )
+        members, gradients = self.parameters.members[b], self.gradients
+        if not (gradients.reduce_gradients and gradients.all_reduce_gradients):
+            self.model.keeping[self] = None
+        return gradients.reduce(self.model, self.parameters.buffers[b], members, parameters, indices, cotangents, delay)
 
     def reduce_kept(self) -> None:
         """A backward pass is over that did not come to this unit: reduce what was kept from those before."""
-        if self.gradients.has_kept and self.gradients.reduce_gradients and self.platform.accumulates_gradients:
-            for b in range(len(self.parameters.buffers)):
-                kept = self.gradients.kept(self.parameters.buffers[b])
+        if self.gradients.has_kept and self.platform.accumulates_gradients:
+            for b, buffer in enumerate(self.parameters.buffers):
+                kept = self.gradients.kept(buffer)
                 if kept:
                     self._reduce(b, self.parameters.places.parameters(), kept, [None] * len(kept), True)

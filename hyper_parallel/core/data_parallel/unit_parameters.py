@@ -177,6 +177,12 @@ class UnitParameters:
             return all(buffer.is_current(values, chosen(shards, members)) for buffer, members, values in pairs)
 
     # ---------------------------------------------------------------------- whole and sharded
+    def start_by_hand(self) -> None:
+        """Begin to gather, outside of forward and backward. Within, they are whole anyhow, and what is gathered before
+        a forward has ended lacks what it writes."""
+        if not self._put:
+            self.start()
+
     def start(self, parameters: list[Any] | None = None, again: bool = False) -> bool:
         """Begin to gather; returns False where nothing is to be done.
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
-from mindspore import COOTensor, CSRTensor, Parameter, Tensor, dtype_to_nptype, mint, nn
+from mindspore import COOTensor, CSRTensor, Parameter, Tensor, dtype_to_nptype, mint, nn, ops
 
 from hyper_parallel.platform.contract import ModuleKind
 from hyper_parallel.platform.mindspore.collectives import copied, dense, is_dense
@@ -17,7 +17,7 @@ from hyper_parallel.platform.mindspore.compiled.cells import compiled_hook, set_
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 from hyper_parallel.platform.mindspore.private import RECOMPUTE, Casts, CheckedCell
-from hyper_parallel.platform.mindspore.tensor import NoDispatch
+from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.module_text import text_of_plan
 
 __all__ = ["ModuleVerbs"]
@@ -56,10 +56,13 @@ class ModuleVerbs:
         return x.get_bytes()
 
     def as_parameter(self, x: Any) -> Any:
-        if not x._requires_grad and x.ndim < 2 and not is_dense(x):
+        if not x._requires_grad and is_dense(x):
+            # Of `Tensor.data` to which a forward writes, backward may read what was there before.
+            x = ops.stop_gradient(x)
+        elif not x._requires_grad and x.ndim < 2:
             # Counters and running statistics: MindSpore writes to no view.
             x = copied(x)
-        x.set_data = partial(_written, x)
+        x.set_data, x.copy_ = partial(_written, x), partial(_copied_into, x)
         return x
 
     def write(self, x: Any, values: Any) -> None:
@@ -139,8 +142,22 @@ def _written(x: Any, data: Any, slice_shape: bool = False) -> Any:
     if data is not x:
         with NoDispatch():
             values = data if isinstance(data, Tensor) else Tensor(data, x.dtype)
-            Tensor.assign_value(x, dense(values.astype(x.dtype).reshape(tuple(x._shape))))
+            values = dense(values.astype(x.dtype).reshape(tuple(x._shape)))
+            if is_dense(x):
+                Tensor.copy_(x, values)
+            else:
+                Tensor.assign_value(x, values)
     return x
+
+
+def _copied_into(x: Any, values: Any, non_blocking: bool = False) -> Any:
+    """`Tensor.copy_` of a tensor that stands for a parameter: into a view it would write nothing on CPU, and say
+    nothing."""
+    if isinstance(values, InterceptedTensor) or is_dense(x):
+        return Tensor.copy_(x, values, non_blocking)
+    with NoDispatch():
+        Tensor.assign_value(x, copied(values.astype(x.dtype).broadcast_to(tuple(x._shape))))
+        return Tensor.copy_(x, x)  # which is counted
 
 
 def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Callable:

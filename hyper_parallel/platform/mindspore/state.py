@@ -29,8 +29,6 @@ __all__ = ["StateVerbs"]
 _NAMES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
 _FLOAT8 = "float8_e4m3fn float8_e5m2"
 _BATCH_NORM = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
-#: Options of optimizers of the older kind, which are attributes of the cell.
-_RATES = ("learning_rate",)
 
 
 class StateVerbs:
@@ -137,13 +135,13 @@ def _shared(optimizer: Any) -> dict[str, float]:
     if type(optimizer).__name__ in UNCOUNTED:
         found["step"] = 0.0
     for attribute, value in optimizer._params.items():
-        if value is None or value.size != 1 or attribute in _RATES or attribute.startswith("learning_rate"):
+        # A parameter of the model may have one element, which is not on this rank.
+        if value is None or value.size != 1 or isinstance(value, InterceptedTensor):
             continue
-        number = float(_one(value))
         if attribute in COUNTERS:
-            found["step"] = number - FIRST_COUNT.get(type(optimizer), 0)
+            found["step"] = float(_one(value)) - FIRST_COUNT.get(type(optimizer), 0)
         elif attribute.endswith("_power"):
-            found[attribute] = number
+            found[attribute] = float(_one(value))
     return found
 
 

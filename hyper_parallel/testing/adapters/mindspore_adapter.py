@@ -632,6 +632,16 @@ FUZZ_LIMITS: dict[str, Any] = {
     "gradient_shapes": False,
     "gradients_of_steps": False,
 }
+TRAINING_LIMITS: dict[str, Any] = {
+    "dtypes": ("float32",),
+    "without": frozenset({"cast", "empty"}),
+    "writers": ("teacher", "counter", "buffer"),
+    # The others change nothing on CPU.
+    "ways": ("copy",),
+    # Norms and gradients of embeddings have no kernels for no rows.
+    "least": 1,
+}
+TRAINING_SHARE = 60
 
 
 def unruled_in_place(x: Any) -> Any:

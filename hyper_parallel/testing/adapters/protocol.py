@@ -43,8 +43,11 @@ class Adapter(Protocol):
     BOOL: Any
     #: Keywords of `hyper_parallel.testing.fuzz.program.Limits`: what random programs may contain.
     FUZZ_LIMITS: dict[str, Any]
-    #: How many random programs the suite runs.
+    #: Keywords of `hyper_parallel.testing.fuzz.training.programs.TrainingLimits`: the same of those of trainers.
+    TRAINING_LIMITS: dict[str, Any]
+    #: How many random programs the suite runs: chains of operations, and trainers.
     FUZZ_SHARE: int
+    TRAINING_SHARE: int
     #: What `hyper_parallel.register_sharding` takes for the operation `custom`.
     CUSTOM: Any
     #: Operations that write into their first operand: name -> (function, whether it takes a second operand).

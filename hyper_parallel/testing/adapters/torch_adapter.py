@@ -491,6 +491,8 @@ WRITES_THROUGH_VIEWS = True
 BOOL = torch.bool
 FUZZ_SHARE = 400
 FUZZ_LIMITS: dict[str, Any] = {}
+TRAINING_LIMITS: dict[str, Any] = {}
+TRAINING_SHARE = 200
 
 
 def unruled_in_place(x: Any) -> Any:

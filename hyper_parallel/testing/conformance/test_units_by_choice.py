@@ -83,6 +83,13 @@ def by_choice(mesh: Any, seeds: list[int]) -> None:
             if at < len(order):
                 assert f"'expert{order[at]}'" in str(error.value), (drawn, str(error.value))
         assert "make one unit of the module that holds all of them" in str(error.value)
+        # Ranks that go on together after it are right.
+        together = list(range(COUNT))
+        single = adapter.load(build(mesh), np.random.default_rng(5))
+        for order in (together, together, [1], together):
+            single.order[0] = root.order[0] = order
+            found, wanted = (adapter.numpy(adapter.call(module, adapter.tensor(x))) for module in (root, single))
+            np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
 @spmd.on_mesh()

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hyper_parallel.testing.fuzz.campaign import BAD, KINDS, RANKS, STACKS, limits, run_seeds
+from hyper_parallel.testing.fuzz.campaign import BAD, KINDS, RANKS, run_seeds
 from hyper_parallel.testing.fuzz.exchange import ExchangePool
-from hyper_parallel.testing.fuzz.program import generate
+from hyper_parallel.testing.fuzz.families import FAMILIES
 from hyper_parallel.testing.fuzz.record import add_run, commit_of
 from hyper_parallel.testing.fuzz.shrink import shrink
 from hyper_parallel.testing.pool import WorkerPool
@@ -32,15 +32,17 @@ def _parts(platform: str, seeds: range) -> Iterator[tuple[WorkerPool, range]]:
                 yield pool, range(at, min(at + PART, seeds.stop))
 
 
-def _run(pool: WorkerPool, part: range, as_found: bool) -> collections.Counter[str]:
+def _run(pool: WorkerPool, part: range, family: str, as_found: bool, refusals: bool) -> collections.Counter[str]:
     """How many programs of a part had each outcome; those that are not as they should be are printed."""
-    outcomes = run_seeds(pool, part)
+    shown = ("unsteady", *BAD, *(("refused",) if refusals else ()))
+    outcomes = run_seeds(pool, part, family=family)
     for outcome in outcomes:
-        if outcome.kind in ("unsteady", *BAD):
+        if outcome.kind in shown:
             print(f"{outcome.kind}: seed {outcome.seed}: {outcome.detail}", flush=True)
-        if outcome.kind in BAD and outcome.seed % STACKS:
-            program = generate(outcome.seed, limits())
-            print(program if as_found else shrink(pool, program, outcome.kind), flush=True)
+        if outcome.kind in BAD:
+            program = FAMILIES[family].generate(outcome.seed)
+            if not isinstance(program, int):
+                print(program if as_found else shrink(pool, program, outcome.kind, family), flush=True)
     return collections.Counter(outcome.kind for outcome in outcomes)
 
 
@@ -48,6 +50,8 @@ def main() -> int:
     """Returns the exit status: 0 when no program was wrong, differed between ranks or hung."""
     parser = argparse.ArgumentParser(prog="python -m hyper_parallel.testing.fuzz", description=__doc__)
     parser.add_argument("platform", help="the backend, such as torch-cpu")
+    parser.add_argument("--kind", choices=[*FAMILIES], default="operations", help="of programs")
+    parser.add_argument("--refusals", action="store_true", help="print what is refused too")
     parser.add_argument("--count", type=int, default=1000, help="how many programs")
     parser.add_argument("--seed", type=int, help="of the first program; fresh by default")
     parser.add_argument("--most", type=int, default=20, help="stop after so many that are bad")
@@ -66,10 +70,11 @@ def main() -> int:
     started, bad = time.monotonic(), 0
     for pool, part in _parts(arguments.platform, seeds):
         began = time.monotonic()
-        kinds = _run(pool, part, arguments.as_found)
+        kinds = _run(pool, part, arguments.kind, arguments.as_found, arguments.refusals)
         if arguments.record is not None:
             seconds = time.monotonic() - began
-            add_run(arguments.record, arguments.platform, commit, part.start, len(part), dict(kinds), seconds)
+            named = arguments.platform if arguments.kind == "operations" else f"{arguments.platform}, {arguments.kind}"
+            add_run(arguments.record, named, commit, part.start, len(part), dict(kinds), seconds)
         counts += kinds
         print(f"{dict(counts)} after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
         bad += sum(kinds[kind] for kind in BAD)

@@ -14,11 +14,12 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.contract.collectives import Work
 from hyper_parallel.platform.timeout import slowness
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
@@ -54,13 +55,23 @@ _VERBS = (
     "broadcast",
     "scatter",
     "all_gather_object",
+    "start_collective",
+    "exchange_texts",
+    "tell_of_failure",
+    "find_missing_ranks",
 )
+#: What a rank says in place of a collective when it asks others what they do.
+_QUESTION = "a question"
 
 _installed: Exchange | None = None
 
 
 class OutOfStepError(Exception):
     """Another rank has ended the program, does not come, or is in another collective."""
+
+
+class AskedError(RuntimeError):
+    """Another rank asks what this one does, which is in a collective: as where a backend's collective is ended."""
 
 
 class ExchangePool(WorkerPool):
@@ -164,6 +175,31 @@ class Exchange:
         """See `Platform.all_gather_object`."""
         return [pickle.loads(said) for said in self._swap("all_gather_object", pickle.dumps(value), self._ranks[group])]
 
+    def start_collective(self, collective: str, out: Any, local: Any, op: str, group: Any, size: int) -> Work:
+        """See `Platform.start_collective`. The result is there after `Work.wait`, and NaN before."""
+        arrays = self._arrays(f"{collective} {op}", local, group)
+        if collective == "all_gather":
+            result = np.concatenate(arrays)
+        else:
+            result = _REDUCTIONS[op](np.stack(arrays))
+        if collective == "reduce_scatter":
+            result = np.split(result, size)[self._ranks[group].index(self._rank)]
+        work = _Started(self, collective, out, None if out is local else local, self._tensor(result))
+        if np.issubdtype(result.dtype, np.floating):
+            get_platform().write(out, self._tensor(np.full_like(result, np.nan)))
+        return work
+
+    def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
+        """See `Platform.exchange_texts`: texts of the ranks that ask too. The others are in a collective."""
+        said = self._swap(_QUESTION, text.encode(), ranks, True)
+        return {rank: x.decode() for rank, x in zip(ranks, said, strict=True) if x is not None}
+
+    def tell_of_failure(self, groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
+        """See `Platform.tell_of_failure`: the exchange itself tells the others."""
+
+    def find_missing_ranks(self, group: Any, ranks: Sequence[int], report: str) -> None:
+        """See `Platform.find_missing_ranks`."""
+
     # ------------------------------------------------------------------------------------------------------- messages
     def _tensor(self, array: np.ndarray) -> Any:
         return get_adapter().tensor(array.copy("C"))
@@ -174,8 +210,14 @@ class Exchange:
         said = self._swap(f"{what} of {mine.dtype}{list(mine.shape)}", mine.tobytes(), self._ranks[group])
         return [np.frombuffer(x, mine.dtype).reshape(mine.shape) for x in said]
 
-    def _swap(self, what: str, content: bytes, ranks: Sequence[int]) -> list[bytes]:
-        """What each of ``ranks`` says, all in the collective ``what``."""
+    def fail(self, problem: str) -> NoReturn:
+        """The program cannot go on."""
+        self.problem = self.problem or problem
+        raise OutOfStepError(problem)
+
+    def _swap(self, what: str, content: bytes, ranks: Sequence[int], may_differ: bool = False) -> list[Any]:
+        """What each of ``ranks`` says, all in the collective ``what``; with ``may_differ``, None for those in another
+        one."""
         if self.problem:
             raise OutOfStepError(self.problem)
         region = sum(1 << rank for rank in ranks)
@@ -189,25 +231,25 @@ class Exchange:
         # The number last: who sees it reads the rest.
         _WORD.pack_into(self._map, place + _WORD.size, len(message))
         _WORD.pack_into(self._map, place, number)
-        return [self._hear(what, region, number, rank) for rank in ranks]
+        return [self._hear(what, region, number, rank, may_differ) for rank in ranks]
 
-    def _hear(self, what: str, region: int, number: int, rank: int) -> bytes:
+    def _hear(self, what: str, region: int, number: int, rank: int, may_differ: bool) -> bytes | None:
         place, pause = self._place(region, rank, number), _Pause()
         while _HEAD.unpack_from(self._map, place)[0] != number:
             # Its last message stands there before it says that it has ended: look again.
             if self._ended_by(rank) > self._ended and _HEAD.unpack_from(self._map, place)[0] != number:
-                self._fail(f"rank {self._rank} waits in {what}, rank {rank} has ended the program")
+                self.fail(f"rank {self._rank} waits in {what}, rank {rank} has ended the program")
             if pause.is_over():
-                self._fail(f"rank {self._rank} waits in {what} for rank {rank}")
+                self.fail(f"rank {self._rank} waits in {what} for rank {rank}")
         length = _HEAD.unpack_from(self._map, place)[1]
         its, content = pickle.loads(self._map[place + _HEAD.size : place + _HEAD.size + length])
         if its != what:
-            self._fail(f"rank {self._rank} is in {what}, rank {rank} in {its}")
+            if may_differ:
+                return None
+            if its == _QUESTION:
+                raise AskedError(f"rank {self._rank} is in {what}, rank {rank} asks: {content.decode()}")
+            self.fail(f"rank {self._rank} is in {what}, rank {rank} in {its}")
         return content
-
-    def _fail(self, problem: str) -> None:
-        self.problem = problem
-        raise OutOfStepError(problem)
 
     def _ended_by(self, rank: int) -> int:
         return _WORD.unpack_from(self._map, rank * _WORD.size)[0]
@@ -215,6 +257,25 @@ class Exchange:
     def _place(self, region: int, rank: int, number: int) -> int:
         # Two slots in turn: who writes the next message but one has heard all say the next, hence all have read this.
         return self._size * _WORD.size + ((region * self._size + rank) * 2 + number % 2) * _SLOT
+
+
+class _Started:
+    """The `Work` of an exchange: nobody may write to the operand, nor free it, until `wait`."""
+
+    def __init__(self, exchange: Exchange, what: str, out: Any, operand: Any, result: Any) -> None:
+        self._exchange, self._what, self._out, self._result = exchange, what, out, result
+        self._operand = operand
+        self._sent = np.array(get_adapter().numpy(result if operand is None else operand))
+
+    def wait(self) -> None:
+        if self._result is None:
+            return
+        if self._operand is not None and not np.array_equal(
+            get_adapter().numpy(self._operand), self._sent, equal_nan=self._sent.dtype.kind == "f"
+        ):
+            self._exchange.fail(f"the operand of {self._what} was written to before it was waited for")
+        get_platform().write(self._out, self._result)
+        self._result = self._operand = None
 
 
 class _Pause:

@@ -22,7 +22,7 @@ def add_run(
 
     Args:
         file: a JSON file, made where there is none.
-        platform: the backend.
+        platform: the backend; after a comma, the kind of programs.
         commit: that ran, as `commit_of` says.
         first: its first seed.
         count: how many programs.
@@ -67,5 +67,5 @@ def commit_of(folder: Path) -> str:
 
 
 def _framework(platform: str) -> str:
-    name = platform.split("-")[0]
+    name = platform.partition(",")[0].split("-")[0]
     return f"{name} {version(name)}"

@@ -1,0 +1,74 @@
+"""Random programs of trainers that once were wrong or hung, as small as the shrinker made them; see `test_fuzz`."""
+
+from __future__ import annotations
+
+from hyper_parallel.testing.fuzz.training.programs import Action, Model, Program, Setup
+
+__all__ = ["FOUND_TRAINERS"]
+
+
+def _of(model: Model, setup: Setup, *actions: Action, data: str = "same", optimizer: str = "sgd") -> Program:
+    return Program(1, model, (setup,), data, (), optimizer, actions)
+
+
+#: What was wrong -> the program.
+FOUND_TRAINERS: dict[str, Program] = {
+    "a unit of which a tensor-parallel rank has nothing of a parameter": _of(
+        Model(6, 5, ("mlp",)),
+        Setup((1, 4), ("shard", "tp"), ("pair",)),
+        ("step", 1, 1, 0.0),
+        ("step", 2, 1, 0.0),
+    ),
+    "a unit of which a tensor-parallel rank has nothing": _of(
+        Model(3, 4, ("linear", "mlp"), bias=False),
+        Setup((1, 4), ("shard", "tp"), ("col", "pair"), (("block0",),), (None, None)),
+        ("step", 1, 1, 0.0),
+        ("step", 2, 1, 0.0),
+    ),
+    "gradients that were kept of a unit to which the next backward does not come": _of(
+        Model(5, 4, ("rms", "linear")),
+        Setup((2,), ("shard",), (), (("block0",),), (None, True)),
+        ("accumulate", 1, "set_requires_gradient_sync"),
+        ("order", (1,)),
+        ("step", 2, 1, 0.0),
+        data="parts",
+    ),
+    "gradients that were kept of parameters that some ranks have not used": _of(
+        Model(5, 4, ("rms", "norm", "linear")),
+        Setup((2,), ("shard",), (), (("block0", "block1"),), (None, True)),
+        ("choose", (0, 2), (1, 2)),
+        ("accumulate", 1, "set_requires_gradient_sync"),
+        ("order", (2,)),
+        ("step", 2, 1, 0.0),
+        data="parts",
+    ),
+    "gradients that were reduced over shards alone of a unit to which the next backward does not come": _of(
+        Model(5, 4, ("rms", "linear")),
+        Setup((2, 2), ("rep", "shard"), (), (("block0",),), (None, True)),
+        ("accumulate", 1, "set_requires_all_reduce"),
+        ("order", (1,)),
+        ("step", 2, 1, 0.0),
+        data="parts",
+    ),
+    "a parameter of one element, saved with its optimizer": _of(
+        Model(4, 1, ("mlp",)),
+        Setup((3,), ("shard",)),
+        ("step", 1, 1, 0.0),
+        ("resume", 0),
+        ("step", 2, 1, 0.0),
+        optimizer="adamw",
+    ),
+    "a unit that is gathered by hand while it runs, and writes": _of(
+        Model(4, 3, ("rms",), writer="counter"),
+        Setup((2,), ("shard",)),
+        ("inside", 59660147),
+        ("eval", 1),
+        ("step", 2, 1, 0.0),
+    ),
+    "a teacher that follows by copy_": _of(
+        Model(3, 1, ("rms",), writer="teacher"),
+        Setup((2,), ("shard",)),
+        ("eval", 1),
+        ("step", 2, 1, 0.0),
+    ),
+}

@@ -1,0 +1,68 @@
+"""The kinds of random programs: what makes one of a seed, runs it, and makes it smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.fuzz import compare, reductions, stacks
+from hyper_parallel.testing.fuzz.program import Limits, generate
+from hyper_parallel.testing.fuzz.training import programs as training_programs
+from hyper_parallel.testing.fuzz.training import reductions as training_reductions
+from hyper_parallel.testing.fuzz.training import runs as training_runs
+
+__all__ = ["FAMILIES", "Family", "limits", "training_limits"]
+
+#: One of so many seeds of chains of operations makes a stack of modules.
+STACKS = 20
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of programs.
+
+    Attributes:
+        generate: makes the program of a seed.
+        on_one_device: runs it with plain tensors, and gives the reference.
+        run: runs the program of a reference distributed, and gives the verdict of this rank.
+        smaller: programs with something left out, the most promising first.
+    """
+
+    generate: Callable[[int], Any]
+    on_one_device: Callable[[Any], Any]
+    run: Callable[[Any], tuple[str, str] | None]
+    smaller: Callable[[Any], Iterator[Any]]
+
+
+def limits() -> Limits:
+    """What chains of operations for the framework in use may contain."""
+    return Limits(**get_adapter().FUZZ_LIMITS)
+
+
+def training_limits() -> training_programs.TrainingLimits:
+    """What programs of trainers for it may contain."""
+    return training_programs.TrainingLimits(**get_adapter().TRAINING_LIMITS)
+
+
+def _operations(seed: int) -> Any:
+    """A chain, or the seed of a stack."""
+    return generate(seed, limits()) if seed % STACKS else seed
+
+
+#: By name, as the command takes it.
+FAMILIES = {
+    "operations": Family(
+        _operations,
+        lambda program: stacks.on_one_device(program) if isinstance(program, int) else compare.on_one_device(program),
+        lambda wanted: stacks.run(wanted) if isinstance(wanted, stacks.Reference) else compare.run(wanted),
+        reductions.smaller,
+    ),
+    "training": Family(
+        lambda seed: training_programs.generate(seed, training_limits()),
+        training_runs.on_one_device,
+        training_runs.run,
+        training_reductions.smaller,
+    ),
+}

@@ -1,0 +1,350 @@
+"""Programs of trainers as data: a model, the ways in which it is distributed, and what a trainer does, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "ROWS",
+    "WORDS",
+    "Action",
+    "Model",
+    "Program",
+    "Setup",
+    "TrainingLimits",
+    "generate",
+    "unit_order",
+]
+
+#: Rows of a whole batch, whatever the number of ranks.
+ROWS = 12
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model: perhaps an embedding, blocks that are called by choice, perhaps a module that writes, perhaps a head.
+
+    Attributes:
+        features, hidden: sizes.
+        blocks: kinds of blocks: ``"linear"``, ``"mlp"``, ``"norm"``, ``"rms"``.
+        bias: of linear layers.
+        vocabulary: of the embedding, which is tied to the head; 0 for none.
+        writer: what writes in forward: ``""``, ``"teacher"``, ``"counter"``, ``"book"``, ``"buffer"``.
+        way: how it writes: ``"copy"``, ``"add"``.
+        dtype: of parameters and data.
+    """
+
+    features: int
+    hidden: int
+    blocks: tuple[str, ...]
+    bias: bool = True
+    vocabulary: int = 0
+    writer: str = ""
+    way: str = "copy"
+    dtype: str = "float64"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is distributed.
+
+    Attributes:
+        shape, names: of the mesh: ``"rep"`` and ``"shard"`` of `fully_shard`, ``"copy"`` of `replicate`, ``"tp"``.
+        styles: of each block, and of what a module has that writes: ``""``, ``"col"``, ``"row"``, ``"pair"``.
+        units: the paths of the modules of each unit but the outermost one, in the order of the calls.
+        reshard: of each unit, and of the outermost one.
+        by_last: whether parameters are cut along their last dimension.
+        two_meshes: whether tensor and data parallelism have meshes of their own, over the same ranks.
+        small_buckets: of `replicate`.
+        meta: whether the model is made without memory, and gets it when it is distributed.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    styles: tuple[str, ...] = ()
+    units: tuple[tuple[str, ...], ...] = ()
+    reshard: tuple[Any, ...] = (None,)
+    by_last: bool = False
+    two_meshes: bool = False
+    small_buckets: bool = False
+    meta: bool = False
+
+    @property
+    def data_ranks(self) -> int:
+        """How many parts of a batch there are."""
+        return int(np.prod([n for n, name in zip(self.shape, self.names, strict=True) if name != "tp"], dtype=int))
+
+
+#: A word and its arguments; `Trainer` has a method for each word.
+Action = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run.
+
+    Attributes:
+        seed: that it was made from.
+        model: the model.
+        setups: the first, and those on which ``resume`` goes on.
+        data: ``"parts"``: each rank has rows of its own. ``"same"``: each has all. ``"batch"``: DTensors, one loss.
+        cuts: where a batch is cut into parts, as fractions; empty for equal parts.
+        optimizer: ``"sgd"``, ``"momentum"``, ``"adamw"``.
+        actions: what the trainer does.
+        least: how many rows each rank has at least.
+    """
+
+    seed: int
+    model: Model
+    setups: tuple[Setup, ...]
+    data: str
+    cuts: tuple[float, ...]
+    optimizer: str
+    actions: tuple[Action, ...]
+    least: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"# seed {self.seed}, {self.data}{list(self.cuts) if self.cuts else ''}, {self.optimizer}"]
+        lines += [repr(self.model), *map(repr, self.setups)]
+        return "\n".join([*lines, *(f"{word}({', '.join(map(repr, args))})" for word, *args in self.actions)])
+
+    def rows(self, setup: Setup) -> list[slice]:
+        """Which rows of a batch each data-parallel rank has."""
+        size = setup.data_ranks
+        if self.data == "same":
+            return [slice(0, ROWS)] * size
+        if not self.cuts or self.data == "batch":
+            return [slice(ROWS * r // size, ROWS * (r + 1) // size) for r in range(size)]
+        free = ROWS - size * self.least
+        borders = [0, *sorted(round(free * self.cuts[r]) for r in range(size - 1)), free]
+        borders = [at + r * self.least for r, at in enumerate(borders)]
+        return [slice(a, b) for a, b in pairwise(borders)]
+
+
+@dataclass(frozen=True)
+class TrainingLimits:
+    """What programs for a framework may contain.
+
+    Attributes:
+        dtypes: of models.
+        without: words that the framework does not have.
+        writers, ways: what may write in forward, and how.
+        optimizers: names of the adapter's.
+        least: how many rows each rank has at least.
+    """
+
+    dtypes: tuple[str, ...] = ("float64", "float64", "float64", "float32")
+    without: frozenset[str] = frozenset()
+    writers: tuple[str, ...] = ("teacher", "counter", "buffer", "book")
+    ways: tuple[str, ...] = ("copy", "add")
+    optimizers: tuple[str, ...] = ("sgd", "momentum", "adamw")
+    least: int = 0
+
+
+def generate(seed: int, limits: TrainingLimits) -> Program:
+    """The program of a seed."""
+    rng = np.random.default_rng((seed, 7723))
+    model = _model(rng, limits)
+    setups = tuple(_setup(rng, model, limits) for _ in range(3))
+    # On another number of data-parallel ranks, averages of other parts are the same only if parts do not matter.
+    data = str(rng.choice(("parts", "parts", "same", "batch")))
+    cuts = tuple(float(x) for x in rng.random(3)) if rng.random() < 0.3 else ()
+    optimizer = str(rng.choice(limits.optimizers))
+    if data == "batch" and model.writer == "buffer":
+        model = replace(model, writer="")  # a plain buffer meets a distributed batch
+        setups = tuple(_without_writer(setup) for setup in setups)
+    actions: list[Action] = []
+    at = setups[0]
+    for _ in range(int(rng.integers(3, 9))):
+        action = _action(rng, model, at, len(setups), limits, actions, data)
+        if action[0] == "resume":
+            at = setups[action[1]]
+        actions.append(action)
+    if at.units and all(len(u) == 1 for u in at.units) and not model.writer and rng.random() < 0.3:
+        # A rank that runs no unit communicates nothing, and is at its next call when others are at their first.
+        orders = [_order(rng, model) for _ in range(4)]
+        if all(unit_order(at, order) for order in orders):
+            actions.append(("differ", *orders))
+    if not any(word in ("step", "eval", "differ") for word, *_ in actions):
+        actions.append(("step", int(rng.integers(1 << 30)), 1, 0.0))
+    return Program(seed, model, setups, data, cuts, optimizer, tuple(actions), limits.least)
+
+
+def _draw(rng: np.random.Generator, values: tuple[Any, ...]) -> Any:
+    return values[int(rng.integers(len(values)))]
+
+
+def _model(rng: np.random.Generator, limits: TrainingLimits) -> Model:
+    features = int(rng.choice((3, 4, 5, 6)))
+    blocks = tuple(str(b) for b in rng.choice(("linear", "mlp", "norm", "rms"), int(rng.integers(1, 5)), p=_KINDS))
+    writers = ("", "", *limits.writers)
+    return Model(
+        features,
+        int(rng.choice((1, 2, 3, 4, 5, 7))),
+        blocks,
+        bool(rng.random() < 0.7),
+        int(rng.choice((0, 0, 5, 6))),
+        str(rng.choice(writers)),
+        str(rng.choice(limits.ways)),
+        str(rng.choice(limits.dtypes)),
+    )
+
+
+_KINDS = (0.35, 0.35, 0.15, 0.15)
+_MESHES: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] = (
+    *(((n,), ("shard",)) for n in (2, 3, 4)),
+    *(((n,), ("copy",)) for n in (2, 3, 4)),
+    *(((n,), ("tp",)) for n in (2, 3, 4)),
+    *((shape, ("rep", "shard")) for shape in ((2, 2), (1, 3), (3, 1), (2, 1))),
+    *((shape, ("shard", "tp")) for shape in ((2, 2), (2, 2), (1, 2), (1, 3), (1, 4), (4, 1), (2, 1))),
+    *((shape, ("copy", "tp")) for shape in ((2, 2), (1, 3), (3, 1))),
+    *((shape, ("rep", "shard", "tp")) for shape in ((2, 1, 2), (1, 2, 2), (2, 2, 1))),
+)
+
+
+def _setup(rng: np.random.Generator, model: Model, limits: TrainingLimits) -> Setup:
+    shape, names = _draw(rng, _MESHES)
+    styles: tuple[str, ...] = ()
+    if "tp" in names:
+        choices = {"linear": ("", "col", "row", "col"), "mlp": ("", "pair", "pair")}
+        kinds = (*model.blocks, "linear" if model.writer == "teacher" else "")
+        styles = tuple(_draw(rng, choices.get(kind, ("",))) for kind in kinds)
+    units: list[tuple[str, ...]] = []
+    if "shard" in names:
+        left = [f"block{i}" for i in range(len(model.blocks))] + (["writer"] if model.writer else [])
+        for i, kind in enumerate(model.blocks):
+            if kind == "mlp" and rng.random() < 0.2:
+                units.append((f"block{i}.{_draw(rng, ('up', 'down'))}",))
+        while left and rng.random() < 0.65:
+            count = 2 if len(left) > 1 and rng.random() < 0.2 else 1
+            unit = tuple(left.pop(int(rng.integers(len(left)))) for _ in range(count))
+            # What one module of a unit writes is a change between forward and backward to the others.
+            units += [unit] if "writer" not in unit else [(path,) for path in unit]
+    options: tuple[Any, ...] = (None, True, False)
+    if shape[0] == 4 and names == ("shard",):
+        options = (*options, 2)  # all ranks of the world take part in new groups
+    reshard = tuple(_draw(rng, options) for _ in range(len(units) + 1))
+    return Setup(
+        shape,
+        names,
+        styles,
+        tuple(units),
+        reshard,
+        by_last=bool(rng.random() < 0.2),
+        two_meshes=len(shape) == 2 and int(np.prod(shape)) == 4 and bool(rng.random() < 0.4),
+        small_buckets=bool(rng.random() < 0.5),
+        # What gets memory for the first time is tied no more, on one device as well.
+        meta=bool(rng.random() < 0.15) and not model.vocabulary and "empty" not in limits.without and "tp" not in names,
+    )
+
+
+def _without_writer(setup: Setup) -> Setup:
+    kept = [i for i, unit in enumerate(setup.units) if unit != ("writer",)]
+    units = tuple(tuple(path for path in setup.units[i] if path != "writer") for i in kept)
+    return replace(setup, units=units, reshard=(*(setup.reshard[i] for i in kept), setup.reshard[-1]))
+
+
+def _order(rng: np.random.Generator, model: Model) -> tuple[int, ...]:
+    return tuple(int(i) for i in rng.integers(0, len(model.blocks), int(rng.integers(0, 5))))
+
+
+def _choices(rng: np.random.Generator, model: Model, at: Setup) -> list[tuple[int, ...]]:
+    """The blocks that each of four ranks calls: the same units, and between them what they like."""
+    in_units = {path.split(".")[0] for unit in at.units for path in unit}
+    free = [i for i in range(len(model.blocks)) if f"block{i}" not in in_units]
+    orders = []
+    common = _order(rng, model)
+    for _ in range(4):
+        kept = [i for i in common if f"block{i}" in in_units]
+        # At least one of the outermost unit: its gradients are reduced by a rank that has some.
+        for i in rng.choice(free, int(rng.integers(1, 4))) if free else ():
+            kept.insert(int(rng.integers(len(kept) + 1)), int(i))
+        orders.append(tuple(kept))
+    return orders
+
+
+#: What a backward may do without.
+SWITCHES = ("", "set_requires_gradient_sync", "set_requires_gradient_sync", "set_requires_all_reduce")
+#: How a trainer may take something of a parameter.
+TAKEN = ("state_dict", "model_state_dict", "detach", "to_local", "memory", "data")
+_WORDS = {
+    "step": 6.0,
+    "accumulate": 2.0,
+    "eval": 1.0,
+    "order": 2.0,
+    "choose": 1.0,
+    "keep": 3.0,
+    "scale": 1.0,
+    "ema": 1.5,
+    "load": 1.5,
+    "save": 0.7,
+    "restore": 0.7,
+    "resume": 1.0,
+    "freeze": 1.0,
+    "unfreeze": 0.5,
+    "unshard": 2.0,
+    "reshard": 1.0,
+    "inside": 1.0,
+    "copy": 0.4,
+    "cast": 0.4,
+    "empty": 0.4,
+}
+#: All words; ``differ`` ends a program.
+WORDS = (*_WORDS, "differ")
+
+
+def _action(
+    rng: np.random.Generator,
+    model: Model,
+    at: Setup,
+    setups: int,
+    limits: TrainingLimits,
+    before: list[Action],
+    data: str,
+) -> Action:
+    known = {word for word, *_ in before}
+    weights = dict(_WORDS)
+    without = [] if "shard" in at.names else ["unshard", "reshard", "inside"]
+    without += limits.without
+    # One loss of all ranks, or a module that writes, is the same for all.
+    without += ["choose"] if at.data_ranks == 1 or data == "batch" or model.writer else []
+    without += [] if "keep" in known else ["scale"]
+    without += [] if "save" in known else ["restore"]
+    without += [] if "freeze" in known else ["unfreeze"]
+    words = [word for word in weights if word not in without]
+    odds = np.array([weights[word] for word in words])
+    word = str(rng.choice(words, p=odds / odds.sum()))
+    seed = int(rng.integers(1 << 30))
+    if word == "step":  # a second call would write to what backward of the first one needs
+        return word, seed, 1 if model.writer else int(rng.choice((1, 1, 2))), float(rng.choice((0.0, 0.0, 0.05)))
+    if word == "accumulate":
+        return word, seed, str(rng.choice(SWITCHES))
+    if word == "order":
+        return word, _order(rng, model)
+    if word == "choose":
+        return word, *_choices(rng, model, at)
+    if word == "keep":
+        return word, str(rng.choice(TAKEN))
+    if word == "load":
+        return word, seed, str(rng.choice(("write", "whole", "sharded")))
+    if word == "resume":
+        return word, int(rng.integers(setups))
+    if word in ("freeze", "unfreeze", "scale", "reshard"):
+        return word, int(rng.integers(8))
+    if word == "unshard":
+        return word, int(rng.integers(8)), bool(rng.random() < 0.5)
+    if word == "cast":
+        return word, str(rng.choice(("float32", "float64")))
+    if word in ("eval", "empty", "inside"):
+        return word, seed
+    return (word,)
+
+
+def unit_order(setup: Setup, order: tuple[int, ...]) -> list[int]:
+    """Which units blocks come to, called in an order."""
+    where = {path.split(".")[0]: i for i, unit in reversed([*enumerate(setup.units)]) for path in unit}
+    return [where[f"block{i}"] for i in order if f"block{i}" in where]

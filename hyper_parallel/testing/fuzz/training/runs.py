@@ -1,0 +1,153 @@
+"""Programs of trainers on one device and distributed, and what became of them."""
+
+from __future__ import annotations
+
+import math
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.data_parallel.agreement import agreement_of
+from hyper_parallel.core.dtensor.communication.errors import RankMismatchError
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.fuzz.exchange import AskedError, installed
+from hyper_parallel.testing.fuzz.training import models
+from hyper_parallel.testing.fuzz.training.job import WrongError
+from hyper_parallel.testing.fuzz.training.programs import Program, unit_order
+from hyper_parallel.testing.fuzz.training.trainer import Trainer, clear
+
+__all__ = ["Reference", "on_one_device", "run"]
+
+_TOLERANCE = {"float64": 1e-9, "float32": 2e-4}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a program gives on a single device.
+
+    Attributes:
+        program: that was run.
+        seen: what was compared: what it is -> its values, or None.
+        problem: why there is none of this, empty if there is.
+    """
+
+    program: Program
+    seen: dict[str, np.ndarray | None] = field(default_factory=dict)
+    problem: str = ""
+
+
+def on_one_device(program: Program, shaken: int = 0) -> Reference:
+    """Run a program with plain tensors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            trainer = Trainer(program, shaken=shaken)
+            trainer.run()
+        except Exception as error:
+            return Reference(program, problem=_told(error))
+    return Reference(program, trainer.seen)
+
+
+def _told(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error}"[:300] + f" ({frame.name}:{frame.lineno})"
+
+
+def run(reference: Reference) -> tuple[str, str] | None:
+    """The verdict of this rank, None outside the mesh, as for chains of operations."""
+    program = reference.program
+    used = {0, *(a[1] for a in program.actions if a[0] == "resume")}
+    meshes = [models.meshes_of(s) if i in used else None for i, s in enumerate(program.setups)]
+    everyone = spmd.device_mesh(max(math.prod(program.setups[i].shape) for i in used))
+    if everyone is None:
+        return None
+    compare = Comparison(reference)
+    trainer = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            trainer = Trainer(program, meshes, everyone, compare)
+            trainer.run()
+        except WrongError as error:
+            return "wrong", str(error)
+        except Exception as error:
+            if isinstance(error, (RankMismatchError, AskedError)) and differs(trainer):
+                return "right", ""
+            return "plain refused" if reference.problem else "refused", _told(error)
+        finally:
+            if program.actions[-1][0] == "differ":  # ranks that were in a collective do not know that others asked
+                for mesh in (mesh for mesh in meshes if mesh is not None and mesh[1] is not None):
+                    for agreement in (agreement_of(mesh[1], dim) for dim in range(mesh[1].ndim)):
+                        if agreement is not None:
+                            agreement.begin_anew()
+            if spmd.rank == 0:
+                clear(program)
+    if reference.problem:
+        return "accepted", reference.problem
+    if differs(trainer):
+        return "wrong", "ranks ran different units, and nobody said so"
+    return "right", ""
+
+
+def differs(trainer: Trainer | None) -> bool:
+    """Whether this rank and those that shard with it run different units at the end."""
+    if trainer is None or not trainer.takes_part or trainer.dp is None or installed() is None:
+        return False
+    setup, (word, *orders) = trainer.now, trainer.program.actions[-1]
+    if word != "differ" or "shard" not in setup.names:
+        return False
+    size = setup.shape[setup.names.index("shard")]
+    first = trainer.rank // size * size
+    return len({tuple(unit_order(setup, order)) for order in orders[first : first + size]}) > 1
+
+
+class Comparison:
+    """Compares what a rank sees with a reference.
+
+    Args:
+        reference: the single device's.
+    """
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self._slack: list[dict[str, np.ndarray | None]] | None = None
+        self._tolerance = _TOLERANCE[
+            "float32"
+            if any(a == ("cast", "float32") for a in reference.program.actions)
+            else reference.program.model.dtype
+        ]
+
+    def __call__(self, what: str, got: np.ndarray | None, part: Any) -> None:
+        """Raise `WrongError` where they differ."""
+        if self._reference.problem:
+            return
+        if what not in self._reference.seen:
+            raise WrongError(f"{what}, which is not there on a single device")
+        wanted = self._reference.seen[what]
+        if (got is None) != (wanted is None):
+            raise WrongError(f"{what}: {got} in place of {wanted}"[:300])
+        if got is None or wanted is None:
+            return
+        wanted = np.asarray(wanted[part])
+        if got.shape != wanted.shape or got.dtype != wanted.dtype:
+            raise WrongError(f"{what}: {got.dtype}{list(got.shape)} in place of {wanted.dtype}{list(wanted.shape)}")
+        error, scale = np.abs(got - wanted), 1 + np.abs(wanted)
+        if np.isnan(wanted).any() or np.array_equal(got, wanted) or (error <= self._tolerance * scale).all():
+            return
+        if not (error <= self._tolerance * scale + self._rounding(what)[part]).all():
+            raise WrongError(f"{what}: off by {np.max(error):.1e}: {got.tolist()} in place of {wanted.tolist()}"[:500])
+
+    def _rounding(self, what: str) -> np.ndarray:
+        """Ten times what the program makes of errors like those of rounding in its first values."""
+        if self._slack is None:
+            runs = [on_one_device(self._reference.program, shaken) for shaken in range(1, 4)]
+            self._slack = [run.seen for run in runs if not run.problem]
+        wanted = self._reference.seen[what]
+        assert wanted is not None
+        # Shaken by 1e-6, which are many roundings of float64.
+        scale = 10 if self._tolerance > 1e-6 else 1e-5
+        found = [np.abs(np.asarray(seen[what]) - wanted) for seen in self._slack]
+        return np.max(found, axis=0) * scale if found else np.zeros_like(wanted)
