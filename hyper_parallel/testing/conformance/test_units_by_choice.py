@@ -45,12 +45,14 @@ def orders_of(rng: np.random.Generator, count: int) -> list[list[int]]:
     return [list(rng.integers(0, COUNT, rng.integers(1, 5))) for _ in range(count)]
 
 
-@spmd.on_mesh()
-def together(mesh: Any, seeds: list[int]) -> None:
+def together(seeds: list[int]) -> None:
     """All ranks change what they run, in the same way, often and back again: as on a single device."""
-    for seed in seeds:
+    # Meshes of the same ranks; all ranks of the pool make them, also those that are in none.
+    meshes = [spmd.device_mesh(names=(f"other{seed}",) if seed % 2 else None) for seed in seeds]
+    for seed, here in zip(seeds, meshes, strict=True):
+        if here is None:
+            continue
         rng = np.random.default_rng(seed)
-        here = spmd.device_mesh(mesh.size(), names=(f"other{seed}",)) if seed % 2 else mesh  # the same ranks
         trained = Trained(here, partial(build, here), partial(shard, mesh=here), (FEATURES,), 0.01)
         known = orders_of(rng, 3)
         for step in range(7):
