@@ -85,6 +85,13 @@ class Steps:
         if self._shards is not None:
             self._shards.comes(self._gather)
 
+    def outside(self) -> None:
+        """The unit is gathered by hand outside of any forward: the one that began last is over, and its model may be
+        gone on some ranks, which is not to be compared."""
+        for agreement in (self._shards, *self._replicas):
+            if agreement is not None:
+                agreement.forward = None
+
     def reduce(self) -> None:
         """Its gradients are about to be reduced, or kept."""
         if self._shards is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hyper_parallel.core.data_parallel.model import RUNNING
 from hyper_parallel.core.data_parallel.unit import Unit
 from hyper_parallel.core.data_parallel.units import is_unit, unit_of
 
@@ -77,6 +78,8 @@ class FSDPModule:
             None without ``async_op``.
         """
         unit = unit_of(self)
+        if not RUNNING.get():
+            unit.steps.outside()
         unit.parameters.start_by_hand()
         handle = UnshardHandle(unit)
         if async_op:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -119,6 +120,29 @@ def later(mesh: Any, how: str) -> None:
                 adapter.call(root, x)
             for text in (f"'expert{root.order[0][0]}'", other, "make one unit of the module"):
                 assert text in str(error.value)
+
+
+@spmd.on_mesh()
+def gone(mesh: Any) -> None:
+    """A forward that communicates nothing, of a model that some ranks let go; then a unit of another one by hand."""
+    adapter = get_adapter()
+    x = adapter.tensor(np.ones((2, FEATURES), np.float32))
+    root = shard(build(mesh), mesh)
+    root.order[0] = []
+    adapter.call(root, x)
+    kept = [root] if mesh.get_local_rank(0) else []
+    del root
+    gc.collect()
+    unit = fully_shard(adapter.load(adapter.linear_module(FEATURES, 3), np.random.default_rng(5)), mesh=mesh)
+    wanted = adapter.load(adapter.linear_module(FEATURES, 3), np.random.default_rng(5))
+    unit.unshard()
+    np.testing.assert_allclose(adapter.numpy(adapter.call(unit, x)), adapter.numpy(adapter.call(wanted, x)), rtol=1e-4)
+    assert len(kept) == (mesh.get_local_rank(0) > 0)
+
+
+@on_ranks(2, 3)
+def test_models_that_some_ranks_let_go(pool: Any, world_size: int) -> None:
+    pool.run(world_size, gone)
 
 
 @on_ranks(1, 2, 3)
