@@ -337,7 +337,7 @@ def without_values(mesh: Any) -> None:
     single = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-    replicate(model, None if mesh.size() == spmd.world_size else mesh)
+    replicate(model, None if mesh.size() == torch.distributed.get_world_size() else mesh)
     model.to_empty(device=device())
     taken = model.state_dict()
     with torch.no_grad():
@@ -358,6 +358,6 @@ def without_values(mesh: Any) -> None:
         close(found.full_tensor() if isinstance(found, DTensor) else found, y, name)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 4)
 def test_models_without_values(pool: Any, world_size: int) -> None:
     pool.run(world_size, without_values)

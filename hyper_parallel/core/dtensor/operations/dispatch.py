@@ -94,7 +94,7 @@ class _Plan:
         if mesh.get_coordinate() is not None:
             if sharding.filled:
                 self.call = bind_filled(self.call, sharding, strategy.operands, mesh.platform)
-            if not op.in_place:
+            if not op.in_place and canonical.memory != "shared":  # a view has its base's history in autograd
                 self.call = bind_dense(self.call, strategy.results, mesh.platform)
         self.static_args = None if localized is None else localized(static_args, strategy.operands, strategy.results)
         unsized = any(isinstance(result, Unsized) for result in strategy.results)

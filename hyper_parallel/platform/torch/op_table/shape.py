@@ -48,9 +48,16 @@ def _diagonals() -> Table:
 def _reinterpreted() -> Table:
     return {
         **rows("unfold", "windows", "input dimension size step", call_by_position, Tensor),
-        **rows("view_as_real", "real_pairs", "input", call_by_position, torch),
+        **rows("view_as_real", "real_pairs", "input", _call_view_as_real, torch),
         **rows("view_as_complex", "complex_pairs", "input", _call_view_as_complex, torch),
     }
+
+
+def _call_view_as_real(func: Any, operands: tuple, static_args: tuple) -> Any:
+    pairs = torch.view_as_real(operands[0])
+    if pairs.requires_grad and not pairs.numel():  # its backward looks at strides of a cotangent also of nothing
+        pairs.register_hook(lambda g: g.clone(memory_format=torch.contiguous_format))
+    return pairs
 
 
 def _call_view_as_complex(func: Any, operands: tuple, static_args: tuple) -> Any:
