@@ -33,6 +33,7 @@ ON_CPU_ONLY = {
     "test_checkpoint_crashes.py": "what is left in files, whichever device the tensors come from",
     "test_docstrings.py": "examples with a mesh of CPUs",
     "test_faults.py": "how gloo fails",
+    "test_forward_writes.py": "training in float64, which not every device has",
     "test_fully_shard_overlap.py": "which collectives gloo starts, and when",
     "test_fully_shard_pairs.py": "pairs of options in float64, which not every device has",
     "test_fully_shard_training.py": "every optimizer in float64, which not every device has",
@@ -49,6 +50,7 @@ ON_CPU_ONLY = {
     "test_styles_against_torch.py": "what torch's own styles do with gloo",
     "test_trainer.py": "training in float64, which not every device has",
     "test_walks.py": "functions that run with gloo",
+    "test_without_samples.py": "layers in float64, which not every device has",
     "test_vocabulary.py": "ids outside a vocabulary, which are an error on the CPU only",
 }
 #: Those of them that simulated NPUs run all the same: torch's own DTensor over HCCL is a reference too.

@@ -25,6 +25,7 @@ _FLOAT = (torch.float64, torch.float32, torch.int64, torch.complex128, torch.boo
 _DTYPES = (_FLOAT, _FLOAT, (torch.complex128,), (torch.int64,), (torch.bool,), _FLOAT)
 #: What these give is not initialised.
 _EMPTY = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "resize_"}
+READS_ROW_MAJOR: frozenset[str] = frozenset()
 #: Compiled at run time for a GPU.
 _GPU_ONLY = ("jiterator_",)
 _SEED = 1234

@@ -133,7 +133,7 @@ class Places:
         return before
 
     def check_there(self, tensors: Sequence[Any]) -> None:
-        """Raise ValueError where something else than ``tensors``, by index, is in the modules' tables, or one is gone."""
+        """Raise ValueError where modules have something else than ``tensors``, by index, in their tables, or are gone."""
         self._check_holders()
         wanted = self._by_slot(tensors)
         try:

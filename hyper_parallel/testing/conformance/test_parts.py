@@ -99,6 +99,7 @@ def wrong_results(mesh: Any) -> list[str]:
         "dimensions": lambda a: part(2, 2) if rank else part(2, 2, 2),
         "no tensor": lambda a: part(2, 2) if rank else None,
         "too many": lambda a: part(2, 2) if rank else (part(2, 2), part(2, 2)),
+        "no tensor on another rank": lambda a: None if rank == 1 else part(2, 2),
     }
     found = []
     for name, function in results.items():
@@ -117,8 +118,9 @@ def test_wrong_results_of_local_map(pool: Any) -> None:
         assert "give the sizes that distribute_tensor gives" in text
     assert "of shape (4, 2), where rank 0 has (2, 2) (rank 0: (1, 2); rank 1: (1, 2); rank 2: (2, 2))" in first[0]
     assert "TypeError" in first[4] and "ValueError" in first[5]
+    assert "is wrong on rank 1: the error there says how" in first[6] and "TypeError" in others[0][6]
     for texts in others:
-        for text in texts[4:]:
+        for text in texts[4:6]:
             assert "RankMismatchError result 0 of local_map(" in text
             assert "is wrong on rank 0: the error there says how" in text
 
@@ -139,6 +141,8 @@ def wrong_parts(mesh: Any) -> list[str]:
         with pytest.raises(RankMismatchError) as error:
             DTensor.from_local(adapter.tensor(np.ones(part, np.float32)), mesh, [placement], shape=shape)
         found.append(f"{name}: {error.value}")
+    with pytest.raises(ValueError, match=r"placed \[Shard\(dim=0\)\] on .* has local shape \(.*, 2\) on rank"):
+        DTensor._of_part(adapter.tensor(np.ones((5, 2), np.float32)), get_layout(mesh, (S0,), (5, 2)))
     part = floats(5, 2)[get_layout(mesh, (S0,), (5, 2)).local_index()]
     whole = DTensor.from_local(adapter.tensor(part), mesh, [S0], shape=(5, 2))
     same(adapter.numpy(whole), floats(5, 2), "after errors", 0.0)

@@ -119,8 +119,9 @@ class _Operator:
         why_not = ""
         for number, call in enumerate(calls):
             for form in self._forms(call, number):
-                which = zlib.crc32(f"{self.name} {number}".encode()) % len(WAYS)
-                for way in WAYS if self.many and form in ("forward", "method") else (WAYS[which],):
+                ways = [way for way in WAYS if way != "transposed" or self.name not in self.side.READS_ROW_MAJOR]
+                which = zlib.crc32(f"{self.name} {number}".encode()) % len(ways)
+                for way in ways if self.many and form in ("forward", "method") else (ways[which],):
                     why_not = self._try(call, form, number, way) or why_not
         if self.tried:
             self._agree()

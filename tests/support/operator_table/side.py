@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +40,9 @@ class Side(Protocol):
 
     #: Where the operators come from, for the page.
     TITLE: str
+
+    #: Operators of which the framework's own backward takes a "transposed" cotangent for a row-major one.
+    READS_ROW_MAJOR: Collection[str]
 
     def names(self) -> list[str]:
         """The operators."""
