@@ -133,7 +133,7 @@ class Places:
         return before
 
     def check_there(self, tensors: Sequence[Any]) -> None:
-        """Raise ValueError where modules have something else than ``tensors``, by index, in their tables, or are gone."""
+        """Raise ValueError where modules are gone, or have something else than ``tensors``, by index, in tables."""
         self._check_holders()
         wanted = self._by_slot(tensors)
         try:
