@@ -147,7 +147,7 @@ def read_by_some(mesh: Any) -> None:
             np.testing.assert_allclose(adapter.numpy(got[2][name]), expected, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, gate=(1, 3))
 def test_an_output_that_is_read_by_parts(pool: Any, world_size: int) -> None:
     pool.run(world_size, read_by_some)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,7 +140,20 @@ def other_inputs(mesh: Any) -> dict[str, tuple[str, str, tuple[int, ...]]]:
                 run(given(ids, "values", rank == mesh.size() - 1))
 
         found[f"{name}, {path}, in check_ranks, {mesh.size() - 1}"] = raised(again)
+    by_name(mesh)
     return found
+
+
+def by_name(mesh: Any) -> None:
+    """A plain input that is given by its name is compared too, once."""
+    adapter = get_adapter()
+    layer: Any = adapter.linear_module(4, 4)
+    name = next(iter(inspect.signature(getattr(layer, "construct", None) or layer.forward).parameters))
+    parallelize_module(layer, mesh, ColwiseParallel())
+    for count in (int(mesh.size() > 1), 0):
+        with Compared() as steps:
+            adapter.call(layer, **{name: adapter.tensor(floats(2, 4))})
+        assert len(steps) == count, steps
 
 
 @on_ranks(1, 2, 3)
