@@ -56,7 +56,7 @@ def assign(states: Sequence[Mapping[str, Any]], now: Sequence[int]) -> tuple[lis
 
 
 def _numbers(state: Mapping[str, Any]) -> bytes:
-    """What the framework's generators draw from."""
+    """Serialize the states of the generators."""
     written = io.BytesIO()
     pickler = pickle.Pickler(written)
     pickler.fast = True  # the same bytes whether or not two parts are one object

@@ -113,7 +113,7 @@ class RandomState:
 
 
 def _are_known(members: Sequence[int] | None, world_size: int, platform: Platform) -> bool:
-    """Whether it is known which ranks load: ``members``, or all of the world."""
+    """Return whether the ranks that load are known: ``members``, or all of the world."""
     return members is not None or (platform.world() is not None and platform.world_size() == world_size)
 
 

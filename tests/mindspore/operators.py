@@ -38,9 +38,9 @@ UNSTEADY = {
     "mint.nn.functional.binary_cross_entropy_with_logits": "backward",
     "ops.binary_cross_entropy_with_logits": "backward",
 }
-#: These write their first argument, though their names do not say so.
 #: With a transposed cotangent MindSpore 2.10 gives the gradient of its memory in row-major order, on one device.
 READS_ROW_MAJOR = {"mint.split"}
+#: These write their first argument, though their names do not say so.
 _WRITE = {"ops.assign", "ops.assign_add", "ops.assign_sub"}
 #: Functions of functions, of sparse tensors and of rows of tables; factories and collectives, which take no tensor.
 _NO_OPERATORS = ("coo_", "csr_", "row_tensor_", "make_", "scalar_", "all_gather", "all_to_all", "_", "dense_to_sparse")

@@ -63,7 +63,7 @@ class Event:
 
 
 class Steps:
-    """What ranks compare of one unit.
+    """The events of one unit that ranks compare.
 
     Args:
         mesh: of data parallelism.
@@ -78,27 +78,25 @@ class Steps:
         self.forward, self.end = Event("forward", self), Event("end of the forward", self)
         self.end_of_backward = Event("end of the backward", self)
         self._gather, self._reduction = Event("gather", self), Event("reduction of gradients", self)
-        self._shards, *self._replicas = [agreement_of(mesh, dim) for dim in reversed(range(mesh.ndim))]
+        of_dims = [agreement_of(mesh, dim) for dim in range(mesh.ndim)]
+        self._gathers = [x for x in of_dims[-1:] if x is not None]  # the last dimension is the one that shards
+        self._reduces = [x for x in reversed(of_dims) if x is not None]
 
     def gather(self) -> None:
         """The parameters of the unit are about to be gathered; see `Agreement.comes`."""
-        if self._shards is not None:
-            self._shards.comes(self._gather)
+        for agreement in self._gathers:
+            agreement.comes(self._gather)
 
     def outside(self) -> None:
         """The unit is gathered by hand outside of any forward: the one that began last is over, and its model may be
         gone on some ranks, which is not to be compared."""
-        for agreement in (self._shards, *self._replicas):
-            if agreement is not None:
-                agreement.forward = None
+        for agreement in self._reduces:
+            agreement.forward = None
 
     def reduce(self) -> None:
         """Its gradients are about to be reduced, or kept."""
-        if self._shards is not None:
-            self._shards.comes(self._reduction)
-        for agreement in self._replicas:
-            if agreement is not None:
-                agreement.comes(self._reduction)
+        for agreement in self._reduces:
+            agreement.comes(self._reduction)
 
     def unit_in_words(self, paths: Paths) -> str:
         """The unit, as messages name it; ``paths`` as for `Event.text`."""
@@ -111,7 +109,7 @@ class Steps:
 
 
 class _Place:
-    """What has come next, each time after the same things: mostly one event, which leads to one place."""
+    """The events that have come next after the same history: mostly one, which leads to one place."""
 
     __slots__ = ("event", "next", "others")
 
@@ -134,7 +132,7 @@ class _Place:
 
 
 class Agreement:
-    """What the ranks of one mesh dimension have done, and do next.
+    """The history of the ranks of one mesh dimension, in which they agree.
 
     Args:
         mesh: of data parallelism.
@@ -167,11 +165,10 @@ class Agreement:
             if tree is None or tree[0] != self._beginnings:
                 tree = forward.trees[self] = self._beginnings, _Place(), _Place()
             _, self._at, self._after = tree
-        at = self._at
-        self._at = at.next if at.event is event and not at.others and not CHECKS else self._compare(at, event)
+        self._at = self._compare(self._at, event)
 
     def begin_anew(self) -> None:
-        """Forget what ranks have agreed on: after an error each is where it was then. All ranks call it."""
+        """Forget what ranks have agreed on, after an error for example. All ranks call it."""
         self._size, self._beginnings, self.forward = 0, self._beginnings + 1, None
         self._after, self._at = _Place(), _Place()
 
@@ -191,8 +188,7 @@ class Agreement:
         found, is_new = at.lead(event)
         self._size += is_new
         if self._size > _MOST:  # on all ranks at once
-            self._size, self._beginnings = 0, self._beginnings + 1
-            self._after = _Place()
+            self.begin_anew()
         return found
 
     def _ask(self, event: Event, usual: Event) -> None:
@@ -219,13 +215,13 @@ _AGREEMENTS: Table = Table(lambda key: Agreement(*key), 1 << 12, "agreements of 
 
 
 def agreement_of(mesh: DeviceMesh, mesh_dim: int) -> Agreement | None:
-    """What all units along a dimension share; None where a rank is alone."""
+    """Return the `Agreement` of all units along a mesh dimension; None where a rank is alone."""
     found: Agreement | None = _AGREEMENTS[mesh, mesh_dim] if mesh.shape[mesh_dim] > 1 else None
     return found
 
 
 def agreements_below(module: Any, platform: Any) -> tuple[Paths, list[Agreement]]:
-    """Of the units below ``module``, and itself: the paths of their modules, by their ids, and their agreements."""
+    """Return the paths of the units' modules at and below ``module``, by their ids, and the units' agreements."""
     below = [(m, path, getattr(m, UNIT, None)) for path, m in platform.named_modules(module)]
     paths = {id(m): (weakref.ref(m), path) for m, path, plan in below if plan is not None}
     meshes = dict.fromkeys(plan.mesh for _, _, plan in below if plan is not None)

@@ -69,12 +69,9 @@ class Block:
         """(ranks, `reduced`): of a cotangent of the whole tensor what each rank gets."""
         platform, size, width = self.platform, self.size, self.reduced
         if self.dim is None:
-            row = cotangent.reshape((self.count,))
-            before, after = self.rank * self.count, (size - 1 - self.rank) * self.count
-            parts = [platform.zeros((before,), row)] if before else []
-            parts += [row, platform.zeros((after,), row)] if after else [row]
-            row = (platform.join(parts) if size > 1 else row).reshape((1, width))
-            return platform.cat([row] * size, 0) if size > 1 else row
+            zeros = platform.zeros(self.shape, cotangent)
+            row = platform.join([cotangent if r == self.rank else zeros for r in range(size)]).reshape((1, width))
+            return platform.cat([row] * size, 0)
         if self.in_order:
             if self.count < size * width:
                 cotangent = platform.join([cotangent, platform.zeros((size * width - self.count,), cotangent)])
@@ -96,7 +93,7 @@ class Block:
 
     def shard_from(self, row: Any) -> Any:
         """This rank's shard, of its row of the reduced columns, ``(reduced,)``."""
-        if self.dim is None and self.size > 1:
+        if self.dim is None:
             return row.reshape((self.size, self.count)).sum(0).reshape(self.local_shape)
         return self.platform.narrow(row, 0, 0, self.local_count).reshape(self.local_shape)
 

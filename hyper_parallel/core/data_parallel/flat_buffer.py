@@ -62,7 +62,7 @@ class FlatBuffer:
 
     # ---------------------------------------------------------------------- parameters
     def move(self, parameters: Sequence[Any]) -> None:
-        """Move the shards into one storage, where that is possible, while nobody can have taken anything of them."""
+        """Move the shards into one storage where possible, before the program can have taken any of them."""
         if self._fast is not None and self._length:
             self._flat = None
             flat = self._fast.move_to_one_storage(self._sent_of(parameters), self._lengths)
@@ -206,7 +206,7 @@ class FlatBuffer:
                 rows.free()
 
     def is_current(self, values: Any, parameters: Sequence[Any]) -> bool:
-        """Whether the whole tensors in ``values``, as `take` gave it, have the values of this rank's shards."""
+        """Return whether ``values``, a result of `take`, has the values of this rank's shards."""
         platform = self.platform
         with platform.no_grad():
             wholes = self._cut(platform.detach(values))

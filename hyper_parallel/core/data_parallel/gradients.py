@@ -40,7 +40,7 @@ class Gradients:
 
     @property
     def has_kept(self) -> bool:
-        """Whether something waits to be reduced."""
+        """Return whether cotangents or rows wait to be reduced."""
         return bool(self._sums or self._rows)
 
     def forget(self) -> None:

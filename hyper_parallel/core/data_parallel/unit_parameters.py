@@ -87,8 +87,8 @@ class UnitParameters:
             return [*map(self._platform.detach, self.places.parameters())]
 
     def move(self, before: Sequence[Any] = ()) -> None:
-        """Let the shards of each buffer lie in one storage, which is gathered without copies. Called where nobody can
-        have taken anything of them: from then on they stay where they are.
+        """Move the shards of each buffer into one storage, which is gathered without copies. Called before the program
+        can have taken any of them: from then on they stay where they are.
 
         Args:
             before: what `memory` has said. Where a shard still has the same, it may have been taken, and all stay.
@@ -242,7 +242,7 @@ class UnitParameters:
         self.places.put_beside(wholes)
 
     def take_over(self) -> None:
-        """Let modules find shards, and `free` do what it does when nobody has called `unshard`."""
+        """Let modules find shards again, and let `free` act as if `unshard` had not been called."""
         if self._shown:
             self._shown, self._kept = [], None
             self.places.take_beside()
