@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import inspect
 import os
 import sys
@@ -94,6 +95,9 @@ def init_process_group(backend: str, select_device: Callable[[int], None], timeo
     ``timeout`` is in seconds; None is torch's own: 30 minutes, with NCCL 10.
     """
     launch = read_environment()
+    # Functions of this module have the default group of the moment of its import as their default, which any optimizer
+    # of torch imports: made before there is a group, they do not keep it alive beyond its end.
+    importlib.import_module("torch.distributed.nn.functional")
     select_device(launch.local_rank)
     wait = None if timeout is None else timedelta(seconds=timeout)
     rank, size = launch.rank, launch.world_size
