@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hyper_parallel.platform.torch.launch import BACKEND_VARIABLE, Launch, chosen_backend, read_environment
@@ -69,3 +71,24 @@ def test_two_processes(launcher: str) -> None:
         common["MS_SCHED_PORT"] = str(free_port())
         ended = run_each(program, [{**common, "RANK_ID": rank} for rank in "01"])
     assert [rank.out.strip() for rank in ended] == ["0 2 [0, 1]", "1 2 [0, 1]"], ended
+
+
+ENDING = """
+import atexit, pathlib, torch
+from hyper_parallel import get_platform
+
+def count():
+    return sum(path.read_text().startswith("pt_gloo") for path in pathlib.Path("/proc/self/task").glob("*/comm"))
+
+atexit.register(lambda: print(count()))  # before the group is made, so that it runs after the group's end
+get_platform().init_process_group()
+torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+print(count() > 0)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process in /proc")
+def test_no_thread_of_gloo_outlives_a_program() -> None:
+    """One that does aborts the program now and then; any optimizer has torch import functions that keep a group."""
+    (ended,) = run_ranks(["-c", ENDING], 1)
+    assert ended.out.split() == ["True", "0"], ended

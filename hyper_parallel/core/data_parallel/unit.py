@@ -159,7 +159,11 @@ class Unit:
         if not self.plan.slots:
             if not again:
                 model.entered(self)
-            return forward(module, *args, **kwargs)
+            output = forward(module, *args, **kwargs)
+            if running or again or not model.keeping or not platform.accumulates_gradients:
+                return output
+            # Gradients that were kept wait for the next backward, also for one that comes to no parameters.
+            return self._results.opening(output, Call([], [], True, running), model.one_loss)
         with platform.no_dispatch():
             parameters = self.parameters.shards()
             trained, one = self.parameters.trained(parameters)

@@ -16,7 +16,7 @@ from mindspore import Tensor, experimental, mint, nn, ops
 from mindspore.nn.utils import no_init_parameters
 
 from hyper_parallel import DTensor
-from hyper_parallel.platform.mindspore.grad import wrap_gradients
+from hyper_parallel.platform.mindspore import grad as gradients
 from hyper_parallel.testing.adapters import forwards
 
 _ADAPTER = sys.modules[__name__]
@@ -74,13 +74,12 @@ def model_value_and_grads(
 
     weights = list(trainable.values())
     if np.issubdtype(array.dtype, np.floating):
-        _, (grad, grads) = ms.value_and_grad(loss, 0, weights)(tensor(array))
+        _, (grad, grads) = gradients.value_and_grad(loss, 0, weights)(tensor(array))
         grad = grad.asnumpy()
     else:
-        _, grads = ms.value_and_grad(loss, None, weights)(tensor(array))
+        _, grads = gradients.value_and_grad(loss, None, weights)(tensor(array))
         grad = None
-    wrapped = wrap_gradients(tuple(grads), tuple(weights))
-    by_name = dict(zip(trainable, wrapped, strict=True))
+    by_name = dict(zip(trainable, grads, strict=True))
     return values[-1], grad, {name: by_name.get(name) for name in named}
 
 
