@@ -8,6 +8,7 @@ import pytest
 
 from hyper_parallel.platform.torch.launch import BACKEND_VARIABLE, Launch, chosen_backend, read_environment
 from hyper_parallel.testing.pool import free_port
+from tests.conftest import PLATFORM
 from tests.support.programs import run_each, run_ranks
 
 
@@ -87,6 +88,7 @@ print(count() > 0)
 """
 
 
+@pytest.mark.skipif(PLATFORM != "torch-cpu", reason="gloo is the backend of torch-cpu")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process in /proc")
 def test_no_thread_of_gloo_outlives_a_program() -> None:
     """One that does aborts the program now and then; any optimizer has torch import functions that keep a group."""
