@@ -91,9 +91,12 @@ class Decoder(nn.Cell):
             self.head.weight = self.embedding.embedding_table
         self.gain = ms.Parameter(Tensor(0.7, ms.float32), name="gain") if scalar else None
 
+    def logits(self, ids: Any) -> Any:
+        """A row for each word."""
+        return self.head(self.norm(self.nothing(self.block(self.embedding(ids))))).reshape(-1, self.vocabulary)
+
     def construct(self, ids: Any, targets: Any) -> Any:
-        logits = self.head(self.norm(self.nothing(self.block(self.embedding(ids)))))
-        loss = ops.cross_entropy(logits.reshape(-1, self.vocabulary), targets.reshape(-1))
+        loss = ops.cross_entropy(self.logits(ids), targets.reshape(-1))
         return loss if self.gain is None else loss * self.gain
 
 

@@ -17,7 +17,8 @@ from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.extent import everything, in_gate
 from hyper_parallel.testing.spmd import device_mesh
 from tests.mindspore.nets import whole
-from tests.mindspore.trainer import SETUPS, Setup, Trainer, trained
+from tests.mindspore.trainer import Trainer, trained
+from tests.support.trainer_setups import PAIRS, SETUPS, Setup
 
 SAVED = (2, 4, 6) if everything() else (2, 4)
 STEPS = SAVED[-1]
@@ -141,8 +142,6 @@ def one_after_the_other(first: str, second: str, kind: str, folder: str) -> None
         Collective(device_mesh(4)).gather(None)  # all ranks have come
 
 
-#: Each of the jobs that saves with the one that goes on.
-PAIRS = [("dp x tp", "hsdp"), *zip([*SETUPS][1:], [*SETUPS][2:] + [*SETUPS][:1], strict=True)]
 ROWS = [(*pair, kind) for kind in KINDS for pair in PAIRS]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import mindspore as ms
@@ -21,9 +21,9 @@ from hyper_parallel.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from hyper_parallel.mindspore import value_and_grad
-from hyper_parallel.testing.spmd import device_mesh
 from tests.mindspore.decoder import LENGTH, SIZES, Decoder, plan
 from tests.mindspore.nets import whole
+from tests.support.trainer_setups import Setup
 
 #: Samples of a step, over all ranks and micro batches.
 SAMPLES = 12
@@ -40,48 +40,8 @@ class Transformer(Decoder):
             p.set_dtype(ms.float64)
 
     def construct(self, ids: Any, targets: Any) -> Any:
-        logits = self.head(self.norm(self.block(self.embedding(ids))))
-        flat = logits.reshape(-1, self.vocabulary)
-        return ops.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="sum") * self.gain
-
-
-class Setup(NamedTuple):
-    """Ranks along each dimension, and what varies around them."""
-
-    replicate: int = 1
-    shard: int = 1
-    tp: int = 1
-    sequence: bool = False
-    recompute: bool = False
-    reshard: bool | int | None = None
-    own_replicate: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return self.replicate * self.shard * self.tp
-
-    @property
-    def batch_ranks(self) -> int:
-        return self.replicate * self.shard
-
-    def mesh(self) -> Any:
-        """None on a rank outside of it. All ranks of the pool call it."""
-        return device_mesh(self.replicate, self.shard, self.tp, names=("dp_replicate", "dp_shard", "tp"))
-
-
-SETUPS = {
-    "one": Setup(),
-    "tp": Setup(tp=2, sequence=True),
-    "tp 3": Setup(tp=3, sequence=True),
-    "dp": Setup(shard=2, reshard=True),
-    "dp 3": Setup(shard=3),
-    "dp 4": Setup(shard=4, reshard=2),
-    "replicas": Setup(replicate=2, own_replicate=True),
-    "dp x tp": Setup(shard=2, tp=2, recompute=True),
-    "sequence": Setup(shard=2, tp=2, sequence=True),
-    "hsdp": Setup(replicate=2, shard=2, recompute=True),
-    "hsdp x tp": Setup(replicate=2, tp=2),
-}
+        logits = self.logits(ids)
+        return ops.cross_entropy(logits, targets.reshape(-1), ignore_index=IGNORED, reduction="sum") * self.gain
 
 
 def parallel(model: Any, setup: Setup, mesh: Any) -> None:

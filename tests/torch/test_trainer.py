@@ -15,8 +15,9 @@ from hyper_parallel import checkpoint
 from hyper_parallel.checkpoint.ranks import Collective
 from hyper_parallel.testing.extent import everything, in_gate
 from hyper_parallel.testing.spmd import device_mesh
+from tests.support.trainer_setups import PAIRS, SETUPS, Setup
 from tests.torch.support import close, full
-from tests.torch.trainer import SETUPS, Optimizers, Setup, Trainer, trained
+from tests.torch.trainer import Optimizers, Trainer, trained
 
 SAVED = (2, 4, 6) if everything() else (2, 4)
 STEPS = SAVED[-1]
@@ -180,8 +181,6 @@ def one_after_the_other(first: str, second: str, kind: str, folder: str) -> None
         Collective(device_mesh(4)).gather(None)  # all ranks have come
 
 
-#: Each of the jobs that saves with the one that goes on.
-PAIRS = [("dp x tp", "hsdp"), *zip([*SETUPS][1:], [*SETUPS][2:] + [*SETUPS][:1], strict=True)]
 ROWS = [(*pair, kind) for kind in KINDS for pair in PAIRS]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from hyper_parallel import (
     parallelize_module,
     replicate,
 )
-from hyper_parallel.testing.spmd import device_mesh
+from tests.support.trainer_setups import Setup
 from tests.torch.support import device, full
 
 VOCABULARY, FEATURES, HIDDEN, HEADS, LENGTH = 13, 12, 10, 6, 6
@@ -150,45 +150,6 @@ def plan(sequence: bool) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- how it is parallelised
-
-
-class Setup(NamedTuple):
-    """Ranks along each dimension, and what varies around them."""
-
-    replicate: int = 1
-    shard: int = 1
-    tp: int = 1
-    sequence: bool = False
-    recompute: bool = False
-    reshard: bool | int | None = None
-    own_replicate: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return self.replicate * self.shard * self.tp
-
-    @property
-    def batch_ranks(self) -> int:
-        return self.replicate * self.shard
-
-    def mesh(self) -> Any:
-        """None on a rank outside of it. All ranks of the pool call it."""
-        return device_mesh(self.replicate, self.shard, self.tp, names=("dp_replicate", "dp_shard", "tp"))
-
-
-SETUPS = {
-    "one": Setup(),
-    "tp": Setup(tp=2, sequence=True),
-    "tp 3": Setup(tp=3, sequence=True, recompute=True),
-    "dp": Setup(shard=2, reshard=True),
-    "dp 3": Setup(shard=3),
-    "dp 4": Setup(shard=4, reshard=2),
-    "replicas": Setup(replicate=2, own_replicate=True),
-    "dp x tp": Setup(shard=2, tp=2, recompute=True),
-    "sequence": Setup(shard=2, tp=2, sequence=True),
-    "hsdp": Setup(replicate=2, shard=2, recompute=True),
-    "hsdp x tp": Setup(replicate=2, tp=2),
-}
 
 
 def parallel(model: nn.Module, setup: Setup, mesh: Any) -> nn.Module:

@@ -95,8 +95,8 @@ def init_process_group(backend: str, select_device: Callable[[int], None], timeo
     ``timeout`` is in seconds; None is torch's own: 30 minutes, with NCCL 10.
     """
     launch = read_environment()
-    # Functions of this module have the default group of the moment of its import as their default, which any optimizer
-    # of torch imports: made before there is a group, they do not keep it alive beyond its end.
+    # Any optimizer of torch imports this module, whose functions keep the default group of that moment as a default
+    # argument, beyond the group's end. Imported before there is a group, the functions keep none.
     importlib.import_module("torch.distributed.nn.functional")
     select_device(launch.local_rank)
     wait = None if timeout is None else timedelta(seconds=timeout)
