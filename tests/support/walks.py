@@ -25,8 +25,8 @@ from hyper_parallel.testing.adapters import get_adapter
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 PACKAGE = Path(hyper_parallel.__file__).parent
-#: Most files that a reader of a walk has to open.
-MOST = 8
+#: Most files that a reader of a walk has to open. On MindSpore the user calls a function of ours for gradients.
+MOST = {"torch": 8, "mindspore": 9}
 
 Walk = dict[str, list[str]]
 
@@ -138,7 +138,7 @@ def check(pool: Any, folder: str) -> None:
     """Compare both walks with the page, on two ranks."""
     for title, walked in (("parallelize_module to the all-reduce in backward", of_a_plan), ("x + x", of_an_operation)):
         wanted = described(f"{title}, {folder}")
-        assert len(wanted[0]) <= MOST
+        assert len(wanted[0]) <= MOST[folder]
         for walk, beside in pool.run(2, walked, folder):
             lines = [f"{file}: {', '.join(names)}" for file, names in (*walk.items(), ("beside", beside))]
             assert (walk, beside) == wanted, "\n".join(lines)
