@@ -244,9 +244,13 @@ def finish(tests: Tests, rows: list[Row], missed: bool) -> int:
     """
     slow = junit.slowest(tests.root, {row.backend: tests.build / row.backend for row in rows}, SLOWEST)
     print("\n".join(["", f"== the slowest {len(slow)} files", *slow]))
-    names = [f"{row.backend}: {test}" for row in rows for test in row.failed_tests]
-    if names:
-        print("\n".join(["", "== failed", *names]))
+    failed_tests = [
+        f"{row.backend}: {test}{f': {error}' if error else ''}"
+        for row in rows
+        for test, error in row.failed_tests.items()
+    ]
+    if failed_tests:
+        print("\n".join(["", "== failed", *failed_tests]))
     print("\n" + results.terminal(rows))
     passed, failed, skipped = (sum(getattr(row, key) for row in rows) for key in ("passed", "failed", "skipped"))
     if missed:

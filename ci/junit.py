@@ -10,6 +10,9 @@ from pathlib import Path
 
 __all__ = ["Report", "seconds_of_files", "slowest"]
 
+#: Characters of an error that are shown at the end of a run; all of it stands further up.
+MOST_OF_A_MESSAGE = 400
+
 
 class Report:
     """Report of one process of pytest.
@@ -20,13 +23,13 @@ class Report:
 
     Attributes:
         passed, failed, skipped: numbers of tests.
-        failures: names of the tests that failed.
+        failures: test that failed -> its error in a line.
         seconds: file of tests -> how long its tests took.
     """
 
     def __init__(self, path: Path, root: Path) -> None:
         self.passed = self.failed = self.skipped = 0
-        self.failures: list[str] = []
+        self.failures: dict[str, str] = {}
         self.seconds: dict[str, float] = defaultdict(float)
         for suite in ElementTree.parse(path).getroot().iter("testsuite"):
             count = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
@@ -41,8 +44,14 @@ class Report:
         name = "::".join([*([file] if file else []), *rest, case.get("name", "")])
         if file:
             self.seconds[file] += float(case.get("time", 0))
-        if case.find("failure") is not None or case.find("error") is not None:
-            self.failures.append(name)
+        for problem in (*case.iterfind("failure"), *case.iterfind("error")):
+            self.failures.setdefault(name, in_a_line(problem.get("message", "")))
+
+
+def in_a_line(message: str) -> str:
+    """Return the first and the last line of an error: the latter has the reason where ranks of a pool have failed."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))[:MOST_OF_A_MESSAGE]
 
 
 def file_of(root: Path, dotted: str) -> tuple[str, list[str]]:

@@ -55,7 +55,7 @@ def entry(row: Row, rows: dict[str, Any] | None = None) -> dict[str, Any]:
         "commit": row.commit,
         "date": row.date,
         "problem": row.problem,
-        "failed tests": row.failed_tests,
+        "failed tests": [*row.failed_tests],
     }
 
 

@@ -74,7 +74,7 @@ class Row:
         areas: what is measured.
         problem: why the gate failed.
         left_out: why nothing was run.
-        failed_tests: names of the tests that failed.
+        failed_tests: test that failed -> its error in a line, or nothing where that is not known.
         commit, date: of the run.
         tree: git's id of ``hyper_parallel/`` as it was in the run; empty where git did not say.
         partial: whether only some of its tests were asked for. The numbers then say little about the backend.
@@ -90,7 +90,7 @@ class Row:
     areas: list[Area] = field(default_factory=list)
     problem: str = ""
     left_out: str = ""
-    failed_tests: list[str] = field(default_factory=list)
+    failed_tests: dict[str, str] = field(default_factory=dict)
     commit: str = ""
     date: str = ""
     tree: str = ""

@@ -186,4 +186,4 @@ class Tests:
         row.passed += report.passed
         row.failed += report.failed
         row.skipped += report.skipped
-        row.failed_tests += report.failures
+        row.failed_tests |= report.failures

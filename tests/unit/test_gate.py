@@ -276,10 +276,12 @@ def test_failures_are_shown_at_once(tmp_path: Path, processes: int) -> None:
                 (root / "seen").touch()
     output = "".join(lines)
     assert row_of("demo (CPU)", output).startswith("1 1 0 ") and run.returncode == 1
-    assert output.count("seen early") == 2  # the line and the error of one traceback: no log is printed again
+    # The line and the error of one traceback, and the error at the end: no log is printed again.
+    assert output.count("seen early") == 3
     ends = output[output.index("== the slowest 2 files") :]
     assert re.search(r"^ +\d+\.\d s  demo  tests/conformance/test_sign.py$", ends, re.MULTILINE)
-    assert "== failed\ndemo: tests/conformance/test_sign.py::test_early\n" in ends
+    test = "tests/conformance/test_sign.py::test_early"
+    assert f"== failed\ndemo: {test}: AssertionError: seen early ... assert 1 == 2\n" in ends
     assert ends.endswith("\n\n2 passed, 1 failed, 0 skipped\n")
 
 
