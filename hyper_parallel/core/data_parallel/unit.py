@@ -186,7 +186,7 @@ class Unit:
             versions = counts_of(wholes)
         try:
             self.parameters.show(wholes, parameters)
-            if platform.frees_storage and not platform.tells_beginning and recorded and self.plan.slots:
+            if platform.frees_storage and not platform.tells_beginning and recorded:
                 args, kwargs = self._guard.arguments(args, kwargs, inputs, call)
             elif asked and first and not again and platform.frees_storage and not self._runs_in_order(call):
                 args, kwargs = watched(args, kwargs, inputs, platform, self._one_less_awaited)
@@ -202,7 +202,7 @@ class Unit:
                 model.left(self, not first)
             return self._results.opening(output, call, model.one_loss) if recorded else output
         finally:
-            if first and recorded and self.plan.slots:
+            if first and recorded:
                 model.recorded(self, call)
             if self._together.is_over or not running:
                 self.forward_is_over(call)
