@@ -54,7 +54,7 @@ def together(seeds: list[int]) -> None:
         if here is None:
             continue
         rng = np.random.default_rng(seed)
-        trained = Trained(here, partial(build, here), partial(shard, mesh=here), (FEATURES,), 0.01)
+        trained = Trained(here, partial(build, here), partial(shard, mesh=here), (FEATURES,), 1e-4)
         known = orders_of(rng, 3)
         for step in range(7):
             order = known[rng.integers(0, 3)]

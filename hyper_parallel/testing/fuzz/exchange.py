@@ -71,7 +71,7 @@ class OutOfStepError(Exception):
 
 
 class AskedError(RuntimeError):
-    """Another rank asks what this one does, which is in a collective: as where a backend's collective is ended."""
+    """Another rank asks what this one does in a collective, or has left: a backend's collective would fail."""
 
 
 class ExchangePool(WorkerPool):
@@ -120,6 +120,8 @@ class Exchange:
         self._ranks: dict[Any, tuple[int, ...]] = {}
         #: Why this program cannot go on. What is raised may be caught on its way by a framework, or by the program.
         self.problem = ""
+        #: Whether a rank that waits for one that has left this program gets an error, as from a backend.
+        self.ranks_leave = False
 
     def end_program(self) -> str:
         """Wait until all ranks have ended the program, and return why they were not in step, empty if they were."""
@@ -130,7 +132,7 @@ class Exchange:
             if pause.is_over():
                 raise OutOfStepError(f"rank {self._rank} ended the program, rank(s) {late} did not")
         problem, self.problem = self.problem, ""
-        self._sent = [0] * (1 << self._size)
+        self._sent, self.ranks_leave = [0] * (1 << self._size), False
         return problem
 
     # ------------------------------------------------------------------------------------------------ Platform's verbs
@@ -238,7 +240,10 @@ class Exchange:
         while _HEAD.unpack_from(self._map, place)[0] != number:
             # Its last message stands there before it says that it has ended: look again.
             if self._ended_by(rank) > self._ended and _HEAD.unpack_from(self._map, place)[0] != number:
-                self.fail(f"rank {self._rank} waits in {what}, rank {rank} has ended the program")
+                left = f"rank {self._rank} waits in {what}, rank {rank} has ended the program"
+                if self.ranks_leave:
+                    raise AskedError(left)
+                self.fail(left)
             if pause.is_over():
                 self.fail(f"rank {self._rank} waits in {what} for rank {rank}")
         length = _HEAD.unpack_from(self._map, place)[1]

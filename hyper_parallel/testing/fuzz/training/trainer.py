@@ -79,10 +79,13 @@ class Trainer(Job):
     def _differ(self, *orders: tuple[int, ...]) -> None:
         """Each data-parallel rank runs what it likes, once and again; then all run the same. With a backend's own
         collectives ranks would wait for one another until the time-out."""
-        if installed() is None:
+        exchange = installed()
+        if exchange is None:
             return
         self._reshard_all()
         self.inside = None
+        # Of two tensor-parallel ranks, one may be refused before a collective of both.
+        exchange.ranks_leave = self.meshes is not None
         ranks = range(self.now.data_ranks) if self.meshes is None else (self.rank,)
         for number in range(3):
             for rank in ranks:
