@@ -8,7 +8,9 @@ import functools
 import mmap
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import cast
@@ -22,6 +24,7 @@ __all__ = [
     "BLOCK",
     "NewFile",
     "address_of",
+    "alone_in",
     "make_directory",
     "remove_tree",
     "rename",
@@ -218,6 +221,45 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory with all that is in it, as far as possible."""
+    """Remove a directory with all that is in it, or a file, as far as possible."""
     step("remove", path)
-    shutil.rmtree(path, ignore_errors=True)
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+#: Seconds to wait for a program that gives names in a directory, which takes milliseconds where it is well.
+_PATIENCE = 5.0
+
+
+@contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Keep out the other threads and processes that call this for the same directory.
+
+    It is no promise: other machines need not see the lock, and nobody waits for ever.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on this system
+        yield
+        return
+    opened = os.open(directory, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        until = time.monotonic() + _PATIENCE
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.001)
+                continue
+            except OSError:
+                pass  # a file system without locks
+            break
+        yield
+    finally:
+        # A child that was forked meanwhile has the file open too: closing it here would not give the lock back.
+        with suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_UN)
+        os.close(opened)

@@ -71,6 +71,7 @@ class Index:
         aliases: further names of tensors, such as those of tied parameters -> the name in ``tensors``.
         values: the nest that was saved, as JSON, with something that stands for each tensor, module and optimizer.
         checksums: file -> entry -> CRC-32; empty where they were not asked for.
+        writer: the process that saved it, for people.
     """
 
     run: str
@@ -80,6 +81,7 @@ class Index:
     aliases: dict[str, str]
     values: Any
     checksums: dict[str, dict[str, int]] = field(default_factory=dict)
+    writer: str = ""
 
     def find(self, name: str) -> str | None:
         """The name in ``tensors`` of a tensor that is called ``name``; None for none."""
@@ -97,7 +99,8 @@ class Index:
             }
             for name, x in self.tensors.items()
         }
-        content = {"format": _FORMAT, "version": _VERSION, "run": self.run, "time": self.time, "files": self.files}
+        content = {"format": _FORMAT, "version": _VERSION, "run": self.run, "writer": self.writer, "time": self.time}
+        content |= {"files": self.files}
         content |= {"tensors": tensors, "aliases": self.aliases, "values": self.values, "checksums": self.checksums}
         return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
@@ -170,7 +173,16 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
     sums = content["checksums"]
     if not isinstance(sums, dict) or not all(isinstance(of_file, dict) for of_file in sums.values()):
         raise ValueError("the checksums are no table")
-    return Index(str(content["run"]), int(content["time"]), files, tensors, aliases, content["values"], sums)
+    return Index(
+        str(content["run"]),
+        int(content["time"]),
+        files,
+        tensors,
+        aliases,
+        content["values"],
+        sums,
+        str(content.get("writer", "")),
+    )
 
 
 def _sizes(numbers: Any) -> tuple[int, ...]:
