@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -44,7 +43,7 @@ def checkpoints_in(directory: Path) -> list[tuple[Path, Index]]:
             index = read_index(path)
         except CheckpointError:
             continue
-        if _wrong_file(path, index.files) is None:
+        if writers.wrong_file(path, index.files) is None:
             found.append((path, index))
     return sorted(found, key=lambda item: item[1].time)
 
@@ -55,27 +54,9 @@ def _is_in_use(path: Path) -> bool:
     return hidden is not None and hidden.ending == _REPLACED and not path.with_name(hidden.name).exists()
 
 
-def _wrong_file(directory: Path, sizes: Mapping[str, int]) -> str | None:
-    """Return the first file that is not there with its size, and None where all are."""
-    for name, size in sizes.items():
-        try:
-            found = os.stat(directory / name)
-        except OSError:
-            return name
-        if found.st_size != size or not stat.S_ISREG(found.st_mode):
-            return name
-    return None
-
-
 def _stamp(path: Path) -> tuple[int, int] | None:
     """Return what tells a checkpoint from another one that takes its place; None where there is nothing."""
-    for place in (path / INDEX, path):
-        try:
-            found = os.stat(place)
-        except OSError:
-            continue
-        return found.st_ino, found.st_mtime_ns
-    return None
+    return disk.stamp(path / INDEX) or disk.stamp(path)
 
 
 def latest(directory: str | os.PathLike[str], run: str | None = None) -> Path | None:
@@ -177,12 +158,7 @@ class Draft:
         """
         disk.sync_directory(self.directory)
         now = self._now()
-        wrong = _wrong_file(self.directory, files)
-        if wrong is not None:
-            raise CheckpointError(
-                f"{self.path} was not saved: {self.directory / wrong} has been removed or changed while others were "
-                f"written.{self._others()} Let one program at a time save there, or give each a directory of its own"
-            )
+        writers.check_whole(self.path, self.directory, files, self._others())
         try:
             if self._before is None:
                 disk.rename(self.directory, self.path)

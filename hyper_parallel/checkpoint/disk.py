@@ -28,6 +28,7 @@ __all__ = [
     "make_directory",
     "remove_tree",
     "rename",
+    "stamp",
     "step",
     "sync_directory",
 ]
@@ -210,6 +211,15 @@ def rename(old: Path, new: Path) -> None:
     os.rename(old, new)
 
 
+def stamp(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file or a directory from another one that takes its place; None where there is nothing."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def sync_directory(path: Path) -> None:
     """Have the names in a directory on the disk."""
     step("sync", path)
@@ -235,29 +245,29 @@ _PATIENCE = 5.0
 
 
 @contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
+def alone_in(directory: Path) -> Iterator[bool]:
     """Keep out the other threads and processes that call this for the same directory.
 
-    It is no promise: other machines need not see the lock, and nobody waits for ever.
+    It is no promise: other machines need not see the lock. Nobody waits for ever: False is given where another one
+    keeps it.
     """
     try:
         import fcntl
     except ImportError:  # not on this system
-        yield
+        yield True
         return
     opened = os.open(directory, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
-        until = time.monotonic() + _PATIENCE
-        while time.monotonic() < until:
+        until, alone = time.monotonic() + _PATIENCE, False
+        while not alone and time.monotonic() < until:
             try:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
             except BlockingIOError:
                 time.sleep(0.001)
-                continue
-            except OSError:
-                pass  # a file system without locks
-            break
-        yield
+            except OSError:  # a file system without locks
+                alone = True
+        yield alone
     finally:
         # A child that was forked meanwhile has the file open too: closing it here would not give the lock back.
         with suppress(OSError):

@@ -120,11 +120,12 @@ class Files:
     Args:
         directory: of the checkpoint.
         index: its index.
+        opened: those that are open already.
     """
 
-    def __init__(self, directory: Path, index: Index) -> None:
+    def __init__(self, directory: Path, index: Index, opened: Mapping[str, TensorFile] | None = None) -> None:
         self._directory, self._sizes = directory, index.files
-        self._open: dict[str, TensorFile] = {}
+        self._open: dict[str, TensorFile] = dict(opened or {})
 
     def check(self, part: Part, tensor: StoredTensor) -> None:
         """Raise CheckpointError unless the part is there as the index says."""

@@ -152,6 +152,10 @@ class TensorFile:
         path: of the file.
         size: its size in bytes, where that is known.
 
+    Attributes:
+        path: of the file.
+        size: its size in bytes.
+
     Raises:
         CheckpointError: when it is not there, cut off, longer than it says, or no such file.
     """
@@ -164,6 +168,7 @@ class TensorFile:
                 found = file.seek(0, 2)
                 if size is not None and found != size:
                     raise CheckpointError(f"{path} has {found} bytes instead of {size}: cut off, or another file")
+                self.size = found
                 file.seek(0)
                 self._entries, self._start = _read_header(path, file, found)
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

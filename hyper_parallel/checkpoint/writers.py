@@ -7,17 +7,20 @@ import hashlib
 import os
 import re
 import socket
+import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from hyper_parallel.checkpoint import disk
+from hyper_parallel.checkpoint.errors import CheckpointError
 
 __all__ = [
     "DRAFT",
     "Hidden",
+    "check_whole",
     "hidden_in",
     "hidden_name",
     "name_of_process",
@@ -26,6 +29,7 @@ __all__ = [
     "parse",
     "remove",
     "remove_abandoned",
+    "wrong_file",
 ]
 
 #: What hidden names end with of what is being written, or removed.
@@ -135,6 +139,35 @@ def others_in(directory: Path, token: str, *endings: str) -> str:
     """Return a sentence on who else saves into a directory; empty for nobody."""
     who = sorted({f"{x.writer()} ({x.name})" for x in hidden_in(directory, *endings) if x.token != token})
     return f" Also saving there: {', '.join(who[:5])}." if who else ""
+
+
+def wrong_file(directory: Path, sizes: Mapping[str, int]) -> str | None:
+    """Return the first file that is not there with its size, and None where all are."""
+    for name, size in sizes.items():
+        try:
+            found = os.stat(directory / name)
+        except OSError:
+            return name
+        if found.st_size != size or not stat.S_ISREG(found.st_mode):
+            return name
+    return None
+
+
+def check_whole(path: Path, directory: Path, sizes: Mapping[str, int], others: str) -> None:
+    """Raise CheckpointError unless all that was written is there.
+
+    Args:
+        path: that was to be saved, for the message.
+        directory: where the files are now.
+        sizes: name of a file -> the bytes that were written.
+        others: a sentence of `others_in`.
+    """
+    wrong = wrong_file(directory, sizes)
+    if wrong is not None:
+        raise CheckpointError(
+            f"{path} was not saved: {directory / wrong} has been removed or changed while others were "
+            f"written.{others} Let one program at a time save there, or give each a directory of its own"
+        )
 
 
 def remove_abandoned(directory: Path, now: float, *endings: str, name: str | None = None) -> None:
