@@ -51,7 +51,7 @@ def checkpoints_in(directory: Path) -> list[tuple[Path, Index]]:
 def _is_in_use(path: Path) -> bool:
     """Return whether a hidden directory stands for a checkpoint that was being replaced."""
     hidden = parse(path)
-    return hidden is not None and hidden.ending == _REPLACED and not path.with_name(hidden.name).exists()
+    return hidden is not None and hidden.ending == _REPLACED and not (path.parent / hidden.name).exists()
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -8,6 +8,7 @@ import functools
 import mmap
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ __all__ = [
     "address_of",
     "alone_in",
     "make_directory",
+    "open_file",
+    "read_file",
     "remove_tree",
     "rename",
     "stamp",
@@ -218,6 +221,31 @@ def stamp(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
+
+
+def open_file(path: Path) -> int:
+    """Open a regular file for reading, without waiting for a writer, as a pipe would; returns the descriptor.
+
+    Raises:
+        OSError: where there is none.
+    """
+    opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    kind = os.fstat(opened).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(opened)
+        code = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
+        raise OSError(code, os.strerror(code) if stat.S_ISDIR(kind) else "it is no regular file")
+    return opened
+
+
+def read_file(path: Path) -> bytes:
+    """Return what is in a regular file.
+
+    Raises:
+        OSError: where there is none, or it cannot be read.
+    """
+    with os.fdopen(open_file(path), "rb", buffering=0) as file:
+        return file.readall()
 
 
 def sync_directory(path: Path) -> None:

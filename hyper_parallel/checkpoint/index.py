@@ -11,14 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hyper_parallel.checkpoint import disk
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES
 from hyper_parallel.checkpoint.values import check
 
-__all__ = ["INDEX", "Index", "Part", "StoredTensor", "read_index"]
+__all__ = ["INDEX", "LATEST", "Index", "Part", "StoredTensor", "read_index"]
 
 #: Name of the file; a directory without it is no checkpoint.
 INDEX = "index.json"
+#: The latest time that an index may say, in the year 2116, and the largest size of a file.
+LATEST, _LARGEST = 1 << 62, 1 << 62
 _FORMAT, _VERSION = "hyper_parallel.checkpoint", 1
 
 
@@ -113,13 +116,14 @@ def read_index(directory: Path) -> Index:
     """
     path = directory / INDEX
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(disk.read_file(path))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(_missing(directory)) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: it is not JSON ({error})") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        said = f"{error}" or type(error).__name__
+        raise CheckpointError(f"{path} is damaged: it is not JSON ({said})") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is the index of something else: its format is not {_FORMAT!r}")
     if content.get("version") != _VERSION:
@@ -129,7 +133,7 @@ def read_index(directory: Path) -> Index:
         )
     try:
         return _parse(path, content)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error}") from error
 
 
@@ -153,7 +157,9 @@ def _missing(directory: Path) -> str:
 
 
 def _parse(path: Path, content: Mapping[str, Any]) -> Index:
-    files = {str(name): int(size) for name, size in content["files"].items()}
+    files = dict(content["files"])
+    if wrong := [size for size in files.values() if type(size) is not int or not 0 <= size <= _LARGEST]:
+        raise ValueError(f"a file has {wrong[0]!r} bytes")
     if any("/" in name or "\\" in name or name.startswith(".") for name in files):
         raise ValueError("a file lies outside of the checkpoint")
     names = [*files]
@@ -173,9 +179,12 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
     sums = content["checksums"]
     if not isinstance(sums, dict) or not all(isinstance(of_file, dict) for of_file in sums.values()):
         raise ValueError("the checksums are no table")
+    time = content["time"]
+    if type(time) is not int or not 0 <= time <= LATEST:
+        raise ValueError(f"it was saved at {time!r}")
     return Index(
         str(content["run"]),
-        int(content["time"]),
+        time,
         files,
         tensors,
         aliases,

@@ -22,7 +22,7 @@ import numpy as np
 
 from hyper_parallel.checkpoint import directories, disk
 from hyper_parallel.checkpoint.directories import Draft
-from hyper_parallel.checkpoint.index import INDEX, Index, Part, StoredTensor
+from hyper_parallel.checkpoint.index import INDEX, LATEST, Index, Part, StoredTensor
 from hyper_parallel.checkpoint.nest import Flat, flatten, layout_of
 from hyper_parallel.checkpoint.plan import Wanted, Writer, entry_name, share_out
 from hyper_parallel.checkpoint.progress import Progress
@@ -304,7 +304,7 @@ def _remove_old(path: Path, run: str, keep: int) -> None:
 def _time(directory: Path, run: str) -> int:
     """Now, and later than all checkpoints that the run has in the directory, whatever clocks say."""
     before = (index.time for _, index in directories.checkpoints_in(directory) if index.run == run)
-    return max(time.time_ns(), max(before, default=0) + 1)
+    return min(max(time.time_ns(), max(before, default=0) + 1), LATEST)
 
 
 def _with_own(values: Any, own: list[dict[str, Any]]) -> Any:

@@ -163,7 +163,7 @@ class TensorFile:
     def __init__(self, path: Path, size: int | None = None) -> None:
         self.path = path
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = os.fdopen(disk.open_file(path), "rb", buffering=0)
             with _closed_on_failure(self._file) as file:
                 found = file.seek(0, 2)
                 if size is not None and found != size:

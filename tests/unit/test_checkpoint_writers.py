@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.checkpoint import CheckpointError, directories, disk, jobs, load, save, writers
-from hyper_parallel.checkpoint.index import read_index
+from hyper_parallel.checkpoint.index import LATEST, read_index
 from hyper_parallel.checkpoint.ranks import Alone
 from hyper_parallel.checkpoint.writers import DRAFT, hidden_in, hidden_name, new_token
 from hyper_parallel.platform import get_platform
@@ -231,7 +231,7 @@ def test_writers_are_named() -> None:
 def test_keep_never_removes_what_was_just_saved(tmp_path: Path) -> None:
     """Nor what another save has put in the place of an old one."""
     first, second = begin(tmp_path / "a", 1, keep=1), begin(tmp_path / "b", 2, keep=1)
-    job_times = [10**30, 10**30 + 1]  # b is saved first, and says that it is later
+    job_times = [LATEST - 2, LATEST - 1]  # b is saved first, and says that it is later
     original = jobs._time
     try:
         jobs._time = lambda directory, run: job_times.pop()  # type: ignore[assignment]
