@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ __all__ = ["INDEX", "LATEST", "Index", "Part", "StoredTensor", "read_index"]
 INDEX = "index.json"
 #: The latest time that an index may say, in the year 2116, and the largest size of a file.
 LATEST, _LARGEST = 1 << 62, 1 << 62
+#: Names of files and runs, which later saves and messages take over from the index.
+_FILE, _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"), re.compile(r"[A-Za-z0-9_-]{1,64}")
 _FORMAT, _VERSION = "hyper_parallel.checkpoint", 1
 
 
@@ -160,8 +163,8 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
     files = dict(content["files"])
     if wrong := [size for size in files.values() if type(size) is not int or not 0 <= size <= _LARGEST]:
         raise ValueError(f"a file has {wrong[0]!r} bytes")
-    if any("/" in name or "\\" in name or name.startswith(".") for name in files):
-        raise ValueError("a file lies outside of the checkpoint")
+    if wrong_names := [name for name in files if _FILE.fullmatch(name) is None]:
+        raise ValueError(f"a file lies outside of the checkpoint, or has a name that no save gives: {wrong_names[0]!r}")
     names = [*files]
     tensors = {}
     for name, x in content["tensors"].items():
@@ -182,15 +185,18 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
     time = content["time"]
     if type(time) is not int or not 0 <= time <= LATEST:
         raise ValueError(f"it was saved at {time!r}")
+    run, writer = content["run"], content.get("writer")
+    if not isinstance(run, str) or _RUN.fullmatch(run) is None:
+        raise ValueError(f"{str(run)[:100]!r} identifies no run")
     return Index(
-        str(content["run"]),
+        run,
         time,
         files,
         tensors,
         aliases,
         content["values"],
         sums,
-        str(content.get("writer", "")),
+        writer if isinstance(writer, str) and len(writer) <= 200 and writer.isprintable() else "",
     )
 
 
