@@ -12,6 +12,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import cast
@@ -29,6 +30,7 @@ __all__ = [
     "make_directory",
     "open_file",
     "read_file",
+    "read_text",
     "remove_tree",
     "rename",
     "stamp",
@@ -238,14 +240,29 @@ def open_file(path: Path) -> int:
     return opened
 
 
+def read_text(file: FileIO, size: int) -> bytes:
+    """Return the next bytes of a file in which text is expected.
+
+    Of one that begins with a zero it is that alone: a file with a hole may be larger than the disk, and so than memory.
+
+    Args:
+        file: open for reading.
+        size: how many bytes.
+    """
+    text = file.read(min(size, 1))
+    while len(text) < size and text[:1] != b"\0" and (more := file.read(size - len(text))):
+        text += more
+    return text
+
+
 def read_file(path: Path) -> bytes:
-    """Return what is in a regular file.
+    """Return the text that is in a regular file, as `read_text` does.
 
     Raises:
         OSError: where there is none, or it cannot be read.
     """
-    with os.fdopen(open_file(path), "rb", buffering=0) as file:
-        return file.readall()
+    with FileIO(open_file(path), "rb") as file:
+        return read_text(file, os.fstat(file.fileno()).st_size)
 
 
 def sync_directory(path: Path) -> None:

@@ -10,18 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from hyper_parallel.checkpoint import disk
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES
+from hyper_parallel.checkpoint.tilings import is_tiling
 from hyper_parallel.checkpoint.values import check
 
 __all__ = ["INDEX", "LATEST", "Index", "Part", "StoredTensor", "read_index"]
 
 #: Name of the file; a directory without it is no checkpoint.
 INDEX = "index.json"
-#: The latest time that an index may say, in the year 2116, and the largest size of a file.
+#: The latest time that an index may say, in the year 2116, and the largest size of a file or of a tensor's dimension.
 LATEST, _LARGEST = 1 << 62, 1 << 62
 #: Names of files and runs, which later saves and messages take over from the index.
 _FILE, _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"), re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -201,7 +200,7 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
 
 
 def _sizes(numbers: Any) -> tuple[int, ...]:
-    if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
+    if not isinstance(numbers, list) or any(type(n) is not int or not 0 <= n <= _LARGEST for n in numbers):
         raise ValueError(f"{numbers!r} are no sizes")
     return tuple(numbers)
 
@@ -214,27 +213,5 @@ def _check_parts(name: str, x: StoredTensor) -> None:
             raise ValueError(f"tensor {name!r} of shape {x.shape} has a part of sizes {part.sizes} at {part.offsets}")
     if sum(math.prod(part.sizes) for part in x.parts) != math.prod(x.shape):
         raise ValueError(f"the parts of tensor {name!r} of shape {x.shape} do not make it up")
-    if len(x.parts) > 1 and not _are_disjoint(x):
+    if len(x.parts) > 1 and not is_tiling(x.shape, [(part.offsets, part.sizes) for part in x.parts]):
         raise ValueError(f"the parts of tensor {name!r} of shape {x.shape} overlap")
-
-
-def _are_disjoint(x: StoredTensor) -> bool:
-    """Whether no two parts meet: painted on a grid of all places where one begins or ends."""
-    edges = [
-        {
-            edge: i
-            for i, edge in enumerate(
-                sorted({size, *(e for p in x.parts for e in (p.offsets[d], p.offsets[d] + p.sizes[d]))})
-            )
-        }
-        for d, size in enumerate(x.shape)
-    ]
-    painted = np.zeros([len(places) for places in edges], bool)
-    for part in x.parts:
-        box = tuple(
-            slice(places[o], places[o + n]) for places, o, n in zip(edges, part.offsets, part.sizes, strict=True)
-        )
-        if painted[box].any():
-            return False
-        painted[box] = True
-    return True

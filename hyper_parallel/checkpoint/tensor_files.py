@@ -52,8 +52,8 @@ ITEMSIZES = {
     dtype: 1 if dtype.startswith(("bool", "float8")) else int(code.lstrip("BFIUC")) // 8
     for dtype, code in _CODES.items()
 }
-#: More than any header needs: what says more is no such file.
-_LONGEST_HEADER = 1 << 30
+#: Bytes of the longest header that readers of the format take.
+_LONGEST_HEADER = 100_000_000
 
 
 def element_type(dtype: str) -> np.dtype:
@@ -248,8 +248,8 @@ def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, tuple[str,
     if length > min(size - 8, _LONGEST_HEADER):
         raise wrong(f"it has {size} bytes, and its header should have {length}")
     try:
-        header = json.loads(file.read(length))
-    except ValueError as error:
+        header = json.loads(disk.read_text(file, length))
+    except (ValueError, RecursionError) as error:
         raise wrong(f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise wrong("its header is not a table")
