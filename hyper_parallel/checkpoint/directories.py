@@ -158,7 +158,7 @@ class Draft:
         """
         disk.sync_directory(self.directory)
         now = self._now()
-        writers.check_whole(self.path, self.directory, files, self._others())
+        writers.check_whole(self.path, self.directory, files, self._others)
         try:
             if self._before is None:
                 disk.rename(self.directory, self.path)

@@ -112,7 +112,7 @@ class NewWeights:
                     f"longer than that takes.{self._others()} Let it end, or end it, and save again"
                 )
             sizes = {self._hidden(name).name: size for name, size in self._sizes.items()}
-            writers.check_whole(self._directory, self._directory, sizes, self._others())
+            writers.check_whole(self._directory, self._directory, sizes, self._others)
             self._set_aside(index)
             for name in self._contents:
                 self._rename(self._hidden(name), name)

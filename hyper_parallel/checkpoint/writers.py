@@ -8,8 +8,7 @@ import os
 import re
 import socket
 import stat
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -74,13 +73,15 @@ class Hidden(NamedTuple):
         Args:
             now: the time of the file system, in seconds, which the clock of this machine may be far from.
         """
-        if self.machine == _machine(os.getpid()) != _NOWHERE:
+        if self.token.startswith(_this_process()):
+            return False
+        if self.machine == _machine() != _NOWHERE:
             return not _runs(self.process, self.began)
         return now - self._last_change(now) > _SILENT
 
     def writer(self) -> str:
         """Return who writes it, for messages."""
-        if self.machine != _machine(os.getpid()):
+        if self.machine != _machine():
             return "a process of another machine or container"
         return f"process {self.process} of this machine" if self.process != os.getpid() else "another thread"
 
@@ -94,8 +95,7 @@ class Hidden(NamedTuple):
 
 def new_token() -> str:
     """Return what no other save has in the names of its hidden files: it says which process it is of."""
-    pid = os.getpid()
-    return f"{_machine(pid)}-{pid:x}-{max(_began(pid) or 0, 0):x}-{uuid.uuid4().hex[:8]}"
+    return f"{_this_process()}-{os.urandom(4).hex()}"
 
 
 def hidden_name(name: str, token: str, ending: str) -> str:
@@ -153,20 +153,20 @@ def wrong_file(directory: Path, sizes: Mapping[str, int]) -> str | None:
     return None
 
 
-def check_whole(path: Path, directory: Path, sizes: Mapping[str, int], others: str) -> None:
+def check_whole(path: Path, directory: Path, sizes: Mapping[str, int], others: Callable[[], str]) -> None:
     """Raise CheckpointError unless all that was written is there.
 
     Args:
         path: that was to be saved, for the message.
         directory: where the files are now.
         sizes: name of a file -> the bytes that were written.
-        others: a sentence of `others_in`.
+        others: gives a sentence of `others_in`.
     """
     wrong = wrong_file(directory, sizes)
     if wrong is not None:
         raise CheckpointError(
             f"{path} was not saved: {directory / wrong} has been removed or changed while others were "
-            f"written.{others} Let one program at a time save there, or give each a directory of its own"
+            f"written.{others()} Let one program at a time save there, or give each a directory of its own"
         )
 
 
@@ -194,19 +194,32 @@ def remove(path: Path) -> None:
         disk.remove_tree(away)
 
 
-@functools.lru_cache(maxsize=8)
-def _machine(pid: int) -> str:
-    """Identify what process numbers mean something in: this machine since it was switched on, and the namespace.
+@functools.cache
+def _this_process() -> str:
+    """Return what tokens of this process begin with."""
+    pid = os.getpid()
+    return f"{_machine()}-{pid:x}-{max(_began(pid) or 0, 0):x}"
 
-    Args:
-        pid: of this process, so that a child asks anew, which may have another namespace.
-    """
+
+@functools.cache
+def _machine() -> str:
+    """Identify what process numbers mean something in: this machine since it was switched on, and the namespace."""
     try:
         booted = Path("/proc/sys/kernel/random/boot_id").read_text()
         spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time") if os.path.exists("/proc/self/ns")]
     except OSError:
         return _NOWHERE
     return hashlib.sha256("\n".join([booted, *spaces]).encode()).hexdigest()[:12]
+
+
+def _forget() -> None:
+    """Have a child that was forked find out anew who and where it is."""
+    _this_process.cache_clear()
+    _machine.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _began(pid: int) -> int | None:

@@ -187,7 +187,8 @@ def test_what_the_dead_have_left_is_removed(tmp_path: Path, monkeypatch: Any) ->
     assert names(tmp_path) == {"step-1", *(path.name for path in kept)}
     zombie.join()
     # A system that does not say where processes run: nothing is known but how long ago a draft has changed.
-    monkeypatch.setattr(writers, "_machine", lambda pid: writers._NOWHERE)
+    monkeypatch.setattr(writers, "_machine", lambda: writers._NOWHERE)
+    monkeypatch.setattr(writers, "_this_process", writers._this_process.__wrapped__)
     old, new = hide(tmp_path, "old", process=f"{ended():x}"), hide(tmp_path, "new", process=f"{ended():x}")
     for path in (old / "file", old):
         os.utime(path, (time.time() - 2 * DAY,) * 2)
@@ -209,9 +210,15 @@ def test_a_process_that_cannot_be_asked_is_taken_to_run(monkeypatch: Any) -> Non
 
 
 def test_where_a_process_runs(monkeypatch: Any) -> None:
-    assert writers._machine(os.getpid()) != writers._NOWHERE
+    assert writers._machine() != writers._NOWHERE
+    told = FORK.SimpleQueue()
+    child = FORK.Process(target=lambda: told.put(new_token()))
+    child.start()
+    child.join()
+    mine, other = new_token().split("-"), told.get().split("-")
+    assert mine[:2] == [writers._machine(), f"{os.getpid():x}"] and other[:2] == [mine[0], f"{child.pid:x}"]
     monkeypatch.setattr(Path, "read_text", lambda self: (_ for _ in ()).throw(FileNotFoundError()))
-    assert writers._machine.__wrapped__(1) == writers._NOWHERE and writers._began(os.getpid()) is None
+    assert writers._machine.__wrapped__() == writers._NOWHERE and writers._began(os.getpid()) is None
 
 
 def test_writers_are_named() -> None:
