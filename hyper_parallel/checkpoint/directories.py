@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from hyper_parallel.checkpoint import disk
+from hyper_parallel.checkpoint import disk, writers
 from hyper_parallel.checkpoint.errors import CheckpointError
-from hyper_parallel.checkpoint.index import Index, read_index
+from hyper_parallel.checkpoint.index import INDEX, Index, read_index
+from hyper_parallel.checkpoint.writers import DRAFT, hidden_in, hidden_name, new_token, parse
 
-__all__ = [
-    "Draft",
-    "checkpoints_in",
-    "latest",
-    "locate",
-    "new_token",
-    "remove_drafts",
-    "remove_old",
-    "run_of",
-    "set_run",
-]
+__all__ = ["Draft", "checkpoints_in", "latest", "locate", "remove_old", "run_of", "set_run"]
 
-#: What hidden directories end with: of one that is being written, and of one that is being replaced.
-_DRAFT, _REPLACED, _EXCHANGE = ".draft", ".replaced", ".ranks"
+#: What hidden directories end with: of one that is being replaced, and of one through which ranks talk.
+_REPLACED, _EXCHANGE = ".replaced", ".ranks"
 #: directory -> the run of this process whose checkpoints are there: that of a checkpoint it has loaded, or a new one.
 _RUNS: dict[Path, str] = {}
 
@@ -42,17 +36,27 @@ def checkpoints_in(directory: Path) -> list[tuple[Path, Index]]:
     """The whole checkpoints in a directory, the oldest first. What is damaged is left out."""
     found = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        name = path.name
         # Of what is hidden, one that was being replaced counts until the new one has its name.
-        if name.startswith(".") and (not name.endswith(_REPLACED) or path.with_name(_visible(name)).exists()):
+        if path.name.startswith(".") and not _is_in_use(path):
             continue
         try:
             index = read_index(path)
         except CheckpointError:
             continue
-        if all((path / file).is_file() and (path / file).stat().st_size == n for file, n in index.files.items()):
+        if writers.wrong_file(path, index.files) is None:
             found.append((path, index))
     return sorted(found, key=lambda item: item[1].time)
+
+
+def _is_in_use(path: Path) -> bool:
+    """Return whether a hidden directory stands for a checkpoint that was being replaced."""
+    hidden = parse(path)
+    return hidden is not None and hidden.ending == _REPLACED and not (path.parent / hidden.name).exists()
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return what tells a checkpoint from another one that takes its place; None where there is nothing."""
+    return disk.stamp(path / INDEX) or disk.stamp(path)
 
 
 def latest(directory: str | os.PathLike[str], run: str | None = None) -> Path | None:
@@ -96,18 +100,12 @@ def locate(path: Path) -> Path:
     Raises:
         CheckpointError: for what a save has left that was cut short.
     """
-    if path.name.startswith(".") and path.name.endswith(_DRAFT):
+    if path.name.startswith(".") and path.name.endswith(DRAFT):
         raise CheckpointError(f"{path} is what a save has left that was cut short: it is no checkpoint")
     if not path.exists():
-        for beside in path.parent.glob(f".{path.name}.*{_REPLACED}") if path.parent.is_dir() else ():
-            if _visible(beside.name) == path.name:
-                return beside
+        for beside in hidden_in(path.parent, _REPLACED, name=path.name):
+            return beside.path
     return path
-
-
-def _visible(name: str) -> str:
-    """``.step-1.0123.replaced`` -> ``step-1``."""
-    return name[1:].rsplit(".", 2)[0]
 
 
 class Draft:
@@ -119,16 +117,28 @@ class Draft:
     """
 
     def __init__(self, path: Path, token: str) -> None:
-        self.path = path
-        self.directory = path.with_name(f".{path.name}.{token}{_DRAFT}")
-        self.exchange = path.with_name(f".{path.name}.{token}{_EXCHANGE}")
-        self._replaced = path.with_name(f".{path.name}.{token}{_REPLACED}")
+        self.path, self._token = path, token
+        self.directory, self.exchange, self._replaced = (
+            path.with_name(hidden_name(path.name, token, ending)) for ending in (DRAFT, _EXCHANGE, _REPLACED)
+        )
+        self._before: tuple[int, int] | None = None
 
-    def open(self, exchange: bool) -> None:
-        """Make the directories, on one rank; ``exchange``: also the one through which ranks talk."""
+    def open(self, exchange: bool, overwrite: bool) -> None:
+        """Make the directories, on one rank, and remove what saves have left whose writers are gone.
+
+        Args:
+            exchange: whether to make the one through which ranks talk, too.
+            overwrite: whether what is at the path now is to be replaced.
+        """
+        self._before = _stamp(self.path) if overwrite else None
         disk.make_directory(self.directory)
         if exchange:
             disk.make_directory(self.exchange)
+        writers.remove_abandoned(self.path.parent, self._now(), DRAFT, _EXCHANGE)
+
+    def _now(self) -> float:
+        """Return the time of the file system, by what this save has just made."""
+        return self.directory.stat().st_mtime
 
     def check(self) -> None:
         """Raise CheckpointError where this rank does not see what another one has made."""
@@ -137,22 +147,64 @@ class Draft:
                 f"{self.path.parent} is not the same directory on this rank: save to a file system that all ranks share"
             )
 
-    def publish(self) -> None:
-        """Give it its name, on one rank: all of it is on the disk."""
+    def publish(self, files: Mapping[str, int]) -> None:
+        """Give it its name, on one rank: all of it is on the disk.
+
+        Args:
+            files: of the checkpoint, with the sizes that were written.
+
+        Raises:
+            CheckpointError: where a file is gone, or another save has put something under the name meanwhile.
+        """
         disk.sync_directory(self.directory)
-        replaces = self.path.exists()
-        if replaces:
-            disk.rename(self.path, self._replaced)
+        now = self._now()
+        writers.check_whole(self.path, self.directory, files, self._others)
         try:
-            disk.rename(self.directory, self.path)
-        except OSError:
-            if replaces:
-                disk.rename(self._replaced, self.path)
+            if self._before is None:
+                disk.rename(self.directory, self.path)
+            else:
+                with disk.alone_in(self.path.parent):
+                    self._replace()
+        except OSError as error:
+            if isinstance(error, (FileExistsError, FileNotFoundError)) or error.errno == errno.ENOTEMPTY:
+                raise self._late() from error
             raise
         disk.sync_directory(self.path.parent)
-        for beside in self.path.parent.glob(f".{self.path.name}.*{_REPLACED}"):
-            if _visible(beside.name) == self.path.name:
-                disk.remove_tree(beside)
+        if self._before is not None:
+            writers.remove(self._replaced)
+        writers.remove_abandoned(self.path.parent, now, _REPLACED, name=self.path.name)
+
+    def _replace(self) -> None:
+        """Give it the name of the checkpoint that was there when this save began."""
+        self._check_is_before(self.path)
+        disk.rename(self.path, self._replaced)
+        try:
+            self._check_is_before(self._replaced)  # programs on other machines need not see the lock
+            disk.rename(self.directory, self.path)
+        except (OSError, CheckpointError):
+            disk.rename(self._replaced, self.path)
+            raise
+
+    def _check_is_before(self, place: Path) -> None:
+        """Raise CheckpointError unless ``place`` has the checkpoint that is to be replaced."""
+        if _stamp(place) != self._before:
+            raise self._late()
+
+    def _late(self) -> CheckpointError:
+        """Say who has saved under the name of this checkpoint while it was written."""
+        place = self.path if self.path.exists() else self._replaced
+        try:
+            index = read_index(place)
+            who = f"{index.writer or 'a process'} (run {index.run})"
+        except CheckpointError:
+            who = "another program"
+        return CheckpointError(
+            f"{self.path} was not saved: {who} has put something under that name or removed it while this checkpoint "
+            f"was written.{self._others()} Let one program at a time save there, or give each a directory of its own"
+        )
+
+    def _others(self) -> str:
+        return writers.others_in(self.path.parent, self._token, DRAFT)
 
     def discard(self, exchange: bool) -> None:
         """Remove what was written, on one rank; ``exchange``: also the directory through which ranks talk."""
@@ -161,23 +213,17 @@ class Draft:
                 disk.remove_tree(directory)
 
 
-def new_token(run: str) -> str:
-    """For the next `Draft` of a run."""
-    return f"{run[:12]}-{uuid.uuid4().hex[:8]}"
-
-
-def remove_drafts(directory: Path, run: str) -> None:
-    """Remove what saves of this run have left behind that a crash has cut short."""
-    for ending in (_DRAFT, _EXCHANGE):
-        for left in directory.glob(f".*.{run[:12]}-*{ending}"):
-            disk.remove_tree(left)
-
-
-def remove_old(directory: Path, run: str, keep: int) -> None:
-    """Remove the checkpoints of a run but for the newest ``keep``."""
-    mine = [path for path, index in checkpoints_in(directory) if index.run == run]
-    for path in mine[:-keep]:
+def remove_old(path: Path, run: str, keep: int) -> None:
+    """Remove the checkpoints of a run but for the newest ``keep``, of which ``path`` is one, just saved."""
+    directory = path.parent
+    stamps = {place: _stamp(place) for place in directory.iterdir()}
+    older = [place for place, index in checkpoints_in(directory) if index.run == run and place != path]
+    for place in older[: max(len(older) - keep + 1, 0)]:
         # First the name: what is half removed must not be found.
-        hidden = path.with_name(f".{path.name}.{new_token(run)}{_DRAFT}")
-        disk.rename(path, hidden)
-        disk.remove_tree(hidden)
+        hidden = place.with_name(hidden_name(place.name, new_token(), DRAFT))
+        with suppress(FileNotFoundError):  # another save of the run has removed it
+            disk.rename(place, hidden)
+            if _stamp(hidden) == stamps.get(place):
+                disk.remove_tree(hidden)
+            else:
+                disk.rename(hidden, place)  # another save has replaced it since it was looked at

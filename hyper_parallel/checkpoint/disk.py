@@ -8,7 +8,11 @@ import functools
 import mmap
 import os
 import shutil
-from collections.abc import Callable
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import cast
@@ -22,9 +26,14 @@ __all__ = [
     "BLOCK",
     "NewFile",
     "address_of",
+    "alone_in",
     "make_directory",
+    "open_file",
+    "read_file",
+    "read_text",
     "remove_tree",
     "rename",
+    "stamp",
     "step",
     "sync_directory",
 ]
@@ -207,6 +216,55 @@ def rename(old: Path, new: Path) -> None:
     os.rename(old, new)
 
 
+def stamp(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file or a directory from another one that takes its place; None where there is nothing."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def open_file(path: Path) -> int:
+    """Open a regular file for reading, without waiting for a writer, as a pipe would; returns the descriptor.
+
+    Raises:
+        OSError: where there is none.
+    """
+    opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    kind = os.fstat(opened).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(opened)
+        code = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
+        raise OSError(code, os.strerror(code) if stat.S_ISDIR(kind) else "it is no regular file")
+    return opened
+
+
+def read_text(file: FileIO, size: int) -> bytes:
+    """Return the next bytes of a file in which text is expected.
+
+    Of one that begins with a zero it is that alone: a file with a hole may be larger than the disk, and so than memory.
+
+    Args:
+        file: open for reading.
+        size: how many bytes.
+    """
+    text = file.read(min(size, 1))
+    while len(text) < size and text[:1] != b"\0" and (more := file.read(size - len(text))):
+        text += more
+    return text
+
+
+def read_file(path: Path) -> bytes:
+    """Return the text that is in a regular file, as `read_text` does.
+
+    Raises:
+        OSError: where there is none, or it cannot be read.
+    """
+    with FileIO(open_file(path), "rb") as file:
+        return read_text(file, os.fstat(file.fileno()).st_size)
+
+
 def sync_directory(path: Path) -> None:
     """Have the names in a directory on the disk."""
     step("sync", path)
@@ -218,6 +276,45 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory with all that is in it, as far as possible."""
+    """Remove a directory with all that is in it, or a file, as far as possible."""
     step("remove", path)
-    shutil.rmtree(path, ignore_errors=True)
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+#: Seconds to wait for a program that gives names in a directory, which takes milliseconds where it is well.
+_PATIENCE = 5.0
+
+
+@contextmanager
+def alone_in(directory: Path) -> Iterator[bool]:
+    """Keep out the other threads and processes that call this for the same directory.
+
+    It is no promise: other machines need not see the lock. Nobody waits for ever: False is given where another one
+    keeps it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on this system
+        yield True
+        return
+    opened = os.open(directory, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        until, alone = time.monotonic() + _PATIENCE, False
+        while not alone and time.monotonic() < until:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
+            except BlockingIOError:
+                time.sleep(0.001)
+            except OSError:  # a file system without locks
+                alone = True
+        yield alone
+    finally:
+        # A child that was forked meanwhile has the file open too: closing it here would not give the lock back.
+        with suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_UN)
+        os.close(opened)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from hyper_parallel.checkpoint import disk
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES
+from hyper_parallel.checkpoint.tilings import is_tiling
 from hyper_parallel.checkpoint.values import check
 
-__all__ = ["INDEX", "Index", "Part", "StoredTensor", "read_index"]
+__all__ = ["INDEX", "LATEST", "Index", "Part", "StoredTensor", "read_index"]
 
 #: Name of the file; a directory without it is no checkpoint.
 INDEX = "index.json"
+#: The latest time that an index may say, in the year 2116, and the largest size of a file or of a tensor's dimension.
+LATEST, _LARGEST = 1 << 62, 1 << 62
+#: Names of files and runs, which later saves and messages take over from the index.
+_FILE, _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"), re.compile(r"[A-Za-z0-9_-]{1,64}")
 _FORMAT, _VERSION = "hyper_parallel.checkpoint", 1
 
 
@@ -71,6 +76,7 @@ class Index:
         aliases: further names of tensors, such as those of tied parameters -> the name in ``tensors``.
         values: the nest that was saved, as JSON, with something that stands for each tensor, module and optimizer.
         checksums: file -> entry -> CRC-32; empty where they were not asked for.
+        writer: the process that saved it, for people.
     """
 
     run: str
@@ -80,6 +86,7 @@ class Index:
     aliases: dict[str, str]
     values: Any
     checksums: dict[str, dict[str, int]] = field(default_factory=dict)
+    writer: str = ""
 
     def find(self, name: str) -> str | None:
         """The name in ``tensors`` of a tensor that is called ``name``; None for none."""
@@ -97,7 +104,8 @@ class Index:
             }
             for name, x in self.tensors.items()
         }
-        content = {"format": _FORMAT, "version": _VERSION, "run": self.run, "time": self.time, "files": self.files}
+        content = {"format": _FORMAT, "version": _VERSION, "run": self.run, "writer": self.writer, "time": self.time}
+        content |= {"files": self.files}
         content |= {"tensors": tensors, "aliases": self.aliases, "values": self.values, "checksums": self.checksums}
         return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
@@ -110,13 +118,14 @@ def read_index(directory: Path) -> Index:
     """
     path = directory / INDEX
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(disk.read_file(path))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(_missing(directory)) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: it is not JSON ({error})") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        said = f"{error}" or type(error).__name__
+        raise CheckpointError(f"{path} is damaged: it is not JSON ({said})") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is the index of something else: its format is not {_FORMAT!r}")
     if content.get("version") != _VERSION:
@@ -126,7 +135,7 @@ def read_index(directory: Path) -> Index:
         )
     try:
         return _parse(path, content)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error}") from error
 
 
@@ -150,9 +159,11 @@ def _missing(directory: Path) -> str:
 
 
 def _parse(path: Path, content: Mapping[str, Any]) -> Index:
-    files = {str(name): int(size) for name, size in content["files"].items()}
-    if any("/" in name or "\\" in name or name.startswith(".") for name in files):
-        raise ValueError("a file lies outside of the checkpoint")
+    files = dict(content["files"])
+    if wrong := [size for size in files.values() if type(size) is not int or not 0 <= size <= _LARGEST]:
+        raise ValueError(f"a file has {wrong[0]!r} bytes")
+    if wrong_names := [name for name in files if _FILE.fullmatch(name) is None]:
+        raise ValueError(f"a file lies outside of the checkpoint, or has a name that no save gives: {wrong_names[0]!r}")
     names = [*files]
     tensors = {}
     for name, x in content["tensors"].items():
@@ -170,11 +181,26 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
     sums = content["checksums"]
     if not isinstance(sums, dict) or not all(isinstance(of_file, dict) for of_file in sums.values()):
         raise ValueError("the checksums are no table")
-    return Index(str(content["run"]), int(content["time"]), files, tensors, aliases, content["values"], sums)
+    time = content["time"]
+    if type(time) is not int or not 0 <= time <= LATEST:
+        raise ValueError(f"it was saved at {time!r}")
+    run, writer = content["run"], content.get("writer")
+    if not isinstance(run, str) or _RUN.fullmatch(run) is None:
+        raise ValueError(f"{str(run)[:100]!r} identifies no run")
+    return Index(
+        run,
+        time,
+        files,
+        tensors,
+        aliases,
+        content["values"],
+        sums,
+        writer if isinstance(writer, str) and len(writer) <= 200 and writer.isprintable() else "",
+    )
 
 
 def _sizes(numbers: Any) -> tuple[int, ...]:
-    if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
+    if not isinstance(numbers, list) or any(type(n) is not int or not 0 <= n <= _LARGEST for n in numbers):
         raise ValueError(f"{numbers!r} are no sizes")
     return tuple(numbers)
 
@@ -187,27 +213,5 @@ def _check_parts(name: str, x: StoredTensor) -> None:
             raise ValueError(f"tensor {name!r} of shape {x.shape} has a part of sizes {part.sizes} at {part.offsets}")
     if sum(math.prod(part.sizes) for part in x.parts) != math.prod(x.shape):
         raise ValueError(f"the parts of tensor {name!r} of shape {x.shape} do not make it up")
-    if len(x.parts) > 1 and not _are_disjoint(x):
+    if len(x.parts) > 1 and not is_tiling(x.shape, [(part.offsets, part.sizes) for part in x.parts]):
         raise ValueError(f"the parts of tensor {name!r} of shape {x.shape} overlap")
-
-
-def _are_disjoint(x: StoredTensor) -> bool:
-    """Whether no two parts meet: painted on a grid of all places where one begins or ends."""
-    edges = [
-        {
-            edge: i
-            for i, edge in enumerate(
-                sorted({size, *(e for p in x.parts for e in (p.offsets[d], p.offsets[d] + p.sizes[d]))})
-            )
-        }
-        for d, size in enumerate(x.shape)
-    ]
-    painted = np.zeros([len(places) for places in edges], bool)
-    for part in x.parts:
-        box = tuple(
-            slice(places[o], places[o + n]) for places, o, n in zip(edges, part.offsets, part.sizes, strict=True)
-        )
-        if painted[box].any():
-            return False
-        painted[box] = True
-    return True

@@ -22,13 +22,14 @@ import numpy as np
 
 from hyper_parallel.checkpoint import directories, disk
 from hyper_parallel.checkpoint.directories import Draft
-from hyper_parallel.checkpoint.index import INDEX, Index, Part, StoredTensor
+from hyper_parallel.checkpoint.index import INDEX, LATEST, Index, Part, StoredTensor
 from hyper_parallel.checkpoint.nest import Flat, flatten, layout_of
 from hyper_parallel.checkpoint.plan import Wanted, Writer, entry_name, share_out
 from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.ranks import Ranks, together
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES, Entry, element_type, write_tensors
 from hyper_parallel.checkpoint.values import KIND
+from hyper_parallel.checkpoint.writers import name_of_process, new_token
 from hyper_parallel.platform import Platform
 
 __all__ = ["Job", "prepare", "share", "write"]
@@ -94,7 +95,7 @@ def prepare(
         found.append((flat, facts, share_out(wanted, ranks.members)))
         if is_first:
             _check_place(path, overwrite)
-        token = directories.new_token(directories.run_of(path.parent))
+        token = new_token()
         return {"digest": hashlib.sha256(json.dumps(facts).encode()).hexdigest(), "token": token, "own": flat.own}
 
     said = together(ranks, what, describe)
@@ -112,8 +113,7 @@ def prepare(
 
     def open_draft() -> None:
         if is_first:
-            directories.remove_drafts(path.parent, run)
-            draft.open(exchange)
+            draft.open(exchange, overwrite)
 
     def copy() -> None:
         draft.check()
@@ -274,9 +274,11 @@ def write(job: Job, ranks: Ranks) -> None:
         if is_first:
             job.index.time = _time(draft.path.parent, job.index.run)
             job.index.values = _with_own(job.index.values, job.own)
+            job.index.writer = name_of_process()
+            content = job.index.to_json().encode()
             with disk.NewFile(draft.directory / INDEX) as file:
-                file.write(job.index.to_json().encode())
-            draft.publish()
+                file.write(content)
+            draft.publish({**job.index.files, INDEX: len(content)})
             if job.keep is not None:
                 _remove_old(draft.path, job.index.run, job.keep)
 
@@ -292,7 +294,7 @@ def write(job: Job, ranks: Ranks) -> None:
 
 def _remove_old(path: Path, run: str, keep: int) -> None:
     try:
-        directories.remove_old(path.parent, run, keep)
+        directories.remove_old(path, run, keep)
     except OSError as error:  # the new one is there, which is what was asked for
         warnings.warn(
             f"{path} is saved, and an older checkpoint could not be removed: {error}. Remove it by hand", stacklevel=2
@@ -302,7 +304,7 @@ def _remove_old(path: Path, run: str, keep: int) -> None:
 def _time(directory: Path, run: str) -> int:
     """Now, and later than all checkpoints that the run has in the directory, whatever clocks say."""
     before = (index.time for _, index in directories.checkpoints_in(directory) if index.run == run)
-    return max(time.time_ns(), max(before, default=0) + 1)
+    return min(max(time.time_ns(), max(before, default=0) + 1), LATEST)
 
 
 def _with_own(values: Any, own: list[dict[str, Any]]) -> Any:

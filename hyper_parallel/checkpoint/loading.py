@@ -84,11 +84,11 @@ def load(
         index = read_index(place)
         place_of_rank, count = ranks.members.index(ranks.rank), len(ranks.members)
         filling = Filling(index, platform, strict, convert_dtypes, place_of_rank, count)
-        result = filling.plan(state)
         files = Files(place, index)
+        filling.check_files = files.check
+        result = filling.plan(state)
         for target in filling.targets:
-            for part in index.tensors[target.stored].parts:
-                files.check(part, index.tensors[target.stored])
+            files.check(index.tensors[target.stored])
         if verify:
             _verify(place, index, place_of_rank, count)
         plans.append((filling, files, result))
@@ -120,21 +120,23 @@ class Files:
     Args:
         directory: of the checkpoint.
         index: its index.
+        opened: those that are open already.
     """
 
-    def __init__(self, directory: Path, index: Index) -> None:
+    def __init__(self, directory: Path, index: Index, opened: Mapping[str, TensorFile] | None = None) -> None:
         self._directory, self._sizes = directory, index.files
-        self._open: dict[str, TensorFile] = {}
+        self._open: dict[str, TensorFile] = dict(opened or {})
 
-    def check(self, part: Part, tensor: StoredTensor) -> None:
-        """Raise CheckpointError unless the part is there as the index says."""
-        file = self._file(part)
-        if file.kind(part.entry) != (tensor.dtype, part.sizes):
-            dtype, shape = file.kind(part.entry)
-            raise CheckpointError(
-                f"{file.path} has {part.entry!r} of {dtype} and shape {shape}, the index says {tensor.dtype} and "
-                f"{part.sizes}: the files are of different checkpoints"
-            )
+    def check(self, tensor: StoredTensor) -> None:
+        """Raise CheckpointError unless all parts of a tensor are there as the index says."""
+        for part in tensor.parts:
+            file = self._file(part)
+            if file.kind(part.entry) != (tensor.dtype, part.sizes):
+                dtype, shape = file.kind(part.entry)
+                raise CheckpointError(
+                    f"{file.path} has {part.entry!r} of {dtype} and shape {shape}, the index says {tensor.dtype} and "
+                    f"{part.sizes}: the files are of different checkpoints"
+                )
 
     def read(self, part: Part, box: tuple[slice, ...], target: np.ndarray) -> None:
         """Fill an array with a box of a part."""

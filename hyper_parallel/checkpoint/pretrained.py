@@ -6,11 +6,9 @@ Each rank reads what it holds, and writes what it holds into files that all rank
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +19,19 @@ from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.index import Index, Part, StoredTensor
 from hyper_parallel.checkpoint.jobs import share
 from hyper_parallel.checkpoint.loading import Files, read_into
+from hyper_parallel.checkpoint.new_weights import NewWeights
 from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.ranks import all_ranks, together
 from hyper_parallel.checkpoint.targets import Filling
-from hyper_parallel.checkpoint.tensor_files import Entry, TensorFile, header_of
-from hyper_parallel.checkpoint.weight_files import INDEX, WEIGHTS, in_files, index_of
+from hyper_parallel.checkpoint.tensor_files import Entry, TensorFile
+from hyper_parallel.checkpoint.weight_files import INDEX, WEIGHTS, in_files
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform, get_platform
 
 __all__ = ["load_pretrained", "save_pretrained"]
 
+#: How often the files of a directory are opened anew when others have taken their place meanwhile.
+_TRIES = 5
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -104,7 +105,7 @@ def load_arranged(
     plans: list[tuple[Filling, Files]] = []
 
     def plan() -> None:
-        directory, index = _read_names(path, rename)
+        directory, index, opened = _read_names(path, rename)
         if arrange is not None:
             arranged = arrange(index.tensors)
             index.tensors.clear()
@@ -112,7 +113,7 @@ def load_arranged(
         filling = Filling(index, platform, strict, convert_dtypes, ranks.members.index(ranks.rank), len(ranks.members))
         filling.takes_meta = True
         filling.plan(model)
-        plans.append((filling, _WholeFiles(directory, index)))
+        plans.append((filling, _WholeFiles(directory, index, opened)))
 
     together(ranks, f"loading {path}", plan)
     filling, files = plans[0]
@@ -139,14 +140,13 @@ class _WholeFiles(Files):
         super().read(part, box[further:], target[(0,) * further])
 
 
-def _read_names(path: Path, rename: Callable[[str], str | None] | None) -> tuple[Path, Index]:
-    """Where the files are, and what is in them."""
-    directory, names = _files_of(path)
+def _read_names(path: Path, rename: Callable[[str], str | None] | None) -> tuple[Path, Index, dict[str, TensorFile]]:
+    """Return where the files are, what is in them, and the open files by their names."""
+    directory, files = _open_files(path)
     index = Index("", 0, {}, {}, {}, {})
     of_name: dict[str, str] = {}
-    for name in names:
-        file = TensorFile(directory / name)
-        index.files[name] = file.path.stat().st_size
+    for name, file in files.items():
+        index.files[name] = file.size
         for entry in file.names():
             called = entry if rename is None else rename(entry)
             if called is None:
@@ -156,7 +156,29 @@ def _read_names(path: Path, rename: Callable[[str], str | None] | None) -> tuple
             of_name[called] = entry
             dtype, shape = file.kind(entry)
             index.tensors[called] = StoredTensor(dtype, shape, "plain", (Part((0,) * len(shape), shape, name, entry),))
-    return directory, index
+    return directory, index, files
+
+
+def _open_files(path: Path) -> tuple[Path, dict[str, TensorFile]]:
+    """Open all files of one save, though another one may replace them meanwhile.
+
+    Raises:
+        CheckpointError: where there are none, or they are damaged, or replaced faster than they are opened.
+    """
+    index = path / INDEX if path.is_dir() else path
+    for _ in range(_TRIES):
+        before, failure, files = disk.stamp(index), None, {}
+        try:
+            directory, names = _files_of(path)
+            files = {name: TensorFile(directory / name) for name in names}
+        except CheckpointError as error:
+            failure = error
+        # A save gives its files names that the index of the moment has not: those of one index belong together.
+        if disk.stamp(index) == before:
+            if failure is not None:
+                raise failure
+            return directory, files
+    raise CheckpointError(f"{path} was replaced {_TRIES} times while it was opened: load it when the saves have ended")
 
 
 def _files_of(path: Path) -> tuple[Path, list[str]]:
@@ -200,7 +222,8 @@ def save_pretrained(
 
     Args:
         model: a module, or a dict of names and tensors or DTensors.
-        directory: on a file system that all ranks share; it is made. Weights that are there are replaced.
+        directory: on a file system that all ranks share; it is made. Weights that are there are replaced, all or none:
+            whoever reads meanwhile, or after a crash, finds the old ones or the new ones.
         max_shard_size: of a file, in bytes, or as ``"5GB"``. A tensor that is larger has a file of its own.
         mesh: whose ranks save; None is all of the world.
 
@@ -230,13 +253,12 @@ def save_pretrained(
     what, is_first = f"saving {directory}", ranks.rank == ranks.members[0]
     flat, pieces = share(model, what, ranks, platform)
     wholes = {name: _whole(name, x, platform) for name, x in flat.tensors.items()}
-    files = _Files(directory, in_files(wholes.values(), limit))
+    files = NewWeights(directory, in_files(wholes.values(), limit))
 
-    def make() -> None:
-        if is_first:
-            if not directory.is_dir():
-                disk.make_directory(directory)
-            files.make()
+    def make() -> str:
+        if is_first and not directory.is_dir():
+            disk.make_directory(directory)
+        return files.make() if is_first else ""
 
     def write() -> None:
         own = [(name, w, e) for name, of_name in pieces.items() for w, e in of_name if w.rank == ranks.rank]
@@ -250,7 +272,8 @@ def save_pretrained(
             files.publish()
 
     try:
-        for step in (make, write, publish):
+        files.token = together(ranks, what, make)[0]
+        for step in (write, publish):
             together(ranks, what, step)
     except BaseException:
         if is_first:
@@ -271,99 +294,3 @@ def _bytes(size: int | str) -> int:
 def _whole(name: str, x: Any, platform: Platform) -> Entry:
     dtype = next(n for n, d in platform.dtypes.items() if d == x.dtype)
     return Entry(name, dtype, tuple(x.shape), lambda: memoryview(b""))
-
-
-class _Files:
-    """Files of whole tensors that several ranks write, under hidden names until they are complete.
-
-    Args:
-        directory: of the files.
-        contents: name of a file -> what is in it.
-    """
-
-    def __init__(self, directory: Path, contents: dict[str, list[Entry]]) -> None:
-        self._directory, self._contents = directory, contents
-        self._headers: dict[str, bytes] = {}
-        self._sizes: dict[str, int] = {}
-        self._places: dict[str, tuple[str, int]] = {}
-        self._open: dict[str, int] = {}
-        for name, entries in contents.items():
-            # Hugging Face's own reader wants to know what wrote a file; "pt" are the names and layouts of torch.
-            self._headers[name], places = header_of(entries, {"format": "pt"})
-            self._sizes[name] = places[-1]
-            self._places |= {entry.name: (name, place) for entry, place in zip(entries, places, strict=False)}
-
-    def _hidden(self, name: str) -> Path:
-        return self._directory / f".{name}.incomplete"
-
-    def make(self) -> None:
-        """Make the files with their headers, on one rank."""
-        for name, header in self._headers.items():
-            self._hidden(name).unlink(missing_ok=True)
-            with disk.NewFile(self._hidden(name)) as file:
-                file.write(header)
-            os.truncate(self._hidden(name), self._sizes[name])
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def write(self, whole: Entry, r: Any, data: memoryview) -> None:
-        """Write a rectangle of a tensor where it belongs."""
-        name, start = self._places[whole.name]
-        path = self._hidden(name)
-        try:
-            if name not in self._open:
-                self._open[name] = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
-            for place, part in _runs(whole, r, data):
-                disk.step("write", path)
-                while part:
-                    written = os.pwrite(self._open[name], part, start + place)
-                    part, place = part[written:], place + written
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
-
-    def __exit__(self, *error: object) -> None:
-        for name, file in self._open.items():
-            try:
-                if error[0] is None:
-                    disk.step("sync", self._hidden(name))
-                    os.fsync(file)
-            finally:
-                os.close(file)
-        self._open.clear()
-
-    def publish(self) -> None:
-        """Give the files their names, on one rank, and remove those of other weights that were there."""
-        for name in self._contents:
-            disk.step("rename", self._hidden(name))
-            os.replace(self._hidden(name), self._directory / name)
-        index = self._directory / INDEX
-        if len(self._contents) > 1:
-            hidden = self._hidden(INDEX)
-            hidden.unlink(missing_ok=True)
-            with disk.NewFile(hidden) as file:
-                file.write(index_of(self._contents))
-            os.replace(hidden, index)
-        else:
-            index.unlink(missing_ok=True)
-        for other in self._directory.glob("model*.safetensors"):
-            if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", other.name) and other.name not in self._contents:
-                other.unlink()
-        disk.sync_directory(self._directory)
-
-    def discard(self) -> None:
-        """Remove what is not complete, on one rank."""
-        for name in (*self._contents, INDEX):
-            with suppress(OSError):
-                self._hidden(name).unlink()
-
-
-def _runs(whole: Entry, r: Any, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """(place in the tensor's data, bytes) of what lies together of a rectangle, whose bytes are ``data``."""
-    shape, itemsize = whole.shape, whole.nbytes // math.prod(whole.shape)
-    cut = max((d for d, n in enumerate(r.sizes) if n != shape[d]), default=0)
-    length = math.prod(r.sizes[cut:]) * itemsize
-    for number, above in enumerate(np.ndindex(*r.sizes[:cut])):
-        offsets = [*(o + i for o, i in zip(r.offsets[:cut], above, strict=True)), *r.offsets[cut:]]
-        place = int(np.ravel_multi_index(offsets, shape)) * itemsize if shape else 0
-        yield place, data[number * length : (number + 1) * length]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.random_groups import assign, groups_alike, groups_saved
 from hyper_parallel.checkpoint.ranks import LOADING
 from hyper_parallel.core.dtensor.operations import counter
@@ -61,6 +62,10 @@ class RandomState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put states back. Those of another framework's generators are left out, with a warning."""
         platform = get_platform()
+        device, host = (
+            None if state["platform"] != platform.name or state[name] is None else _with_tensors(state[name], platform)
+            for name in ("device", "host")
+        )
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         if state["platform"] != platform.name:
@@ -77,9 +82,9 @@ class RandomState:
                 "otherwise, so that they will be others: call manual_seed(..., parallel_rng=...) with the same before",
                 stacklevel=2,
             )
-        for name, put in (("device", platform.set_rng_state), ("host", platform.set_host_rng_state)):
-            if state[name] is not None:
-                put(_with_tensors(state[name], platform))
+        for generator, put in ((device, platform.set_rng_state), (host, platform.set_host_rng_state)):
+            if generator is not None:
+                put(generator)
 
     def load_state_of_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
         """Put the state of this rank back, of those of all ranks that saved.
@@ -134,6 +139,10 @@ def _without_tensors(state: Any, platform: Platform) -> Any:
 
 def _with_tensors(state: Any, platform: Platform) -> Any:
     if isinstance(state, dict) and [*state] == ["bytes"]:
+        if not isinstance(state["bytes"], bytes):  # a number would be so many zeros
+            raise CheckpointError(
+                f"the state of a generator in the checkpoint is damaged: its bytes are {str(state['bytes'])[:100]}"
+            )
         values = bytearray(state["bytes"])
         return platform.to_host(platform.from_bytes(values, (len(values),), platform.dtypes["uint8"]), False)
     return state

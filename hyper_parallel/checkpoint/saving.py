@@ -174,8 +174,11 @@ def wait_for_saves() -> None:
     Raises:
         CheckpointError: what it raised, unless its result was asked for.
     """
-    while _UNDER_WAY:
-        before = _UNDER_WAY.pop()
+    while True:
+        try:
+            before = _UNDER_WAY.pop()
+        except IndexError:  # also where another thread has just taken it
+            return
         told = before._told
         try:
             before.result()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel.checkpoint.errors import CheckpointError
-from hyper_parallel.checkpoint.index import Index
+from hyper_parallel.checkpoint.index import Index, StoredTensor
 from hyper_parallel.checkpoint.nest import Kinds, joined, layout_of
 from hyper_parallel.checkpoint.values import KIND, decode
 from hyper_parallel.platform import OptimizerState, Platform
@@ -48,9 +48,11 @@ class Filling:
     Attributes:
         targets: in the order in which they were found.
         takes_meta: whether tensors without values are among them, which get memory later.
+        check_files: raises CheckpointError unless a tensor is in the files, before memory is taken for it.
     """
 
     takes_meta = False
+    check_files: Callable[[StoredTensor], None] | None = None
 
     def __init__(
         self, index: Index, platform: Platform, strict: bool, convert_dtypes: bool, rank: int, world_size: int
@@ -243,6 +245,8 @@ class Filling:
         stored, there, platform = found, self.index.tensors[found], self.platform
         if there.dtype not in platform.dtypes:
             raise _MisfitError(f"tensor {stored!r} is of {there.dtype}, which {platform.name} does not have")
+        if self.check_files is not None:
+            self.check_files(there)
         dtype, shape = platform.dtypes[there.dtype], there.shape if layout is None else layout.local_shape
         x = platform.factory("empty", shape, None, dtype)
         if layout is not None:

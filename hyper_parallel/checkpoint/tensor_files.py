@@ -52,8 +52,8 @@ ITEMSIZES = {
     dtype: 1 if dtype.startswith(("bool", "float8")) else int(code.lstrip("BFIUC")) // 8
     for dtype, code in _CODES.items()
 }
-#: More than any header needs: what says more is no such file.
-_LONGEST_HEADER = 1 << 30
+#: Bytes of the longest header that readers of the format take.
+_LONGEST_HEADER = 100_000_000
 
 
 def element_type(dtype: str) -> np.dtype:
@@ -152,6 +152,10 @@ class TensorFile:
         path: of the file.
         size: its size in bytes, where that is known.
 
+    Attributes:
+        path: of the file.
+        size: its size in bytes.
+
     Raises:
         CheckpointError: when it is not there, cut off, longer than it says, or no such file.
     """
@@ -159,11 +163,12 @@ class TensorFile:
     def __init__(self, path: Path, size: int | None = None) -> None:
         self.path = path
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = os.fdopen(disk.open_file(path), "rb", buffering=0)
             with _closed_on_failure(self._file) as file:
                 found = file.seek(0, 2)
                 if size is not None and found != size:
                     raise CheckpointError(f"{path} has {found} bytes instead of {size}: cut off, or another file")
+                self.size = found
                 file.seek(0)
                 self._entries, self._start = _read_header(path, file, found)
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -243,8 +248,8 @@ def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, tuple[str,
     if length > min(size - 8, _LONGEST_HEADER):
         raise wrong(f"it has {size} bytes, and its header should have {length}")
     try:
-        header = json.loads(file.read(length))
-    except ValueError as error:
+        header = json.loads(disk.read_text(file, length))
+    except (ValueError, RecursionError) as error:
         raise wrong(f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise wrong("its header is not a table")

@@ -164,8 +164,7 @@ def _only_module(index: Index, path: Path) -> str:
 
 def _entry(name: str, called: str, index: Index, files: Files) -> Entry:
     x = index.tensors[name]
-    for part in x.parts:
-        files.check(part, x)
+    files.check(x)
 
     def read() -> memoryview:
         whole = np.empty(x.shape, element_type(x.dtype))

@@ -13,17 +13,16 @@ import pytest
 from hyper_parallel.checkpoint import CheckpointError, async_save, disk, latest, load, progress, save, saving, tool
 from hyper_parallel.checkpoint.directories import set_run
 from hyper_parallel.checkpoint.index import read_index
+from hyper_parallel.checkpoint.writers import DRAFT, hidden_name, new_token
 
 
 def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     """Each finds and removes its own."""
     set_run(tmp_path, "a" * 32)
     first = [save({"step": step}, tmp_path / f"a-{step}", keep=2) for step in (1, 2, 3)]
-    draft = tmp_path / f".a-4.{'a' * 12}-01234567.draft"
-    draft.mkdir()
     set_run(tmp_path, "b" * 32)
     second = [save({"step": step}, tmp_path / f"b-{step}", keep=1) for step in (7, 8)]
-    assert {path.name for path in tmp_path.iterdir()} == {"a-2", "a-3", "b-8", draft.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"a-2", "a-3", "b-8"}
     with pytest.raises(ValueError, match=r"checkpoints of 2 runs.*'a-3' of run 'a+'.*'b-8' of run 'b+'.*run="):
         latest(tmp_path)
     assert latest(tmp_path, run="a" * 32) == first[-1] and latest(tmp_path, run="b" * 32) == second[-1]
@@ -41,7 +40,9 @@ def test_a_draft_is_no_checkpoint(tmp_path: Path) -> None:
     """Also one that was killed just before it got its name: it is whole, and the run goes on from the one before."""
     set_run(tmp_path, "a" * 32)
     first = save({"step": 1}, tmp_path / "step-1")
-    draft = save({"step": 2}, tmp_path / "step-2").rename(tmp_path / f".step-2.{'a' * 12}-01234567.draft")
+    token = new_token().split("-")
+    left = hidden_name("step-2", "-".join([*token[:2], "0", token[3]]), DRAFT)  # of a process that has ended
+    draft = save({"step": 2}, tmp_path / "step-2").rename(tmp_path / left)
     assert latest(tmp_path) == first
     for call in (lambda: load({"step": 0}, draft), lambda: tool.show(draft)):
         with pytest.raises(CheckpointError, match="cut short: it is no checkpoint"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel import Shard, distribute_tensor
-from hyper_parallel.checkpoint import CheckpointError, latest, load, save
+from hyper_parallel.checkpoint import CheckpointError, async_save, disk, latest, load, save
 from hyper_parallel.checkpoint.ranks import Collective
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
@@ -291,6 +292,41 @@ def flipped(mesh: Any, directory: str) -> list[str]:
         load(state_of(mesh, 0), path, mesh=mesh)
         found.append(load_error(path, mesh, verify=True))
     return found
+
+
+@spmd.on_mesh()
+def late(mesh: Any, directory: str) -> list[str]:
+    """Another program saves under the same name before this save ends: what all ranks are told, of both kinds."""
+    ranks, other, path = Collective(mesh), Path(directory) / "other", Path(directory) / "late" / "step-3"
+    save({"step": 4}, other, mesh=mesh)
+    found = []
+
+    def put(kind: str, about: Path) -> None:
+        if kind == "rename" and not path.exists():
+            shutil.copytree(other, path)
+
+    for call in (save, async_save):
+        ranks.gather(None)
+        with pytest.MonkeyPatch.context() as patch:
+            if mesh.get_rank() == 0:
+                shutil.rmtree(path, ignore_errors=True)
+                patch.setattr(disk, "watcher", put)
+            with pytest.raises(CheckpointError) as error:
+                under_way = call(state_of(mesh), path, mesh=mesh)
+                under_way.result()  # type: ignore[union-attr]
+        found.append(str(error.value))
+        assert load({"step": 0}, path, mesh=mesh) == {"step": 4}
+        ranks.gather(None)
+        assert [x.name for x in path.parent.iterdir() if not x.name.endswith(".ranks")] == ["step-3"]
+    return found
+
+
+def test_late(pool: Any, tmp_path: Path) -> None:
+    found = pool.run(2, late, str(tmp_path))
+    assert found[0] == found[1]
+    for message in found[0]:
+        assert "on rank 0" in message and str(tmp_path / "late" / "step-3") in message
+        assert re.search(r"process \d+ on .* \(run [0-9a-f]+\) has put something under that name", message), message
 
 
 @pytest.mark.parametrize("world_size", [2])

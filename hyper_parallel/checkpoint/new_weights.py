@@ -1,0 +1,191 @@
+"""Files of whole tensors that several ranks write together, and how they take the place of others: all or none."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.checkpoint import disk, writers
+from hyper_parallel.checkpoint.errors import CheckpointError
+from hyper_parallel.checkpoint.tensor_files import Entry, header_of
+from hyper_parallel.checkpoint.weight_files import INDEX, WEIGHTS, index_of
+from hyper_parallel.checkpoint.writers import DRAFT, hidden_in, hidden_name, new_token
+
+__all__ = ["NewWeights"]
+
+#: What hidden names end with of files that are written, and of old ones while their names go to new ones. Readers of
+#: Hugging Face know files by this ending.
+_INCOMPLETE, _ASIDE = ".incomplete", ".safetensors"
+#: In the hidden name of an index of old weights whose files are set aside.
+_OLD_INDEX = f"old-{INDEX}"
+
+
+class NewWeights:
+    """Files of whole tensors that several ranks write, under hidden names until they are complete.
+
+    Args:
+        directory: of the files.
+        contents: name of a file -> what is in it.
+
+    Attributes:
+        token: of this save, in hidden names; `make` gives it to the rank that calls it, and that one to the others.
+    """
+
+    token = ""
+
+    def __init__(self, directory: Path, contents: dict[str, list[Entry]]) -> None:
+        self._directory, self._contents = directory, contents
+        self._headers: dict[str, bytes] = {}
+        self._sizes: dict[str, int] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        self._open: dict[str, int] = {}
+        for name, entries in contents.items():
+            # Hugging Face's own reader wants to know what wrote a file; "pt" are the names and layouts of torch.
+            self._headers[name], places = header_of(entries, {"format": "pt"})
+            self._sizes[name] = places[-1]
+            self._places |= {entry.name: (name, place) for entry, place in zip(entries, places, strict=False)}
+
+    def _hidden(self, name: str) -> Path:
+        return self._directory / hidden_name(name, self.token, _INCOMPLETE)
+
+    def make(self) -> str:
+        """Make the files with their headers, on one rank, and remove what the dead have left. Returns the token."""
+        self.token = new_token()
+        for name, header in self._headers.items():
+            self._write(name, header)
+            os.truncate(self._hidden(name), self._sizes[name])
+        now = max(self._hidden(name).stat().st_mtime for name in self._contents)
+        writers.remove_abandoned(self._directory, now, _INCOMPLETE, DRAFT)
+        return self.token
+
+    def __enter__(self) -> NewWeights:
+        return self
+
+    def write(self, whole: Entry, r: Any, data: memoryview) -> None:
+        """Write a rectangle of a tensor where it belongs."""
+        name, start = self._places[whole.name]
+        path = self._hidden(name)
+        try:
+            if name not in self._open:
+                self._open[name] = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+            for place, part in _runs(whole, r, data):
+                disk.step("write", path)
+                while part:
+                    written = os.pwrite(self._open[name], part, start + place)
+                    part, place = part[written:], place + written
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    def __exit__(self, *error: object) -> None:
+        for name, file in self._open.items():
+            try:
+                if error[0] is None:
+                    disk.step("sync", self._hidden(name))
+                    os.fsync(file)
+            finally:
+                os.close(file)
+        self._open.clear()
+
+    def publish(self) -> None:
+        """Give the files their names, on one rank, and remove those of other weights that were there.
+
+        Whoever reads meanwhile, or after a crash in between, finds all of the old weights or all of the new ones.
+
+        Raises:
+            CheckpointError: where a file is gone, or another program gives names there and does not end.
+        """
+        index = self._directory / INDEX
+        if len(self._contents) > 1:
+            self._write(INDEX, index_of(self._contents))
+        with disk.alone_in(self._directory) as alone:
+            if not alone:
+                raise CheckpointError(
+                    f"{self._directory} was not saved: another program has been giving names to its files there for "
+                    f"longer than that takes.{self._others()} Let it end, or end it, and save again"
+                )
+            sizes = {self._hidden(name).name: size for name, size in self._sizes.items()}
+            writers.check_whole(self._directory, self._directory, sizes, self._others)
+            self._set_aside(index)
+            for name in self._contents:
+                self._rename(self._hidden(name), name)
+            # Readers take the index where there is one, and the single file where there is none.
+            if len(self._contents) > 1:
+                self._rename(self._hidden(INDEX), INDEX)
+            else:
+                self._unlink(index)
+            for other in self._directory.glob("model*.safetensors"):
+                is_old = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", other.name) is not None
+                if is_old and other.name not in self._contents:
+                    self._unlink(other)
+            for aside in hidden_in(self._directory, _ASIDE):
+                self._unlink(aside.path)
+        disk.sync_directory(self._directory)
+
+    def _set_aside(self, index: Path) -> None:
+        """Let the index that is there name its files otherwise, where new ones are to have their names."""
+        try:
+            content = json.loads(index.read_bytes())
+            names = {str(name) for name in content["weight_map"].values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return  # nobody can read weights by it
+        aside = {
+            name: hidden_name(name.removesuffix(_ASIDE), self.token, _ASIDE)
+            for name in sorted(names & self._contents.keys())
+        }
+        if not aside:
+            return
+        try:
+            for name, hidden in aside.items():
+                disk.step("rename", self._directory / name)
+                os.link(self._directory / name, self._directory / hidden)
+        except OSError:
+            # The file system has no second names: readers find nothing until all is there.
+            self._unlink(self._directory / WEIGHTS)
+            self._unlink(index)
+            return
+        content["weight_map"] = {entry: aside.get(str(name), name) for entry, name in content["weight_map"].items()}
+        # Not synced: it stands for milliseconds. Where the power fails in them readers find it whole, or damaged.
+        old = self._hidden(_OLD_INDEX)
+        old.write_text(json.dumps(content, indent=2))
+        self._rename(old, INDEX)
+
+    def _write(self, name: str, content: bytes) -> None:
+        with disk.NewFile(self._hidden(name)) as file:
+            file.write(content)
+
+    def _rename(self, hidden: Path, name: str) -> None:
+        disk.step("rename", hidden)
+        os.replace(hidden, self._directory / name)
+
+    def _unlink(self, path: Path) -> None:
+        disk.step("remove", path)
+        path.unlink(missing_ok=True)
+
+    def _others(self) -> str:
+        return writers.others_in(self._directory, self.token, _INCOMPLETE)
+
+    def discard(self) -> None:
+        """Remove what is not complete, on one rank."""
+        for hidden in hidden_in(self._directory, _INCOMPLETE):
+            if hidden.token == self.token:
+                with suppress(OSError):
+                    hidden.path.unlink()
+
+
+def _runs(whole: Entry, r: Any, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """(place in the tensor's data, bytes) of what lies together of a rectangle, whose bytes are ``data``."""
+    shape, itemsize = whole.shape, whole.nbytes // math.prod(whole.shape)
+    cut = max((d for d, n in enumerate(r.sizes) if n != shape[d]), default=0)
+    length = math.prod(r.sizes[cut:]) * itemsize
+    for number, above in enumerate(np.ndindex(*r.sizes[:cut])):
+        offsets = [*(o + i for o, i in zip(r.offsets[:cut], above, strict=True)), *r.offsets[cut:]]
+        place = int(np.ravel_multi_index(offsets, shape)) * itemsize if shape else 0
+        yield place, data[number * length : (number + 1) * length]

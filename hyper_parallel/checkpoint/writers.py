@@ -1,0 +1,242 @@
+"""Hidden names of what is not complete: they say which process writes it, and so whether anybody still does."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import socket
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from hyper_parallel.checkpoint import disk
+from hyper_parallel.checkpoint.errors import CheckpointError
+
+__all__ = [
+    "DRAFT",
+    "Hidden",
+    "check_whole",
+    "hidden_in",
+    "hidden_name",
+    "name_of_process",
+    "new_token",
+    "others_in",
+    "parse",
+    "remove",
+    "remove_abandoned",
+    "wrong_file",
+]
+
+#: What hidden names end with of what is being written, or removed.
+DRAFT = ".draft"
+#: A visible name, the token (machine, process, when that began, and a number of its own), and the ending.
+_HIDDEN = re.compile(
+    r"\.(?P<name>.+)\.(?P<token>(?P<machine>[0-9a-f]{12})-(?P<process>[0-9a-f]{1,7})-(?P<began>[0-9a-f]{1,16})-[0-9a-f]{8})"
+    r"(?P<ending>\.[a-z]+)",
+    re.DOTALL,
+)
+#: The machine of a process that cannot tell where it runs.
+_NOWHERE = "0" * 12
+#: Seconds without a change after which the writer on another machine is taken for dead. No step of a save takes so
+#: long. Should one be alive all the same, its save fails: it finds its draft gone when it is to get its name.
+_SILENT = 24 * 3600.0
+
+
+class Hidden(NamedTuple):
+    """A hidden file or directory that belongs to the process that has made it.
+
+    Attributes:
+        path: where it is.
+        name: what it will be called, or was.
+        token: of the save that made it.
+        ending: what it is for, such as ``".draft"``.
+        machine: on which its process runs, with the namespace of process numbers.
+        process: its number there.
+        began: when that process began, in ticks since the machine did.
+    """
+
+    path: Path
+    name: str
+    token: str
+    ending: str
+    machine: str
+    process: int
+    began: int
+
+    def is_abandoned(self, now: float) -> bool:
+        """Return whether its writer is known to be gone.
+
+        Args:
+            now: the time of the file system, in seconds, which the clock of this machine may be far from.
+        """
+        if self.token.startswith(_this_process()):
+            return False
+        if self.machine == _machine() != _NOWHERE:
+            return not _runs(self.process, self.began)
+        return now - self._last_change(now) > _SILENT
+
+    def writer(self) -> str:
+        """Return who writes it, for messages."""
+        if self.machine != _machine():
+            return "a process of another machine or container"
+        return f"process {self.process} of this machine" if self.process != os.getpid() else "another thread"
+
+    def _last_change(self, now: float) -> float:
+        try:
+            inside = [*self.path.iterdir()] if self.path.is_dir() else []
+            return max(path.stat().st_mtime for path in (self.path, *inside))
+        except OSError:  # it changes now
+            return now
+
+
+def new_token() -> str:
+    """Return what no other save has in the names of its hidden files: it says which process it is of."""
+    return f"{_this_process()}-{os.urandom(4).hex()}"
+
+
+def hidden_name(name: str, token: str, ending: str) -> str:
+    """Return the hidden name, beside ``name``, of what a save makes."""
+    return f".{name}.{token}{ending}"
+
+
+def name_of_process() -> str:
+    """Return how people know this process."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def hidden_in(directory: Path, *endings: str, name: str | None = None) -> Iterator[Hidden]:
+    """Yield what is hidden in a directory and belongs to a save.
+
+    Args:
+        directory: need not be there.
+        endings: that are looked for.
+        name: which is looked for; None is all.
+    """
+    try:
+        found = [x for x in os.listdir(directory) if x.startswith(".") and x.endswith(endings)]
+    except OSError:
+        return
+    for x in sorted(found):
+        hidden = parse(directory / x)
+        if hidden is not None and name in (None, hidden.name):
+            yield hidden
+
+
+def parse(path: Path) -> Hidden | None:
+    """Return what a hidden name says; None for one that no save has given."""
+    found = _HIDDEN.fullmatch(path.name)
+    if found is None:
+        return None
+    name, token, machine, process, began, ending = found.groups()
+    return Hidden(path, name, token, ending, machine, int(process, 16), int(began, 16))
+
+
+def others_in(directory: Path, token: str, *endings: str) -> str:
+    """Return a sentence on who else saves into a directory; empty for nobody."""
+    who = sorted({f"{x.writer()} ({x.name})" for x in hidden_in(directory, *endings) if x.token != token})
+    return f" Also saving there: {', '.join(who[:5])}." if who else ""
+
+
+def wrong_file(directory: Path, sizes: Mapping[str, int]) -> str | None:
+    """Return the first file that is not there with its size, and None where all are."""
+    for name, size in sizes.items():
+        try:
+            found = os.stat(directory / name)
+        except OSError:
+            return name
+        if found.st_size != size or not stat.S_ISREG(found.st_mode):
+            return name
+    return None
+
+
+def check_whole(path: Path, directory: Path, sizes: Mapping[str, int], others: Callable[[], str]) -> None:
+    """Raise CheckpointError unless all that was written is there.
+
+    Args:
+        path: that was to be saved, for the message.
+        directory: where the files are now.
+        sizes: name of a file -> the bytes that were written.
+        others: gives a sentence of `others_in`.
+    """
+    wrong = wrong_file(directory, sizes)
+    if wrong is not None:
+        raise CheckpointError(
+            f"{path} was not saved: {directory / wrong} has been removed or changed while others were "
+            f"written.{others()} Let one program at a time save there, or give each a directory of its own"
+        )
+
+
+def remove_abandoned(directory: Path, now: float, *endings: str, name: str | None = None) -> None:
+    """Remove what is hidden in a directory and has no writer any more.
+
+    Args:
+        directory: where to look.
+        now: the time of its file system, in seconds.
+        endings: what is removed.
+        name: of what; None is all.
+    """
+    for hidden in hidden_in(directory, *endings, name=name):
+        if hidden.is_abandoned(now):
+            remove(hidden.path)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory or a file, which is gone at once for all who know it by its name."""
+    # A tree that is removed where it lies could get another name meanwhile, and lose files under that.
+    away = path.with_name(hidden_name("removed", new_token(), DRAFT))
+    with suppress(OSError):  # another save removes it
+        disk.step("rename", path)
+        os.rename(path, away)
+        disk.remove_tree(away)
+
+
+@functools.cache
+def _this_process() -> str:
+    """Return what tokens of this process begin with."""
+    pid = os.getpid()
+    return f"{_machine()}-{pid:x}-{max(_began(pid) or 0, 0):x}"
+
+
+@functools.cache
+def _machine() -> str:
+    """Identify what process numbers mean something in: this machine since it was switched on, and the namespace."""
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text()
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time") if os.path.exists("/proc/self/ns")]
+    except OSError:
+        return _NOWHERE
+    return hashlib.sha256("\n".join([booted, *spaces]).encode()).hexdigest()[:12]
+
+
+def _forget() -> None:
+    """Have a child that was forked find out anew who and where it is."""
+    _this_process.cache_clear()
+    _machine.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _began(pid: int) -> int | None:
+    """Return when a process began; -1 where it has ended and nobody has asked how; None where nobody says."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return -1 if fields[0] in "ZX" else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _runs(pid: int, began: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # of another user: it runs
+    found = _began(pid)  # the number may have gone to another process
+    return found is None or found == began
