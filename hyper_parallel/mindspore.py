@@ -20,6 +20,8 @@ def value_and_grad(
     grad_position: int | tuple[int, ...] | None = 0,
     weights: Sequence[Any] | None = None,
     has_aux: bool = False,
+    return_ids: bool = False,
+    sens_param: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """A function that computes ``fn`` and its gradients. As `mindspore.value_and_grad`, with DTensors as gradients of
     what is distributed.
@@ -30,6 +32,10 @@ def value_and_grad(
         grad_position: which inputs of ``fn`` to differentiate by: an index, several, or None for none.
         weights: which parameters to differentiate by.
         has_aux: whether ``fn`` has further outputs, which are not differentiated.
+        return_ids: whether each gradient comes with the position or the name of what it is the gradient of, for
+            `mindspore.get_grad`.
+        sens_param: whether the last input of the function that is returned, or its ``sens``, is the sensitivity. It is
+            distributed if the output is.
 
     Returns:
         A function of the inputs of ``fn`` that gives (outputs of ``fn``, gradients). Gradients are nested as MindSpore
@@ -44,7 +50,7 @@ def value_and_grad(
         >>> loss, gradients = step(batch)  # doctest: +SKIP
         >>> optimizer(gradients)  # doctest: +SKIP
     """
-    return _gradients("value_and_grad").value_and_grad(fn, grad_position, weights, has_aux)
+    return _gradients("value_and_grad").value_and_grad(fn, grad_position, weights, has_aux, return_ids, sens_param)
 
 
 def grad(
@@ -52,6 +58,8 @@ def grad(
     grad_position: int | tuple[int, ...] | None = 0,
     weights: Sequence[Any] | None = None,
     has_aux: bool = False,
+    return_ids: bool = False,
+    sens_param: bool = False,
 ) -> Callable[..., Any]:
     """A function that computes the gradients of ``fn`` alone. As `mindspore.grad`, with DTensors as gradients of what
     is distributed.
@@ -61,6 +69,8 @@ def grad(
         grad_position: which inputs of ``fn``; None for none.
         weights: which parameters.
         has_aux: whether ``fn`` has further outputs.
+        return_ids: whether each gradient comes with what it is the gradient of.
+        sens_param: whether the last input is the sensitivity.
 
     Returns:
         A function of the inputs of ``fn`` that gives the gradients, or (gradients, further outputs) with ``has_aux``.
@@ -72,7 +82,7 @@ def grad(
         >>> from hyper_parallel.mindspore import grad  # doctest: +SKIP
         >>> gradients = grad(loss_of, None, network.trainable_params())(batch)  # doctest: +SKIP
     """
-    return _gradients("grad").grad(fn, grad_position, weights, has_aux)
+    return _gradients("grad").grad(fn, grad_position, weights, has_aux, return_ids, sens_param)
 
 
 def _gradients(asked: str) -> Any:

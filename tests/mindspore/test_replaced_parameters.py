@@ -133,13 +133,16 @@ def loaded(mesh: Any) -> None:
     np.testing.assert_allclose(parallel(x).asnumpy(), plain(x).asnumpy(), rtol=1e-5, atol=1e-5)
     ms.load_param_into_net(parallel, {name: Parameter(p.astype(ms.float16), name=name) for name, p in state.items()})
     assert parallel.up.weight.dtype == ms.float32
-    parts = {name: Parameter(p.to_local() * 3, name=name) for name, p in parallel.parameters_dict().items()}
+    parts = {
+        name: Parameter(DTensor.from_local(p.to_local() * 3, mesh, p.placements, shape=p.shape), name=name)
+        for name, p in parallel.parameters_dict().items()
+    }
     before = parallel.up.weight.full_tensor().asnumpy()
     ms.load_param_into_net(parallel, parts)
     np.testing.assert_allclose(parallel.up.weight.full_tensor().asnumpy(), 3 * before)
 
 
 def test_load_param_into_net(pool: Any) -> None:
-    """Whole values go into distributed parameters, and parts that MindSpore saved; no parallel ones into plain ones."""
+    """Whole values go into distributed parameters, and parts that say so; no parallel ones into plain ones."""
     for world_size in (2, 3):
         pool.run(world_size, loaded)

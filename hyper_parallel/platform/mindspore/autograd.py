@@ -146,7 +146,10 @@ def counted_backward(plain: Callable) -> Callable:
             if complete:
                 for callback in callbacks:
                     callback()
-        return LocalGradients.mark(result, args[2], args[3])
+        LocalGradients.mark(result, args[2], args[3])
+        if not DelayedGradients.contexts:
+            LocalGradients.tell(args[2])
+        return result
 
     return grad
 
@@ -179,6 +182,8 @@ class DelayedGradients:
 
     #: The contexts that are open, the innermost last.
     _open: ClassVar[list[DelayedGradients]] = []
+    #: How many there are, with those outside of `coalesce_gradients`.
+    contexts: ClassVar[int] = 0
 
     def __init__(self, weights: Any) -> None:
         self._sums: dict[int, Tensor] = {}
@@ -188,6 +193,7 @@ class DelayedGradients:
         self._block: AbstractContextManager | None = None if core is None else core.open_block()
 
     def __enter__(self) -> DelayedGradients:
+        DelayedGradients.contexts += 1
         if self._block is not None:
             self._outside = (_Recording.forwards, _Recording.backwards + 1)
             self._open.append(self)
@@ -195,6 +201,7 @@ class DelayedGradients:
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
+        DelayedGradients.contexts -= 1
         if self._block is not None:
             try:
                 self._block.__exit__(*exc_info)

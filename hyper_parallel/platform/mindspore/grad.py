@@ -15,6 +15,7 @@ from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.autograd import DelayedGradients
 from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
+from hyper_parallel.platform.mindspore.private import with_ids
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor
 
 __all__ = ["grad", "value_and_grad", "wrap_gradients"]
@@ -25,14 +26,23 @@ def value_and_grad(
     grad_position: int | tuple[int, ...] | None = 0,
     weights: Sequence[Any] | None = None,
     has_aux: bool = False,
+    return_ids: bool = False,
+    sens_param: bool = False,
 ) -> Callable[..., tuple]:
     """See `hyper_parallel.mindspore.value_and_grad`."""
-    plain = ms.value_and_grad(fn, grad_position, weights, has_aux)
+    plain = ms.value_and_grad(
+        _weighted(fn, has_aux) if sens_param else fn, grad_position, weights, has_aux or sens_param
+    )
 
     def call(*args: Any, **kwargs: Any) -> tuple:
+        if sens_param and "sens" in kwargs:
+            args = (*args, kwargs.pop("sens"))
         with DelayedGradients(weights) as delayed:
             value, gradients = plain(*args, **kwargs)
-        return value, _finished(gradients, _sources(args, grad_position, weights), delayed)
+        gradients = _finished(gradients, _sources(args, grad_position, weights), delayed)
+        if return_ids:
+            gradients = with_ids(_positions(grad_position), weights, gradients)
+        return value[1] if sens_param else value, gradients
 
     return call
 
@@ -42,19 +52,47 @@ def grad(
     grad_position: int | tuple[int, ...] | None = 0,
     weights: Sequence[Any] | None = None,
     has_aux: bool = False,
+    return_ids: bool = False,
+    sens_param: bool = False,
 ) -> Callable:
     """See `hyper_parallel.mindspore.grad`."""
-    plain = ms.grad(fn, grad_position, weights, has_aux)
+    both = value_and_grad(fn, grad_position, weights, has_aux, return_ids, sens_param)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with DelayedGradients(weights) as delayed:
-            result = plain(*args, **kwargs)
-        sources = _sources(args, grad_position, weights)
-        if has_aux:
-            return _finished(result[0], sources, delayed), result[1]
-        return _finished(result, sources, delayed)
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1:]) if has_aux else gradients
 
     return call
+
+
+def _positions(grad_position: Any) -> tuple[int, ...] | None:
+    return (grad_position,) if isinstance(grad_position, int) else grad_position
+
+
+def _weighted(fn: Callable, has_aux: bool) -> Callable:
+    """A function of the inputs of ``fn`` and of a sensitivity: the sum of the outputs times it, and the outputs.
+
+    MindSpore would take this rank's part of a sensitivity for the whole, however it is placed.
+    """
+
+    def weighted(*args: Any, **kwargs: Any) -> tuple:
+        outputs = fn(*args[:-1], **kwargs)
+        return _sum_of_products(outputs[0] if has_aux else outputs, args[-1]), outputs
+
+    return weighted
+
+
+def _sum_of_products(outputs: Any, sens: Any) -> Any:
+    if isinstance(outputs, (tuple, list)):
+        if not isinstance(sens, (tuple, list)) or len(sens) != len(outputs):
+            raise ValueError(f"the function has {len(outputs)} outputs: give a sensitivity for each, in a tuple")
+        return sum(_sum_of_products(output, s) for output, s in zip(outputs, sens, strict=True))
+    if tuple(sens.shape) != tuple(outputs.shape):
+        raise ValueError(
+            f"the output has shape {tuple(outputs.shape)} and its sensitivity {tuple(sens.shape)}: give one of the "
+            "same shape"
+        )
+    return (outputs * sens.astype(outputs.dtype)).sum()
 
 
 def _finished(gradients: Any, sources: Any, delayed: DelayedGradients) -> Any:

@@ -105,6 +105,8 @@ class Casts:
         _executor.set_mixed_precision_type(self.NONE, False)
 
 
+#: (positions, weights, gradients) -> the gradients, each with what it is the gradient of, for `mindspore.get_grad`.
+with_ids: Callable[..., tuple] = _take("ops.composite.base", "_combine_with_ids", callable)
 #: Whether communication is initialised, and the group of all ranks.
 GlobalComm: Any = _take("communication._comm_helper", "GlobalComm", _has("INITED", "WORLD_COMM_GROUP"))
 type_id_to_type: Callable[[int], Any] = _take("_c_expression.typing", "type_id_to_type", callable)

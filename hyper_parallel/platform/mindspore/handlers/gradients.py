@@ -8,10 +8,12 @@ ranks' parts count.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from mindspore import Tensor
+from mindspore.ops.composite.base import _Grad
 
 __all__ = ["LocalGradients", "is_part", "layout_of_gradient"]
 
@@ -23,6 +25,8 @@ class LocalGradients:
 
     #: Layouts of the gradients of which a rank has a part.
     parts: ClassVar[tuple[Any, ...]] = ()
+    #: Whether the program has been told that its gradients are parts.
+    told: ClassVar[bool] = False
 
     @classmethod
     def mark(cls, result: Any, operation: Any, weights: Any) -> Any:
@@ -58,6 +62,20 @@ class LocalGradients:
     def mark_one(gradient: Any, layout: Any) -> None:
         """Mark a plain tensor as the local part of a gradient with that layout, None for a plain gradient."""
         gradient.__dict__[_MARK] = layout
+
+    @classmethod
+    def tell(cls, operation: Any) -> None:
+        """Warn, once, of what ``operation`` gives to the program, if it is `mindspore.grad` or `value_and_grad`."""
+        if not cls.told and cls.parts and isinstance(operation, _Grad) and operation.get_by_list:
+            cls.told = True
+            name = "value_and_grad" if operation.get_value else "grad"
+            warnings.warn(
+                f"mindspore.{name} gives this rank's parts of the gradients of sharded parameters, as plain tensors. A "
+                "norm or a sum that the program computes of them is another one on each rank, and parameters that "
+                f"ranks hold alike drift apart. {name} of hyper_parallel.mindspore gives DTensors, of which it is that "
+                "of the whole; ops.clip_by_global_norm and optimizers take both",
+                stacklevel=4,
+            )
 
     @classmethod
     def forget(cls) -> None:

@@ -26,7 +26,11 @@ _NEED_WHOLE_PARAMETERS = ("Lamb", "LARS", "thor", "AdaSumByDeltaWeightWrapCell",
 
 def optimizer_call(original: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands for ``__call__`` of MindSpore's two optimizer base classes."""
-    if _is_elementwise(optimizer):
+    elementwise = _is_elementwise(optimizer)
+    if is_dispatching():
+        args = tuple(_placed_as_parameters(optimizer, arg) for arg in args)
+        kwargs = {name: _placed_as_parameters(optimizer, arg) for name, arg in kwargs.items()}
+    if elementwise:
         if is_dispatching():
             _check_state(optimizer)
         with NoDispatch():
@@ -91,6 +95,33 @@ def _check_state(optimizer: Any) -> None:
 def _sharded_parameters(optimizer: Any) -> list[Any]:
     distributed = [p for p in optimizer.get_parameters() if getattr(p, "_layout", None) is not None]
     return [p for p in distributed if not p._layout.replicated]
+
+
+def _placed_as_parameters(optimizer: Any, gradients: Any) -> Any:
+    """DTensors among one gradient for each parameter, redistributed to the placements of their parameters."""
+    if not isinstance(gradients, (tuple, list)) or not any(isinstance(g, InterceptedTensor) for g in gradients):
+        return gradients
+    parameters = tuple(optimizer.parameters)
+    if len(gradients) != len(parameters):
+        return gradients
+    return tuple(_placed_as(optimizer, g, p) for g, p in zip(gradients, parameters, strict=True))
+
+
+def _placed_as(optimizer: Any, gradient: Any, parameter: Any) -> Any:
+    if not isinstance(gradient, InterceptedTensor):
+        return gradient
+    layout, given = getattr(parameter, "_layout", None), gradient._layout
+    if tuple(given.shape) != tuple(parameter.shape) or (layout is not None and given.mesh != layout.mesh):
+        where = "on no mesh" if layout is None else f"on {layout.mesh}"
+        raise ValueError(
+            f"{type(optimizer).__name__} got a gradient of shape {tuple(given.shape)} on {given.mesh} for "
+            f"{parameter.name!r}, of shape {tuple(parameter.shape)} {where}: pass one gradient for each parameter, in "
+            "the order of the optimizer's parameters, each on the mesh of its parameter"
+        )
+    if layout is None:
+        return gradient.full_tensor()
+    wanted = layout.cotangent
+    return gradient if given is wanted else gradient.redistribute(placements=wanted.placements)
 
 
 def _distributed_gradients(optimizer: Any, gradients: Any) -> Any:

@@ -8,9 +8,11 @@ that had the attribute would count as a tensor of another class itself, in every
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from mindspore import Tensor
+from mindspore.common.initializer import initializer
 from mindspore.nn import Cell
 
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
@@ -33,14 +35,27 @@ def checked_assign(original: Callable, target: Any, value: Any) -> Any:
 def checked_update(original: Callable, param: Any, new_param: Any, strict_load: bool) -> None:
     """Stands for the function by which ``load_param_into_net`` gives a parameter its value: distributed parameters take
     whole values, and plain ones no parts."""
-    whole = isinstance(param, InterceptedTensor) and not isinstance(new_param, InterceptedTensor)
-    # What MindSpore has saved of a distributed parameter has the shape of this rank's part.
-    whole = whole and tuple(new_param.shape) == tuple(param.shape) != param._layout.local_shape
-    if whole and is_dispatching() and (new_param.dtype == param.dtype or not strict_load):
-        param.set_data(Tensor(new_param.asnumpy(), dtype=param.dtype))
+    if isinstance(param, InterceptedTensor) and is_dispatching():
+        distributed = isinstance(new_param, InterceptedTensor)
+        original(_Whole(param), SimpleNamespace(data=new_param) if distributed else new_param, strict_load)
         return
     _refuse(param, new_param, f"load_param_into_net: the plain parameter {param.name!r} set to")
     original(param, new_param, strict_load)
+
+
+class _Whole:
+    """What MindSpore asks of a parameter that it loads, answered as the single device's parameter would."""
+
+    sliced = False
+
+    def __init__(self, parameter: Any) -> None:
+        self.name, self.parameter = parameter.name, parameter
+        # Has a shape and a dtype, and no memory.
+        self.data = initializer("zeros", parameter.shape, parameter.dtype)
+
+    def set_data(self, data: Tensor, slice_shape: bool = False) -> None:
+        # MindSpore lets values have further dimensions of size 1.
+        self.parameter.set_data(data if data.ndim == self.data.ndim else data.reshape(self.data.shape))
 
 
 def whole_values(original: Callable, save_obj: Any, *args: Any, **kwargs: Any) -> Any:

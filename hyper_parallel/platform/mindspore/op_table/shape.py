@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
@@ -147,12 +148,29 @@ def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     """
     value: Sequence[Any]
     x, index, *value = args
-    items = index if isinstance(index, tuple) else (index,)
+    items = _with_tensors(x, index)
     one = not value or not getattr(value[0], "ndim", 0)
     if any(map(is_mask, items)) and not (one and len(items) == 1):
         items = without_masks(items)
     tensors, encoded = encode_index(items, lambda i: isinstance(i, Tensor), lambda i: i.dtype == ms.bool_)
     return (x, *value, *tensors), (encoded,)
+
+
+def _with_tensors(x: Any, index: Any) -> tuple:
+    """The items of an index, where lists of numbers or truth values, the same on all ranks, are tensors."""
+    if type(index) is list and any(type(item) not in (int, bool) for item in index):
+        index = tuple(index)  # as MindSpore takes it
+    items = index if isinstance(index, tuple) else (index,)
+    if not any(type(item) in (list, tuple) for item in items):
+        return items
+    return items if getattr(x, "_layout", None) is None else tuple(_replicated(item, x) for item in items)
+
+
+def _replicated(item: Any, x: Any) -> Any:
+    values = np.array(item) if type(item) in (list, tuple) and item else None
+    if values is None or values.dtype.kind not in "ib":
+        return item
+    return x._core.replicated(Tensor(values), x._layout.mesh)
 
 
 def _getitem(func: Any, operands: tuple, static_args: tuple) -> Any:
