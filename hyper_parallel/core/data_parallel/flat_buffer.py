@@ -215,6 +215,12 @@ class FlatBuffer:
                     return False
         return True
 
+    def joined(self, values: Any, wholes: Sequence[Any]) -> Any:
+        """Return new storage of whole parameters that have the values of ``wholes``; the rest is as in ``values``."""
+        narrow, places = self.platform.narrow, zip(self._room, self.blocks, strict=True)
+        rest = [narrow(values, 0, start + block.count, block.room - block.count) for start, block in places]
+        return self.platform.join([x for pair in zip(wholes, rest, strict=True) for x in pair])
+
     def views(self, values: Any) -> list[Any]:
         """Each whole tensor, as a new view of what `take` gave."""
         if values is self.whole:

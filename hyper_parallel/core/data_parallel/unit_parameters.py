@@ -17,7 +17,7 @@ from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.gradients import let_wait
 from hyper_parallel.core.data_parallel.places import Places
 from hyper_parallel.core.data_parallel.plan import Plan
-from hyper_parallel.core.data_parallel.writes import Writes
+from hyper_parallel.core.data_parallel.writes import Writes, counts_of
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 
@@ -146,10 +146,27 @@ class UnitParameters:
         """
         self.places.check_shown()
         with self._platform.no_dispatch():
-            if self._writes.arrive(wholes, versions, call.parameters, self.buffers, self.members):
+            written = self._writes.arrive(wholes, versions, call.parameters, self.buffers, self.members)
+            if written:
                 call.versions = versions_of(call.parameters)
                 if self._kept is not None:
                     self._kept = call.versions
+            if self._kept is not None and (written or counts_of(wholes) != versions):
+                self._follow(wholes)
+
+    def _follow(self, wholes: Sequence[Any]) -> None:
+        """Give values that a forward has written to parameters that stay whole until `reshard`.
+
+        Writes of a backend that does not count them may have gone to memory of their own."""
+        platform = self._platform
+        if platform.counts_writes or self._values is None:
+            return
+        with platform.no_grad():
+            found = [platform.detach(whole) for whole in wholes]
+            kept = zip(self.buffers, self.members, self._values, strict=True)
+            self._values = [buffer.joined(values, chosen(found, members)) for buffer, members, values in kept]
+            for shown, whole in zip(self._shown, found, strict=False):
+                platform.write(shown, whole)
 
     def hide(self) -> None:
         """Let modules find what they found before `show`."""
