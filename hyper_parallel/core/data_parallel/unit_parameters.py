@@ -150,19 +150,24 @@ class UnitParameters:
                 call.versions = versions_of(call.parameters)
                 if self._kept is not None:
                     self._kept = call.versions
-            if self._kept is not None and (written or counts_of(wholes) != versions):
-                self._follow(wholes)
+            if self._kept is None or self._values is None or self._platform.counts_writes:
+                return
+            if written or counts_of(wholes) != versions:
+                self._follow(wholes, self._values)
 
-    def _follow(self, wholes: Sequence[Any]) -> None:
+    def _follow(self, wholes: Sequence[Any], before: Sequence[Any]) -> None:
         """Give values that a forward has written to parameters that stay whole until `reshard`.
 
-        Writes of a backend that does not count them may have gone to memory of their own."""
+        Writes of a backend that does not count them may have gone to memory of their own.
+
+        Args:
+            wholes: tensors that modules have found.
+            before: storage of each buffer, as it was gathered.
+        """
         platform = self._platform
-        if platform.counts_writes or self._values is None:
-            return
         with platform.no_grad():
             found = [platform.detach(whole) for whole in wholes]
-            kept = zip(self.buffers, self.members, self._values, strict=True)
+            kept = zip(self.buffers, self.members, before, strict=True)
             self._values = [buffer.joined(values, chosen(found, members)) for buffer, members, values in kept]
             for shown, whole in zip(self._shown, found, strict=False):
                 platform.write(shown, whole)
