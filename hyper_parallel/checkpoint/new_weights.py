@@ -16,7 +16,7 @@ import numpy as np
 from hyper_parallel.checkpoint import disk, writers
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.tensor_files import Entry, header_of
-from hyper_parallel.checkpoint.weight_files import INDEX, WEIGHTS, index_of
+from hyper_parallel.checkpoint.weight_files import INDEX, WEIGHTS, index_of, read_weight_index
 from hyper_parallel.checkpoint.writers import DRAFT, hidden_in, hidden_name, new_token
 
 __all__ = ["NewWeights"]
@@ -97,7 +97,7 @@ class NewWeights:
     def publish(self) -> None:
         """Give the files their names, on one rank, and remove those of other weights that were there.
 
-        Whoever reads meanwhile, or after a crash in between, finds all of the old weights or all of the new ones.
+        A reader meanwhile, or after a crash in between, finds all of the old weights or all of the new ones.
 
         Raises:
             CheckpointError: where a file is gone, or another program gives names there and does not end.
@@ -132,10 +132,9 @@ class NewWeights:
     def _set_aside(self, index: Path) -> None:
         """Let the index that is there name its files otherwise, where new ones are to have their names."""
         try:
-            content = json.loads(index.read_bytes())
-            names = {str(name) for name in content["weight_map"].values()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return  # nobody can read weights by it
+            content, names = read_weight_index(index)
+        except CheckpointError:
+            return  # no reader finds weights by it
         aside = {
             name: hidden_name(name.removesuffix(_ASIDE), self.token, _ASIDE)
             for name in sorted(names & self._contents.keys())
@@ -173,7 +172,7 @@ class NewWeights:
         return writers.others_in(self._directory, self.token, _INCOMPLETE)
 
     def discard(self) -> None:
-        """Remove what is not complete, on one rank."""
+        """Remove incomplete files, on one rank."""
         for hidden in hidden_in(self._directory, _INCOMPLETE):
             if hidden.token == self.token:
                 with suppress(OSError):
@@ -181,7 +180,7 @@ class NewWeights:
 
 
 def _runs(whole: Entry, r: Any, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """(place in the tensor's data, bytes) of what lies together of a rectangle, whose bytes are ``data``."""
+    """Yield contiguous runs of a rectangle with the bytes ``data``: (place in the tensor's data, bytes)."""
     shape, itemsize = whole.shape, whole.nbytes // math.prod(whole.shape)
     cut = max((d for d, n in enumerate(r.sizes) if n != shape[d]), default=0)
     length = math.prod(r.sizes[cut:]) * itemsize

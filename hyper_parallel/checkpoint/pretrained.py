@@ -5,7 +5,6 @@ Each rank reads what it holds, and writes what it holds into files that all rank
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.ranks import all_ranks, together
 from hyper_parallel.checkpoint.targets import Filling
 from hyper_parallel.checkpoint.tensor_files import Entry, TensorFile
-from hyper_parallel.checkpoint.weight_files import INDEX, WEIGHTS, in_files
+from hyper_parallel.checkpoint.weight_files import INDEX, WEIGHTS, in_files, read_weight_index
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform, get_platform
 
@@ -193,10 +192,7 @@ def _files_of(path: Path) -> tuple[Path, list[str]]:
             f"{path} has neither {WEIGHTS} nor {INDEX}"
             + (": there is nothing of that name" if there is None else f", it has {there[:8]}: give the file itself")
         )
-    try:
-        names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged: {type(error).__name__} {error}") from error
+    names = sorted(read_weight_index(index)[1])
     for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{index} is damaged: {name!r} lies outside of its directory")
@@ -223,7 +219,7 @@ def save_pretrained(
     Args:
         model: a module, or a dict of names and tensors or DTensors.
         directory: on a file system that all ranks share; it is made. Weights that are there are replaced, all or none:
-            whoever reads meanwhile, or after a crash, finds the old ones or the new ones.
+            a reader meanwhile, or after a crash, finds the old ones or the new ones.
         max_shard_size: of a file, in bytes, or as ``"5GB"``. A tensor that is larger has a file of its own.
         mesh: whose ranks save; None is all of the world.
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from hyper_parallel.checkpoint import disk
+from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.tensor_files import Entry
 
-__all__ = ["INDEX", "WEIGHTS", "in_files", "index_of"]
+__all__ = ["INDEX", "WEIGHTS", "in_files", "index_of", "read_weight_index"]
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -37,3 +41,16 @@ def index_of(files: Mapping[str, Sequence[Entry]]) -> bytes:
         "weight_map": {entry.name: name for name, group in files.items() for entry in group},
     }
     return json.dumps(content, indent=2).encode()
+
+
+def read_weight_index(path: Path) -> tuple[dict[str, Any], set[str]]:
+    """Read the index of several files; returns its content, and the names of the files.
+
+    Raises:
+        CheckpointError: where it cannot be read, or is damaged.
+    """
+    try:
+        content = json.loads(disk.read_file(path))
+        return content, {str(name) for name in content["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error}") from error
