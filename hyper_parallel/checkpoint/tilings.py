@@ -1,4 +1,4 @@
-"""Whether rectangles make up a tensor, in time and memory that grow as their number does."""
+"""Test of rectangles that are to make up a tensor, in time and memory linear in their number."""
 
 from __future__ import annotations
 

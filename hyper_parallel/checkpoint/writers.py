@@ -136,7 +136,7 @@ def parse(path: Path) -> Hidden | None:
 
 
 def others_in(directory: Path, token: str, *endings: str) -> str:
-    """Return a sentence on who else saves into a directory; empty for nobody."""
+    """Return a sentence that names other writers in a directory; empty where there are none."""
     who = sorted({f"{x.writer()} ({x.name})" for x in hidden_in(directory, *endings) if x.token != token})
     return f" Also saving there: {', '.join(who[:5])}." if who else ""
 
@@ -223,7 +223,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _began(pid: int) -> int | None:
-    """Return when a process began; -1 where it has ended and nobody has asked how; None where nobody says."""
+    """Return when a process began, in ticks; -1 for a zombie, None where the system does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return -1 if fields[0] in "ZX" else int(fields[19])

@@ -118,7 +118,7 @@ def test_arguments(pool: Any, rows: int) -> None:
 
 @on_mesh()
 def sensitivities(mesh: Any) -> dict[str, Any]:
-    """Of outputs and sensitivities of all placements; of several outputs; by name; and those that do not fit."""
+    """Sensitivities of all placements, of several outputs, and by name; misfits are refused."""
     values, sens = numbers(4, 6), numbers(4, 6, seed=1)
     places = (Shard(0), Shard(1), Replicate(), Partial())
     far = []

@@ -200,7 +200,7 @@ def test_initializers_with_a_seed(pool: Any) -> None:
 
 @on_mesh()
 def another_size(mesh: Any, place: str) -> list[tuple[str, str]]:
-    """What loading says of a checkpoint of other rows or columns, the single cell beside the parallel one."""
+    """Errors and notices for a checkpoint of other rows or columns, of the single cell and of the parallel one."""
     said = []
     for rows, shape in ((8, (4, 4)), (5, (3, 4)), (5, (2, 4)), (8, (8, 2)), (8, (16, 4)), (2, (1, 4))):
         values = Parameter(numbers(*shape), name="weight")

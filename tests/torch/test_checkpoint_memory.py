@@ -200,7 +200,7 @@ def test_tilings() -> None:
 
 
 def test_large_grids_are_known_soon() -> None:
-    """Of many ranks in many dimensions, whose cells are cut again."""
+    """Cells of many ranks in many dimensions are cut again."""
     for cuts in ([[*range(65)]] * 2, [[0, 2, 4]] * 11, [[*range(0, 8193, 2)]], [[*range(0, 17, 2)]] * 4):
         cells = boxes_of_grid(cuts)
         again = [

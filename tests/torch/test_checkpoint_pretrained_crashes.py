@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from hyper_parallel.checkpoint import CheckpointError, disk, load_pretrained, new_weights, pretrained, save_pretrained
 from hyper_parallel.checkpoint.weight_files import INDEX, WEIGHTS
 from hyper_parallel.testing.extent import everything, in_gate
+from tests.support.in_threads import failures_in_threads
 
 FORK = multiprocessing.get_context("fork")
 NAMES = ("a", "b", "c", "d")
@@ -151,22 +151,13 @@ def test_without_second_names(tmp_path: Path, monkeypatch: Any) -> None:
 
 def test_two_save_at_once(tmp_path: Path) -> None:
     """Threads of a process: each save is whole, and nothing is left."""
-    failures: list[BaseException] = []
 
     def run(value: float) -> None:
-        try:
-            for i in range(8):
-                save_pretrained(weights(value + i), tmp_path, max_shard_size=40)
-                value_of(tmp_path)
-        except BaseException as error:
-            failures.append(error)
+        for i in range(8):
+            save_pretrained(weights(value + i), tmp_path, max_shard_size=40)
+            value_of(tmp_path)
 
-    threads = [threading.Thread(target=run, args=(value,)) for value in (100.0, 200.0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures
+    assert not failures_in_threads(run, (100.0, 200.0), 60)
     assert value_of(tmp_path) in (107.0, 207.0)
     assert {path.name for path in tmp_path.iterdir()} == {
         INDEX,

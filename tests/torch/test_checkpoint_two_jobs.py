@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 from hyper_parallel.checkpoint import CheckpointError, async_save, latest, load, save
 from hyper_parallel.checkpoint.directories import set_run
 from hyper_parallel.testing.extent import in_gate
+from tests.support.in_threads import failures_in_threads
 
 FORK = multiprocessing.get_context("fork")
 RUN = "0123456789abcdef"
@@ -94,7 +94,7 @@ def read(*logs: Path) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("count", in_gate([5, 67], [5]))
 def test_two_processes(tmp_path: Path, count: int) -> None:
-    """Of two hundred saves each, at night."""
+    """Two processes save at once: two hundred saves each, at night."""
     directory, logs = tmp_path / "run", [tmp_path / f"{job}" for job in (1, 2)]
     jobs = [FORK.Process(target=process, args=(directory, log, j, count)) for j, log in enumerate(logs, 1)]
     for job in jobs:
@@ -112,21 +112,12 @@ def test_two_processes(tmp_path: Path, count: int) -> None:
 @pytest.mark.parametrize("count", in_gate([5, 67], [5]))
 def test_two_threads(tmp_path: Path, count: int) -> None:
     directory, returned = tmp_path / "run", []
-    failures: list[BaseException] = []
 
     def run(job: int) -> None:
-        try:
-            # Whoever saves next in a process hears of the failure of an asynchronous save: it would be the other one.
-            work(directory, job, count, False, lambda name, step: returned.append((name, step)))
-        except BaseException as error:
-            failures.append(error)
+        # The next save in a process raises the error of an asynchronous one: it would be that of the other thread.
+        work(directory, job, count, False, lambda name, step: returned.append((name, step)))
 
-    threads = [threading.Thread(target=run, args=(job,)) for job in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-    assert not failures
+    assert not failures_in_threads(run, (1, 2), 600)
     check_all(directory, returned)
     assert not [path.name for path in directory.iterdir() if path.name.startswith(".")]
 

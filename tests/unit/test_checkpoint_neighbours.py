@@ -1,4 +1,4 @@
-"""What is wrong in a neighbour is that neighbour's: `latest` and the saves beside it go on."""
+"""Damage in a neighbour stays there: `latest` and the saves beside it go on."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_damaged_neighbour(tmp_path: Path, damage: Callable[[Path], Any]) -> N
 
 
 def test_nested_deeper_than_python_calls(tmp_path: Path, monkeypatch: Any) -> None:
-    """Of Pythons that read JSON with another limit than that of calls."""
+    """Some Pythons read JSON with another limit than that of calls."""
     set_run(tmp_path, RUN)
     save({"step": 1}, tmp_path / "step-1")
     put("values", nested(3_000))(save({"step": 2}, tmp_path / "step-2"))
@@ -108,7 +108,7 @@ def test_nested_deeper_than_python_calls(tmp_path: Path, monkeypatch: Any) -> No
 
 
 def test_a_neighbour_of_the_last_moment(tmp_path: Path) -> None:
-    """What is saved after it can be read all the same."""
+    """A checkpoint saved after it can be read all the same."""
     put("time", str(LATEST))(save({"step": 1}, tmp_path / "step-1"))
     save({"step": 2}, tmp_path / "step-2")
     assert read_index(tmp_path / "step-2").time == LATEST and load({"step": 0}, tmp_path / "step-2")["step"] == 2

@@ -44,7 +44,7 @@ def checked_update(original: Callable, param: Any, new_param: Any, strict_load: 
 
 
 class _Whole:
-    """What MindSpore asks of a parameter that it loads, answered as the single device's parameter would."""
+    """Stand-in for a parameter that MindSpore loads: it has the attributes of the single device's parameter."""
 
     sliced = False
 
