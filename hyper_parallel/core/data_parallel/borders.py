@@ -1,4 +1,4 @@
-"""What tensors pass where they enter a unit of `fully_shard`, and where they leave it."""
+"""Functions of autograd that tensors pass where they enter a module under data parallelism, and where they leave it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def through(platform: Any, function: Callable[..., Sequence[Any]], call: Call, x
         platform: whose tensors they are.
         function: of ``call`` and operands, with a result of the same shape for each. Those of one dtype go through one:
             then it does not matter which of them the loss needs.
-        call: of the unit.
+        call: of the module.
         xs: plain tensors and DTensors.
     """
     new: dict[int, Any] = {}

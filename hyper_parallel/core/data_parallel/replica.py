@@ -8,6 +8,7 @@ from typing import Any
 
 from hyper_parallel.core.data_parallel.backward import Arrangement, Call, State
 from hyper_parallel.core.data_parallel.batches import is_distributed
+from hyper_parallel.core.data_parallel.borders import through
 from hyper_parallel.core.data_parallel.places import found_there
 from hyper_parallel.core.data_parallel.replica_functions import functions_of
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
@@ -132,9 +133,11 @@ class Replica:
             SUMMED_OVER.reset(summed)
             if beside is not None:
                 BESIDE.reset(beside)
-        if call is None or call.into is not None or one_batch:
+        # All ranks use the same parameters for one batch, and come to the root through them. Gradients that were kept
+        # wait for the next backward, also for one that comes to no parameters.
+        if call is None or call.into is not None or (one_batch and not state.kept):
             return output
-        return self._anchored(output, call, token)
+        return self._anchored(output, call, token, one_batch)
 
     def _arrange(self, what: str) -> Arrangement:
         held: list[Any] = [own.get(name) for _, own, name, _, _ in self._at]
@@ -226,25 +229,26 @@ class Replica:
             layout = known.parameters[i]._layout
         return local if layout is None else self.platform.wrap(local, layout)
 
-    def _anchored(self, output: Any, call: Call, token: Any) -> Any:
+    def _anchored(self, output: Any, call: Call, token: Any, one_batch: bool) -> Any:
         """``output``, whose cotangents lead to the root, although the rank may have used no parameter for it."""
         platform = self.platform
-        found: dict[Any, dict[int, Any]] = {}
+        anchor = functions_of(platform).anchor
+        found: list[Any] = []
 
         def collect(x: Any) -> Any:
-            if not isinstance(x, DTensor) and platform.requires_grad(x):
-                found.setdefault(x.dtype, {})[id(x)] = x
+            if one_batch or not isinstance(x, DTensor):
+                with platform.no_dispatch():
+                    if platform.requires_grad(x):
+                        found.append(x)
             return x
 
+        def anchored(call: Call, *xs: Any) -> Any:
+            given = platform.to_dtype(token, xs[0].dtype)
+            return anchor((call, platform.detach(given)), given, *xs)
+
         map_tensors(output, collect, platform, _left)
-        if not found:
-            return output
-        new: dict[int, Any] = {}
-        anchor = functions_of(platform).anchor
-        for dtype, xs in found.items():
-            given = platform.to_dtype(token, dtype)
-            new.update(zip(xs, anchor((call, platform.detach(given)), given, *xs.values()), strict=True))
-        return map_tensors(output, lambda x: new.get(id(x), x), platform, _left)
+        new = through(platform, anchored, call, found)
+        return map_tensors(output, lambda x: new.get(id(x), x), platform, _left) if new else output
 
     def _broadcast_values(self, what: str) -> None:
         """Give all ranks what the first has, of a module that had no values when `replicate` was called."""

@@ -41,6 +41,14 @@ FOUND_TRAINERS: dict[str, Program] = {
         ("step", 2, 1, 0.0),
         data="parts",
     ),
+    "gradients of a distributed batch that were kept, and a backward that comes to no parameters": _of(
+        Model(3, 7, ("mlp",), bias=False),
+        Setup((3,), ("copy",)),
+        ("accumulate", 1, "set_requires_gradient_sync"),
+        ("order", ()),
+        ("step", 2, 1, 0.0),
+        data="batch",
+    ),
     "gradients that were kept of parameters that some ranks have not used": _of(
         Model(5, 4, ("rms", "norm", "linear")),
         Setup((2,), ("shard",), (), (("block0", "block1"),), (None, True)),
