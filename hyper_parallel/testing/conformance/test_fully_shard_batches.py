@@ -235,11 +235,35 @@ TENSOR = {
 @pytest.mark.parametrize("rows", in_gate([8, 7, 1], [7, 1]), ids=["even", "uneven", "empty"])
 def test_tensor_parallel_block(pool: Any, rows: int, replicated: bool) -> None:
     for seen in pool.run(4, tensor_parallel, rows, replicated):
-        if rows > 1:  # operations gather a single sample
-            # Two more all-reduces in forward than without tensor parallelism: those of the row-parallel layers.
-            gathers = {} if replicated else {"all_gather": 3}
-            assert seen["forward"] == {**gathers, "all_reduce": 2}
+        # Two more all-reduces in forward than without tensor parallelism: those of the row-parallel layers.
+        gathers = {} if replicated else {"all_gather": 3}
+        assert seen["forward"] == {**gathers, "all_reduce": 2}
         assert seen["all"].get("reduce_scatter", 0) == (0 if replicated else 3)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def taken_out(mesh: Any) -> Any:
+    """The only sample of a batch is taken out, which gathers it, and put back between two styled modules."""
+    adapter = get_adapter()
+
+    def shard(mlp: Any) -> None:
+        parallelize_module(mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh.platform.register_forward_pre_hook(mlp.down, lambda module, args: (args[0][0][None],))
+        fully_shard(mlp, mesh=mesh["dp"])
+
+    return compare(
+        mesh["dp"],
+        lambda: adapter.Mlp(4, 6),
+        shard,
+        np.random.default_rng(3).standard_normal((1, 2, 4)).astype(np.float32),
+        lambda y, _: adapter.mean(adapter.square(y)),
+    )
+
+
+def test_a_sample_that_is_taken_out(pool: Any) -> None:
+    """The row-parallel module gets it on one data-parallel rank, as all that is computed of a batch."""
+    for seen in pool.run(4, taken_out):
+        assert seen["forward"] == {"all_gather": 2, "all_reduce": 1}
 
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))

@@ -79,10 +79,11 @@ def _same_leading(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int,
 
 
 def _outermost_pairs(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The outermost dimensions, before and after, of each group. Dimensions of size 1 belong to none."""
+    """The outermost dimensions, before and after, of each group. Dimensions of size 1 belong to none, but those in
+    front that stay, as of a batch of one sample, keep their meaning."""
     before = [i for i, size in enumerate(x) if size != 1]
     after = [j for j, size in enumerate(shape) if size != 1]
-    pairs: list[tuple[int, int]] = []
+    pairs = [(i, j) for i, j in _same_leading(x, shape) if x[i] == 1]
     while before:
         pairs.append((before[0], after[0]))
         count, other = x[before.pop(0)], shape[after.pop(0)]
