@@ -24,7 +24,7 @@ def cast(tree: Any, dtype: Any, platform: Any) -> Any:
     return map_tensors(tree, convert, platform, lambda x: x)
 
 
-def through(platform: Any, function: Callable[..., Sequence[Any]], call: Call, xs: Sequence[Any]) -> dict[int, Any]:
+def through(platform: Any, function: Callable[..., Sequence[Any]], call: Any, xs: Sequence[Any]) -> dict[int, Any]:
     """Results of a joint function by the ids of its operands.
 
     Args:
