@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from hyper_parallel.checkpoint.tensor_files import ITEMSIZES
 from hyper_parallel.checkpoint.tilings import is_tiling
 from hyper_parallel.checkpoint.values import check
 
-__all__ = ["INDEX", "LATEST", "Index", "Part", "StoredTensor", "read_index"]
+__all__ = ["INDEX", "LATEST", "Index", "Part", "StoredTensor", "read_index", "seal"]
 
 #: Name of the file; a directory without it is no checkpoint.
 INDEX = "index.json"
@@ -24,7 +25,11 @@ INDEX = "index.json"
 LATEST, _LARGEST = 1 << 62, 1 << 62
 #: Names of files and runs, which later saves and messages take over from the index.
 _FILE, _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"), re.compile(r"[A-Za-z0-9_-]{1,64}")
-_FORMAT, _VERSION = "hyper_parallel.checkpoint", 1
+#: Indexes of version 1 have no checksum of their own.
+_FORMAT, _VERSION = "hyper_parallel.checkpoint", 2
+#: How an index ends: with the SHA-256 of all before it.
+_SEAL = re.compile(rb',"sum":"([0-9a-f]{64})"\}')
+_SEAL_LENGTH = 74
 
 
 class Part(NamedTuple):
@@ -107,7 +112,23 @@ class Index:
         content = {"format": _FORMAT, "version": _VERSION, "run": self.run, "writer": self.writer, "time": self.time}
         content |= {"files": self.files}
         content |= {"tensors": tensors, "aliases": self.aliases, "values": self.values, "checksums": self.checksums}
-        return json.dumps(content, separators=(",", ":"), allow_nan=False)
+        return seal(json.dumps(content, separators=(",", ":"), allow_nan=False))
+
+
+def seal(content: str) -> str:
+    """The JSON of an index with its checksum at the end.
+
+    Args:
+        content: a table without a checksum.
+    """
+    body = content[:-1]
+    return f'{body},"sum":"{hashlib.sha256(body.encode()).hexdigest()}"}}'
+
+
+def _is_whole(content: bytes) -> bool:
+    """Whether an index is as it was sealed."""
+    found = _SEAL.fullmatch(content, max(len(content) - _SEAL_LENGTH, 0))
+    return found is not None and hashlib.sha256(content[: found.start()]).hexdigest().encode() == found[1]
 
 
 def read_index(directory: Path) -> Index:
@@ -118,7 +139,8 @@ def read_index(directory: Path) -> Index:
     """
     path = directory / INDEX
     try:
-        content = json.loads(disk.read_file(path))
+        text = disk.read_file(path)
+        content = json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(_missing(directory)) from None
     except OSError as error:
@@ -128,10 +150,15 @@ def read_index(directory: Path) -> Index:
         raise CheckpointError(f"{path} is damaged: it is not JSON ({said})") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is the index of something else: its format is not {_FORMAT!r}")
-    if content.get("version") != _VERSION:
+    version = content.get("version")
+    if type(version) is not int or not 1 <= version <= _VERSION:
         raise CheckpointError(
-            f"{path} is of version {content.get('version')!r} of the format, and this release of hyper_parallel reads "
-            f"version {_VERSION}: load it with the release that saved it, or a later one"
+            f"{path} is of version {version!r} of the format, and this release of hyper_parallel reads versions up to "
+            f"{_VERSION}: load it with the release that saved it, or a later one"
+        )
+    if "sum" in content if version == 1 else not _is_whole(text):
+        raise CheckpointError(
+            f"{path} is damaged: its checksum is another one, so that something has changed it since it was saved"
         )
     try:
         return _parse(path, content)

@@ -91,7 +91,7 @@ def prepare(
         wanted = [
             Wanted(name, layout_of(x), tuple(x.shape), _itemsize(x, platform)) for name, x in flat.tensors.items()
         ]
-        facts = _facts(flat, platform) | {"the path": str(path)}
+        facts = _facts(flat, platform) | {"the path": str(path), "the argument 'checksums'": str(bool(checksums))}
         found.append((flat, facts, share_out(wanted, ranks.members)))
         if is_first:
             _check_place(path, overwrite)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def load(
     *,
     strict: bool = True,
     convert_dtypes: bool = False,
-    verify: bool = False,
+    verify: bool | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Any:
     """Fill a training job with what `save` has saved. All ranks of the world call it with the same arguments, or
@@ -50,8 +50,9 @@ def load(
         strict: whether every tensor of ``state`` must be in the checkpoint, and every one that the checkpoint has
             below a module or an optimizer in ``state``.
         convert_dtypes: whether tensors that were saved in another dtype are converted; otherwise they are an error.
-        verify: whether to compare the data with the checksums that ``save(checksums=True)`` has stored. All of it is
-            read, by all ranks together.
+        verify: whether to compare data with the checksums that `save` has stored, before anything is changed. Ranks
+            share the work. None compares the data of what ``state`` asks for, where there are checksums; True compares
+            all data of the checkpoint; False compares none. The index has a checksum of its own, always compared.
         mesh: whose ranks load; None is all of the world.
 
     Returns:
@@ -60,11 +61,11 @@ def load(
 
     Raises:
         TypeError: for something in ``state`` that a checkpoint does not take.
-        ValueError: where something is missing, unexpected, or of another shape or dtype: all of it is listed. Nothing
-            has been changed then.
+        ValueError: where something is missing, unexpected, or of another shape or dtype: all of it is listed; with
+            ``verify=True`` for a checkpoint without checksums.
         CheckpointError: where there is no checkpoint, or it is damaged.
 
-    Each is raised on all ranks.
+    Each is raised on all ranks, before anything is changed.
 
     Example:
         >>> import tempfile, torch
@@ -79,7 +80,7 @@ def load(
     path = Path(os.path.abspath(path))
     plans: list[tuple[Filling, Files, Any]] = []
 
-    def plan() -> None:
+    def plan() -> str:
         place = directories.locate(path)
         index = read_index(place)
         place_of_rank, count = ranks.members.index(ranks.rank), len(ranks.members)
@@ -89,12 +90,25 @@ def load(
         result = filling.plan(state)
         for target in filling.targets:
             files.check(index.tensors[target.stored])
-        if verify:
-            _verify(place, index, place_of_rank, count)
+        if verify and not index.checksums:
+            raise ValueError(
+                f"{place} was saved without checksums: load it without verify, or save with checksums=True"
+            )
         plans.append((filling, files, result))
+        return hashlib.sha256("\n".join(target.stored for target in filling.targets).encode()).hexdigest()
 
-    together(ranks, f"loading {path}", plan)
+    asked = together(ranks, f"loading {path}", plan)
     filling, files, result = plans[0]
+
+    def compare() -> None:
+        index, share = filling.index, (ranks.members.index(ranks.rank), len(ranks.members))
+        names = index.tensors if verify else dict.fromkeys(target.stored for target in filling.targets)
+        if not verify and len({*asked}) > 1:
+            share = (0, 1)  # ranks that fill different tensors, such as stages of a pipeline, compare their own
+        files.compare([index.tensors[name] for name in names], *share)
+
+    if verify or (verify is None and filling.index.checksums):
+        together(ranks, f"loading {path}", compare)
 
     def fill() -> None:
         total = sum(filling.index.tensors[target.stored].nbytes for target in filling.targets)
@@ -124,13 +138,13 @@ class Files:
     """
 
     def __init__(self, directory: Path, index: Index, opened: Mapping[str, TensorFile] | None = None) -> None:
-        self._directory, self._sizes = directory, index.files
+        self._directory, self._index = directory, index
         self._open: dict[str, TensorFile] = dict(opened or {})
 
     def check(self, tensor: StoredTensor) -> None:
         """Raise CheckpointError unless all parts of a tensor are there as the index says."""
         for part in tensor.parts:
-            file = self._file(part)
+            file = self._file(part.file)
             if file.kind(part.entry) != (tensor.dtype, part.sizes):
                 dtype, shape = file.kind(part.entry)
                 raise CheckpointError(
@@ -138,14 +152,34 @@ class Files:
                     f"{part.sizes}: the files are of different checkpoints"
                 )
 
+    def compare(self, tensors: Iterable[StoredTensor], rank: int = 0, size: int = 1) -> None:
+        """Compare data with its checksums.
+
+        Args:
+            tensors: the same on all ranks that share them.
+            rank, size: this one, and how many share the work.
+
+        Raises:
+            CheckpointError: where some is damaged.
+        """
+        parts = {(part.file, part.entry) for tensor in tensors for part in tensor.parts}
+        loads = [0] * size
+        # Large ones first, each to the rank that has the least to read.
+        for nbytes, name, entry in sorted(((self._file(f).nbytes(e), f, e) for f, e in parts), reverse=True):
+            least = loads.index(min(loads))
+            loads[least] += nbytes
+            file = self._file(name)
+            if least == rank and file.checksum(entry) != self._index.checksums.get(name, {}).get(entry):
+                raise CheckpointError(f"{file.path}: entry {entry!r} is damaged, its checksum is another one")
+
     def read(self, part: Part, box: tuple[slice, ...], target: np.ndarray) -> None:
         """Fill an array with a box of a part."""
-        self._file(part).read(part.entry, box, target)
+        self._file(part.file).read(part.entry, box, target)
 
-    def _file(self, part: Part) -> TensorFile:
-        if part.file not in self._open:
-            self._open[part.file] = TensorFile(self._directory / part.file, self._sizes[part.file])
-        return self._open[part.file]
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._open:
+            self._open[name] = TensorFile(self._directory / name, self._index.files[name])
+        return self._open[name]
 
 
 def read_into(target: Target, there: StoredTensor, files: Any, platform: Platform) -> None:
@@ -196,19 +230,3 @@ def _copy_overlap(r: Rectangle, local: np.ndarray, part: Part, files: Any) -> No
         target.append(slice(at + first - offset, at + last - offset))
     place: Any = (*target, ...)  # a view also of what has no dimensions
     files.read(part, tuple(source), local[place])
-
-
-def _verify(directory: Path, index: Index, rank: int, size: int) -> None:
-    """Compare the checksums of every file that falls to this rank."""
-    if not index.checksums:
-        raise ValueError(
-            f"{directory} was saved without checksums: load it without verify, or save with checksums=True"
-        )
-    sums: Mapping[str, Mapping[str, int]] = index.checksums
-    for number, (name, nbytes) in enumerate(index.files.items()):
-        if number % size != rank:
-            continue
-        file = TensorFile(directory / name, nbytes)
-        for entry in file.names():
-            if zlib.crc32(file.data(entry)) != sums.get(name, {}).get(entry):
-                raise CheckpointError(f"{file.path}: entry {entry!r} is damaged, its checksum is another one")

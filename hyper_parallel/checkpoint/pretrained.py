@@ -135,7 +135,7 @@ class _WholeFiles(Files):
 
     def read(self, part: Part, box: tuple[slice, ...], target: np.ndarray) -> None:
         """Fill an array with a box of a part."""
-        further = len(box) - len(self._file(part).kind(part.entry)[1])
+        further = len(box) - len(self._file(part.file).kind(part.entry)[1])
         super().read(part, box[further:], target[(0,) * further])
 
 

@@ -24,7 +24,7 @@ def save(
     *,
     keep: int | None = None,
     overwrite: bool = False,
-    checksums: bool = False,
+    checksums: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> Path:
     """Save a training job, or a part of it, into a directory. All ranks of the world call it with the same arguments,
@@ -43,7 +43,7 @@ def save(
             made.
         keep: how many checkpoints of this run to keep in the directory above; older ones are removed. None keeps all.
         overwrite: whether a checkpoint at ``path`` is replaced; what is no checkpoint there never is.
-        checksums: whether to store the CRC-32 of what is written, for ``load(verify=True)``.
+        checksums: whether to store the CRC-32 of each piece of data, which `load` compares.
         mesh: whose ranks save; None is all of the world.
 
     Returns:
@@ -125,7 +125,7 @@ def async_save(
     *,
     keep: int | None = None,
     overwrite: bool = False,
-    checksums: bool = False,
+    checksums: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> AsyncSave:
     """As `save`, but it returns when all is copied into the memory of the host, and the rest happens beside the

@@ -222,6 +222,31 @@ class TensorFile:
                 raise CheckpointError(f"{self.path} has become shorter while it was read")
             left, start = left[count:], start + count
 
+    def nbytes(self, name: str) -> int:
+        """How many bytes a tensor has.
+
+        Raises:
+            CheckpointError: when it is not in the file.
+        """
+        dtype, shape = self.kind(name)
+        return math.prod(shape) * ITEMSIZES[dtype]
+
+    def checksum(self, name: str) -> int:
+        """The CRC-32 of the bytes of a tensor.
+
+        Raises:
+            CheckpointError: when it is not in the file, or the file has become shorter.
+        """
+        left, start = self.nbytes(name), self._start + self._entries[name][2]
+        block, found = bytearray(min(left, disk.BLOCK)), 0
+        while left:
+            count = os.preadv(self._file.fileno(), [memoryview(block)[:left]], start)
+            if not count:
+                raise CheckpointError(f"{self.path} has become shorter while it was read")
+            found = zlib.crc32(memoryview(block)[:count], found)
+            left, start = left - count, start + count
+        return found
+
     def data(self, name: str) -> memoryview:
         """The bytes of a tensor."""
         return self.array(name).reshape(-1).view(np.uint8).data

@@ -138,6 +138,8 @@ def convert(path: Path, to: str, out: Path, part: str | None = None) -> list[Pat
         raise ValueError(f"{path} has no tensors below {part!r}")
     files = Files(place, index)
     entries = [_entry(name, name[len(part) + 1 :] if part else name, index, files) for name in names]
+    if index.checksums:
+        files.compare(index.tensors[name] for name in names)
     with Progress(f"converting {path.name}", sum(entry.nbytes for entry in entries), True) as progress:
         if to == "one-file":
             _write(out, entries, progress.advance)

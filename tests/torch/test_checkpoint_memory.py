@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -21,6 +20,7 @@ import torch
 
 from hyper_parallel.checkpoint import CheckpointError, RandomState, latest, load, load_pretrained, save
 from hyper_parallel.checkpoint.tilings import is_tiling
+from hyper_parallel.testing.indexes import change_index
 
 FORK = multiprocessing.get_context("fork")
 #: Bytes that a call may take at most, and those that the process may have, beyond what it has.
@@ -60,11 +60,13 @@ def used(call: Callable[[], Any]) -> tuple[str, str]:
 
 def put(path: Path, *keys: Any) -> None:
     *way, last, value = keys
-    content = whole = json.loads((path / "index.json").read_text())
-    for key in way:
-        content = content[key]
-    content[last] = value
-    (path / "index.json").write_text(json.dumps(whole))
+
+    def change(content: Any) -> None:
+        for key in way:
+            content = content[key]
+        content[last] = value
+
+    change_index(path, change)
 
 
 def refused(path: Path, words: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from hyper_parallel.checkpoint import CheckpointError, disk, jobs, latest, load,
 from hyper_parallel.checkpoint.index import read_index
 from hyper_parallel.checkpoint.ranks import Alone
 from hyper_parallel.platform import get_platform
+from hyper_parallel.testing.indexes import change_index
 
 NAMES = [
     "lr[0.1]",
@@ -33,8 +33,7 @@ NAMES = [
 
 
 def put(path: Path, key: str, value: Any) -> None:
-    content = json.loads((path / "index.json").read_text())
-    (path / "index.json").write_text(json.dumps(content | {key: value}))
+    change_index(path, lambda content: content.update({key: value}))
 
 
 @pytest.mark.parametrize("name", NAMES)

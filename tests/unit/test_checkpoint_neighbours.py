@@ -15,6 +15,7 @@ from hyper_parallel.checkpoint import CheckpointError, latest, load, save, tool
 from hyper_parallel.checkpoint.directories import set_run
 from hyper_parallel.checkpoint.index import LATEST, read_index
 from hyper_parallel.checkpoint.tensor_files import TensorFile
+from hyper_parallel.testing.indexes import change_index
 
 RUN = "a" * 32
 
@@ -27,14 +28,12 @@ def put(*keys: Any) -> Callable[[Path], None]:
     """Put the last of ``keys`` where the others lead to, as JSON that is written there as it is."""
     *way, last, value = keys
 
-    def damage(path: Path) -> None:
-        content = whole = json.loads((path / "index.json").read_text())
+    def change(content: Any) -> None:
         for key in way:
             content = content[key]
         content[last] = "here"
-        (path / "index.json").write_text(json.dumps(whole).replace('"here"', value))
 
-    return damage
+    return lambda path: change_index(path, change, lambda text: text.replace('"here"', value))
 
 
 def nested(depth: int) -> str:

@@ -16,8 +16,10 @@ import pytest
 from hyper_parallel import Shard, distribute_tensor
 from hyper_parallel.checkpoint import CheckpointError, async_save, disk, latest, load, save
 from hyper_parallel.checkpoint.ranks import Collective
+from hyper_parallel.checkpoint.tensor_files import TensorFile
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.indexes import change_index
 
 FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"
 
@@ -48,14 +50,8 @@ def state_of(mesh: Any, scale: int = 1) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- how to damage a checkpoint
 def index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Change the parsed index; what is returned, if anything, takes its place."""
-
-    def damage(path: Path) -> None:
-        content = json.loads((path / "index.json").read_text())
-        changed = change(content)
-        (path / "index.json").write_text(json.dumps(content if changed is None else changed))
-
-    return damage
+    """Change the parsed index."""
+    return lambda path: change_index(path, change)
 
 
 def put(*keys: Any) -> Callable[[Path], None]:
@@ -85,6 +81,17 @@ def without(*keys: Any) -> Callable[[Path], None]:
 def text(content: bytes, file: str = "index.json") -> Callable[[Path], None]:
     """Another content of a file."""
     return lambda path: (path / file).write_bytes(content) and None  # type: ignore[func-returns-value]
+
+
+def other(old: str, new: str) -> Callable[[Path], None]:
+    """Another text in the index."""
+
+    def damage(path: Path) -> None:
+        content = (path / "index.json").read_text()
+        assert content.count(old) == 1
+        (path / "index.json").write_text(content.replace(old, new))
+
+    return damage
 
 
 def cut(file: str, count: int) -> Callable[[Path], None]:
@@ -179,7 +186,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "index a list": (text(b"[]"), ("index.json is the index of something else",)),
     "index of something else": (put("format", "other"), ("index.json is the index of something else",)),
     "index without format": (without("format"), ("index.json is the index of something else",)),
-    "a later version": (put("version", 2), ("index.json is of version 2", "load it with the release")),
+    "a later version": (put("version", 3), ("index.json is of version 3", "load it with the release")),
+    "a version that is a truth": (put("version", True), ("index.json is of version True",)),
+    "version 0": (put("version", 0), ("index.json is of version 0",)),
+    "version 1, which has no checksum": (put("version", 1), ("index.json is damaged", "its checksum is another one")),
+    "another step": (other('"step":3', '"step":7'), ("index.json is damaged", "its checksum is another one")),
+    "another checksum": (other('"sum":"', '"sun":"'), ("index.json is damaged", "its checksum is another one")),
+    "a tensor of another name": (other('"b":{"dtype"', '"c":{"dtype"'), ("index.json is damaged", "its checksum is another one")),
     "no version": (without("version"), ("index.json is of version None",)),
     "no tensors": (without("tensors"), ("index.json is damaged", "tensors")),
     "no files": (without("files"), ("index.json is damaged", "files")),
@@ -278,20 +291,49 @@ def damaged(mesh: Any, directory: str) -> dict[str, str]:
 def flipped(mesh: Any, directory: str) -> list[str]:
     """A bit of the data is found where checksums were saved and are compared."""
     ranks, path = Collective(mesh), Path(directory) / "flipped"
-    save(state_of(mesh), path, mesh=mesh)
+    save(state_of(mesh), path, mesh=mesh, checksums=False)
     with pytest.raises(ValueError, match="was saved without checksums"):
         load(state_of(mesh), path, mesh=mesh, verify=True)
-    path = save(state_of(mesh), path, mesh=mesh, checksums=True, overwrite=True)
-    load(state_of(mesh, 0), path, mesh=mesh, verify=True)
+    assert load(state_of(mesh, 0), path, mesh=mesh)["step"] == 3
+    path = save(state_of(mesh), path, mesh=mesh, overwrite=True)
+    load(state_of(mesh, 0), path, mesh=mesh)
     found = []
     for file in (SECOND, FIRST):
         ranks.gather(None)
         if mesh.get_rank() == 0:
             flip(path, file)
         ranks.gather(None)
-        load(state_of(mesh, 0), path, mesh=mesh)
-        found.append(load_error(path, mesh, verify=True))
+        assert load(state_of(mesh, 0), path, mesh=mesh, verify=False)["step"] == 3
+        found += [load_error(path, mesh), load_error(path, mesh, verify=True)]
+        # Nothing damaged is asked for.
+        assert load({"step": 0}, path, mesh=mesh)["step"] == 3
+        ranks.gather(None)
+        if mesh.get_rank() == 0:
+            flip(path, file)
     return found
+
+
+@spmd.on_mesh()
+def shared_out(mesh: Any, directory: str) -> list[list[str]]:
+    """What each rank compares: of one state a part, of a state of its own all of it."""
+    adapter, names = get_adapter(), [f"x{i}" for i in range(6)]
+    whole = {name: adapter.tensor(np.full(5, i, np.float32)) for i, name in enumerate(names)}
+    path = save(whole, Path(directory) / "shared-out", mesh=mesh)
+    seen, summed = [], TensorFile.checksum
+    for asked in (names, names[: 2 + mesh.get_local_rank()]):
+        compared: list[str] = []
+
+        def checksum(file: TensorFile, entry: str, compared: list[str] = compared) -> int:
+            compared.append(entry)
+            return summed(file, entry)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TensorFile, "checksum", checksum)
+            state = {name: adapter.tensor(np.zeros(5, np.float32)) for name in asked}
+            load(state, path, mesh=mesh)
+        assert all((adapter.numpy(x) == names.index(name)).all() for name, x in state.items())
+        seen.append(sorted(compared))
+    return seen
 
 
 @spmd.on_mesh()
@@ -340,9 +382,17 @@ def test_damaged(pool: Any, tmp_path: Path, world_size: int) -> None:
         assert not missing, f"{name}: {missing} not in {message}"
 
 
+def test_what_is_compared(pool: Any, tmp_path: Path) -> None:
+    """Ranks that ask for the same share the work."""
+    first, second = pool.run(2, shared_out, str(tmp_path))
+    assert len(first[0]) == len(second[0]) == 3
+    assert sorted(first[0] + second[0]) == [f"x{i}" for i in range(6)]
+    assert (first[1], second[1]) == (["x0", "x1"], ["x0", "x1", "x2"])
+
+
 def test_checksums(pool: Any, tmp_path: Path) -> None:
     messages = pool.run(2, flipped, str(tmp_path))
     assert messages[0] == messages[1]
-    one, both = messages[0]
-    assert f"{SECOND}: entry 'a[3:6, :]' is damaged" in one and FIRST not in one
-    assert f"{FIRST}: entry" in both and "is damaged, its checksum is another one" in both
+    damages = [(SECOND, "a[3:6, :]")] * 2 + [(FIRST, "b")] * 2
+    for message, (file, piece) in zip(messages[0], damages, strict=True):
+        assert f"{file}: entry {piece!r} is damaged, its checksum is another one" in message

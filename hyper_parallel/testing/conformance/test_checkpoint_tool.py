@@ -166,7 +166,7 @@ def only_what_it_needs(mesh: Any, directory: str) -> None:
                 contents[part.file][start : start + kept.nbytes] = kept.tobytes()
             for name, content in contents.items():
                 (copy / name).write_bytes(content)
-            load({str(i): x}, copy, mesh=mesh)
+            load({str(i): x}, copy, mesh=mesh, verify=False)
             assert (adapter.numpy(x) == whole).all(), (p, q)
     ranks.gather(None)
 

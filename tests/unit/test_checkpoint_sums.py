@@ -1,0 +1,99 @@
+"""Checksums of checkpoints: what a changed bit does."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hyper_parallel.checkpoint import CheckpointError, latest, load, save
+from hyper_parallel.checkpoint.__main__ import main
+from hyper_parallel.testing.indexes import change_index
+
+WEIGHTS = "rank-00000.safetensors"
+
+
+def job(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if seed == 0:
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer, "step": 4 - seed}
+
+
+def values(state: dict[str, Any]) -> list[Any]:
+    return [*state["model"].parameters(), state["step"], len(state["optimizer"].state)]
+
+
+@pytest.mark.parametrize("file", ["index.json", WEIGHTS])
+def test_a_changed_bit(tmp_path: Path, file: str) -> None:
+    """An error that names the file, and nothing has changed; spaces around the header of the weights mean nothing."""
+    path = save(job(0), tmp_path / "step-4")
+    wanted, content = values(load(job(1), path)), (path / file).read_bytes()
+    draw, state = random.Random(1), job(2)
+    before = [x.clone() if isinstance(x, torch.Tensor) else x for x in values(state)]
+    for _ in range(200):
+        changed = bytearray(content)
+        at = draw.randrange(len(content))
+        changed[at] ^= 1 << draw.randrange(8)
+        (path / file).write_bytes(changed)
+        try:
+            found = load(state, path)
+        except CheckpointError as error:
+            assert str(path / file) in str(error)
+            assert all(map(_equal, values(state), before)), at
+        else:
+            assert content[at] in b" " and all(map(_equal, values(found), wanted)), at
+            state = job(2)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    return torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
+def test_what_other_readers_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`latest` leaves out an index that was changed, and `convert` writes nothing of data that was."""
+    path, out = save(job(0), tmp_path / "run" / "step-4"), tmp_path / "weights.safetensors"
+    content = (path / WEIGHTS).read_bytes()
+    (path / WEIGHTS).write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
+    assert main(["convert", str(path), "--to", "one-file", "--out", str(out)]) != 0
+    assert "its checksum is another one" in capsys.readouterr().err and not out.exists()
+    (path / WEIGHTS).write_bytes(content)
+    text = (path / "index.json").read_text()
+    (path / "index.json").write_text(text.replace('"step":4', '"step":5'))
+    assert latest(path.parent) is None
+    (path / "index.json").write_text(text)
+    assert latest(path.parent) == path
+
+
+def test_an_index_of_version_1(tmp_path: Path) -> None:
+    """Checkpoints of before there were checksums of the index load."""
+    path = save({"x": torch.ones(2)}, tmp_path / "step-1", checksums=False)
+    content = json.loads((path / "index.json").read_text())
+    del content["sum"]
+    (path / "index.json").write_text(json.dumps(content | {"version": 1}))
+    assert torch.equal(load({"x": torch.zeros(2)}, path)["x"], torch.ones(2))
+
+
+def test_a_checksum_less(tmp_path: Path) -> None:
+    path = save({"x": torch.ones(2), "y": torch.ones(3)}, tmp_path / "step-1")
+    change_index(path, lambda content: content["checksums"][WEIGHTS].pop("x"))
+    with pytest.raises(CheckpointError, match="entry 'x' is damaged, its checksum is another one"):
+        load({"x": torch.zeros(2)}, path)
+    assert torch.equal(load({"y": torch.zeros(3)}, path)["y"], torch.ones(3))
+    with pytest.raises(CheckpointError, match="entry 'x' is damaged"):
+        load({"y": torch.zeros(3)}, path, verify=True)
+
+
+def test_a_file_that_is_cut_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While checksums are computed."""
+    path = save({"x": torch.ones(2)}, tmp_path / "step-1")
+    monkeypatch.setattr("os.preadv", lambda *_: 0)
+    with pytest.raises(CheckpointError, match="has become shorter while it was read"):
+        load({"x": torch.zeros(2)}, path)
