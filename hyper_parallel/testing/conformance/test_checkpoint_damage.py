@@ -167,6 +167,7 @@ def nested(path: Path) -> None:
     path.with_name(f"{path.name}-moved").rename(path / "step-3")
 
 
+CHANGED = ("index.json is damaged", "its checksum is another one")
 PARTS = ("tensors", "a", "parts")
 #: name -> (how it is damaged, words of the error besides the path of the checkpoint)
 DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
@@ -189,10 +190,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "a later version": (put("version", 3), ("index.json is of version 3", "load it with the release")),
     "a version that is a truth": (put("version", True), ("index.json is of version True",)),
     "version 0": (put("version", 0), ("index.json is of version 0",)),
-    "version 1, which has no checksum": (put("version", 1), ("index.json is damaged", "its checksum is another one")),
-    "another step": (other('"step":3', '"step":7'), ("index.json is damaged", "its checksum is another one")),
-    "another checksum": (other('"sum":"', '"sun":"'), ("index.json is damaged", "its checksum is another one")),
-    "a tensor of another name": (other('"b":{"dtype"', '"c":{"dtype"'), ("index.json is damaged", "its checksum is another one")),
+    "version 1, which has no checksum": (put("version", 1), CHANGED),
+    "another step": (other('"step":3', '"step":7'), CHANGED),
+    "another checksum": (other('"sum":"', '"sun":"'), CHANGED),
+    "a tensor of another name": (other('"b":{"dtype"', '"c":{"dtype"'), CHANGED),
     "no version": (without("version"), ("index.json is of version None",)),
     "no tensors": (without("tensors"), ("index.json is damaged", "tensors")),
     "no files": (without("files"), ("index.json is damaged", "files")),
