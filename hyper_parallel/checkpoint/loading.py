@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,16 @@ from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.index import Index, Part, StoredTensor, read_index
 from hyper_parallel.checkpoint.nest import layout_of
 from hyper_parallel.checkpoint.progress import Progress
-from hyper_parallel.checkpoint.ranks import LOADING, all_ranks, together
+from hyper_parallel.checkpoint.ranks import LOADING, Ranks, all_ranks, together
 from hyper_parallel.checkpoint.saving import wait_for_saves
+from hyper_parallel.checkpoint.sums import shared_out
 from hyper_parallel.checkpoint.targets import Filling, Target
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES, TensorFile, element_type
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.rectangles import Rectangle, held_rectangles
 from hyper_parallel.platform import Platform, get_platform
 
-__all__ = ["Files", "load", "read_into"]
+__all__ = ["Files", "compare_sums", "load", "read_into"]
 
 
 def load(
@@ -90,25 +90,12 @@ def load(
         result = filling.plan(state)
         for target in filling.targets:
             files.check(index.tensors[target.stored])
-        if verify and not index.checksums:
-            raise ValueError(
-                f"{place} was saved without checksums: load it without verify, or save with checksums=True"
-            )
         plans.append((filling, files, result))
-        return hashlib.sha256("\n".join(target.stored for target in filling.targets).encode()).hexdigest()
+        return filling.digest()
 
     asked = together(ranks, f"loading {path}", plan)
     filling, files, result = plans[0]
-
-    def compare() -> None:
-        index, share = filling.index, (ranks.members.index(ranks.rank), len(ranks.members))
-        names = index.tensors if verify else dict.fromkeys(target.stored for target in filling.targets)
-        if not verify and len({*asked}) > 1:
-            share = (0, 1)  # ranks that fill different tensors, such as stages of a pipeline, compare their own
-        files.compare([index.tensors[name] for name in names], *share)
-
-    if verify or (verify is None and filling.index.checksums):
-        together(ranks, f"loading {path}", compare)
+    compare_sums(filling, files, ranks, f"loading {path}", verify, asked)
 
     def fill() -> None:
         total = sum(filling.index.tensors[target.stored].nbytes for target in filling.targets)
@@ -126,6 +113,37 @@ def load(
     together(ranks, f"loading {path}", fill)
     directories.set_run(path.parent, filling.index.run)
     return result
+
+
+def compare_sums(
+    filling: Filling, files: Files, ranks: Ranks, what: str, verify: bool | None, asked: Sequence[str]
+) -> None:
+    """Compare data with its checksums, on all ranks together.
+
+    Args:
+        filling: what is to be filled.
+        files: that it is filled from.
+        ranks: that load.
+        what: is done, for messages.
+        verify: as in `load`.
+        asked: `Filling.digest` of each rank.
+
+    Raises:
+        ValueError, CheckpointError: as `load`, on all ranks.
+    """
+    index = filling.index
+
+    def compare() -> None:
+        wanted = [*index.tensors] if verify else [*dict.fromkeys(target.stored for target in filling.targets)]
+        # Ranks that fill different tensors, such as stages of a pipeline, compare what they fill.
+        alike = verify or len({*asked}) == 1
+        share = (ranks.members.index(ranks.rank), len(ranks.members)) if alike else (0, 1)
+        files.compare((index.tensors[name] for name in wanted), *share)
+
+    if verify and not all(part.file in index.checksums for x in index.tensors.values() for part in x.parts):
+        raise ValueError(f"{what}: it was saved without checksums. Load it without verify, or save with checksums=True")
+    if verify is not False and index.checksums:
+        together(ranks, what, compare)
 
 
 class Files:
@@ -153,7 +171,7 @@ class Files:
                 )
 
     def compare(self, tensors: Iterable[StoredTensor], rank: int = 0, size: int = 1) -> None:
-        """Compare data with its checksums.
+        """Compare data with its checksums, where its file has some.
 
         Args:
             tensors: the same on all ranks that share them.
@@ -162,14 +180,11 @@ class Files:
         Raises:
             CheckpointError: where some is damaged.
         """
-        parts = {(part.file, part.entry) for tensor in tensors for part in tensor.parts}
-        loads = [0] * size
-        # Large ones first, each to the rank that has the least to read.
-        for nbytes, name, entry in sorted(((self._file(f).nbytes(e), f, e) for f, e in parts), reverse=True):
-            least = loads.index(min(loads))
-            loads[least] += nbytes
+        sums = self._index.checksums
+        parts = {(part.file, part.entry) for x in tensors for part in x.parts if part.file in sums}
+        for name, entry in shared_out(((self._file(f).nbytes(e), (f, e)) for f, e in parts), rank, size):
             file = self._file(name)
-            if least == rank and file.checksum(entry) != self._index.checksums.get(name, {}).get(entry):
+            if file.checksum(entry) != sums[name].get(entry):
                 raise CheckpointError(f"{file.path}: entry {entry!r} is damaged, its checksum is another one")
 
     def read(self, part: Part, box: tuple[slice, ...], target: np.ndarray) -> None:

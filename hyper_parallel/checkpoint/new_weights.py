@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from hyper_parallel.checkpoint import disk, writers
 from hyper_parallel.checkpoint.errors import CheckpointError
+from hyper_parallel.checkpoint.sums import checksum, room_for, shared_out, sums_of
 from hyper_parallel.checkpoint.tensor_files import Entry, header_of
 from hyper_parallel.checkpoint.weight_files import INDEX, WEIGHTS, index_of, read_weight_index
 from hyper_parallel.checkpoint.writers import DRAFT, hidden_in, hidden_name, new_token
@@ -34,6 +35,7 @@ class NewWeights:
     Args:
         directory: of the files.
         contents: name of a file -> what is in it.
+        checksums: whether the files say those of their data.
 
     Attributes:
         token: of this save, in hidden names; `make` gives it to the rank that calls it, and that one to the others.
@@ -41,15 +43,16 @@ class NewWeights:
 
     token = ""
 
-    def __init__(self, directory: Path, contents: dict[str, list[Entry]]) -> None:
-        self._directory, self._contents = directory, contents
+    def __init__(self, directory: Path, contents: dict[str, list[Entry]], checksums: bool) -> None:
+        self._directory, self._contents, self._checksums = directory, contents, checksums
         self._headers: dict[str, bytes] = {}
         self._sizes: dict[str, int] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._open: dict[str, int] = {}
         for name, entries in contents.items():
             # Hugging Face's own reader wants to know what wrote a file; "pt" are the names and layouts of torch.
-            self._headers[name], places = header_of(entries, {"format": "pt"})
+            metadata = {"format": "pt"} | (room_for(len(entries)) if checksums else {})
+            self._headers[name], places = header_of(entries, metadata)
             self._sizes[name] = places[-1]
             self._places |= {entry.name: (name, place) for entry, place in zip(entries, places, strict=False)}
 
@@ -94,14 +97,48 @@ class NewWeights:
                 os.close(file)
         self._open.clear()
 
-    def publish(self) -> None:
+    def compute_sums(self, rank: int, size: int) -> dict[str, int]:
+        """The checksums of the tensors that fall to one of several ranks, when all is written.
+
+        Args:
+            rank, size: this one, and how many there are.
+        """
+        if not self._checksums:
+            return {}
+        entries = {entry.name: entry.nbytes for of_file in self._contents.values() for entry in of_file}
+        found = {}
+        for name in shared_out(((nbytes, name) for name, nbytes in entries.items()), rank, size):
+            file, start = self._places[name]
+            path = self._hidden(file)
+            opened = disk.open_file(path)
+            try:
+                found[name] = checksum(path, opened, start, entries[name])
+            finally:
+                os.close(opened)
+        return found
+
+    def _write_sums(self, sums: Mapping[str, int]) -> None:
+        for name, entries in self._contents.items():
+            start, text = sums_of(self._headers[name], [sums[entry.name] for entry in entries])
+            with open(self._hidden(name), "r+b", buffering=0) as file:
+                disk.step("write", self._hidden(name))
+                os.pwrite(file.fileno(), text, start)
+                disk.step("sync", self._hidden(name))
+                os.fsync(file.fileno())
+
+    def publish(self, sums: Mapping[str, int]) -> None:
         """Give the files their names, on one rank, and remove those of other weights that were there.
 
         A reader meanwhile, or after a crash in between, finds all of the old weights or all of the new ones.
 
+        Args:
+            sums: of all tensors, as `compute_sums` of all ranks gives them.
+
         Raises:
             CheckpointError: where a file is gone, or another program gives names there and does not end.
         """
+        if self._checksums:
+            self._write_sums(sums)
         index = self._directory / INDEX
         if len(self._contents) > 1:
             self._write(INDEX, index_of(self._contents))

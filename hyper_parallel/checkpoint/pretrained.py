@@ -17,7 +17,7 @@ from hyper_parallel.checkpoint import disk
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.index import Index, Part, StoredTensor
 from hyper_parallel.checkpoint.jobs import share
-from hyper_parallel.checkpoint.loading import Files, read_into
+from hyper_parallel.checkpoint.loading import Files, compare_sums, read_into
 from hyper_parallel.checkpoint.new_weights import NewWeights
 from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.ranks import all_ranks, together
@@ -42,6 +42,7 @@ def load_pretrained(
     rename: Callable[[str], str | None] | None = None,
     strict: bool = True,
     convert_dtypes: bool = False,
+    verify: bool | None = None,
     mesh: DeviceMesh | None = None,
 ) -> None:
     """Fill a model with weights in files of whole tensors. All ranks of the world call it with the same arguments, or
@@ -57,6 +58,7 @@ def load_pretrained(
         rename: from names in the files to names in the model; None leaves a tensor out.
         strict: whether the files must have every parameter and persistent buffer of the model, and nothing else.
         convert_dtypes: whether tensors of another dtype than the model's are converted; otherwise they are an error.
+        verify: whether to compare data with checksums, as in `load`. Files of `save_pretrained` have some.
         mesh: whose ranks load; None is all of the world.
 
     Raises:
@@ -78,7 +80,9 @@ def load_pretrained(
 
     Mirrors ``PreTrainedModel.from_pretrained``, for a model that is there.
     """
-    load_arranged(model, path, None, rename=rename, strict=strict, convert_dtypes=convert_dtypes, mesh=mesh)
+    load_arranged(
+        model, path, None, rename=rename, strict=strict, convert_dtypes=convert_dtypes, verify=verify, mesh=mesh
+    )
 
 
 def load_arranged(
@@ -89,12 +93,13 @@ def load_arranged(
     rename: Callable[[str], str | None] | None,
     strict: bool,
     convert_dtypes: bool,
+    verify: bool | None,
     mesh: DeviceMesh | None,
 ) -> None:
     """`load_pretrained` of tensors of which several in the files can be one in the model.
 
     Args:
-        model, path, rename, strict, convert_dtypes, mesh: as there.
+        model, path, rename, strict, convert_dtypes, verify, mesh: as there.
         arrange: from the tensors in the files, by name, to those of the model, made of their parts. A part may have
             dimensions of size 1 in front of those that it has in the file.
     """
@@ -103,7 +108,7 @@ def load_arranged(
     path = Path(os.path.abspath(path))
     plans: list[tuple[Filling, Files]] = []
 
-    def plan() -> None:
+    def plan() -> str:
         directory, index, opened = _read_names(path, rename)
         if arrange is not None:
             arranged = arrange(index.tensors)
@@ -113,9 +118,11 @@ def load_arranged(
         filling.takes_meta = True
         filling.plan(model)
         plans.append((filling, _WholeFiles(directory, index, opened)))
+        return filling.digest()
 
-    together(ranks, f"loading {path}", plan)
+    asked = together(ranks, f"loading {path}", plan)
     filling, files = plans[0]
+    compare_sums(filling, files, ranks, f"loading {path}", verify, asked)
 
     def fill() -> None:
         total = sum(filling.index.tensors[target.stored].nbytes for target in filling.targets)
@@ -146,6 +153,8 @@ def _read_names(path: Path, rename: Callable[[str], str | None] | None) -> tuple
     of_name: dict[str, str] = {}
     for name, file in files.items():
         index.files[name] = file.size
+        if file.checksums:
+            index.checksums[name] = file.checksums
         for entry in file.names():
             called = entry if rename is None else rename(entry)
             if called is None:
@@ -207,6 +216,7 @@ def save_pretrained(
     directory: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "50GB",
+    checksums: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> Path:
     """Write the weights of a model as files of whole tensors in the format of safetensors: ``model.safetensors``, or,
@@ -221,6 +231,7 @@ def save_pretrained(
         directory: on a file system that all ranks share; it is made. Weights that are there are replaced, all or none:
             a reader meanwhile, or after a crash, finds the old ones or the new ones.
         max_shard_size: of a file, in bytes, or as ``"5GB"``. A tensor that is larger has a file of its own.
+        checksums: whether the headers say checksums of the data, which `load_pretrained` compares.
         mesh: whose ranks save; None is all of the world.
 
     Returns:
@@ -249,7 +260,7 @@ def save_pretrained(
     what, is_first = f"saving {directory}", ranks.rank == ranks.members[0]
     flat, pieces = share(model, what, ranks, platform)
     wholes = {name: _whole(name, x, platform) for name, x in flat.tensors.items()}
-    files = NewWeights(directory, in_files(wholes.values(), limit))
+    files = NewWeights(directory, in_files(wholes.values(), limit), checksums)
 
     def make() -> str:
         if is_first and not directory.is_dir():
@@ -263,14 +274,18 @@ def save_pretrained(
                 files.write(wholes[name], writer.rectangle, entry.read())
                 progress.advance(entry.nbytes)
 
+    def compute_sums() -> dict[str, int]:
+        return files.compute_sums(ranks.members.index(ranks.rank), len(ranks.members))
+
     def publish() -> None:
         if is_first:
-            files.publish()
+            files.publish(sums)
 
     try:
         files.token = together(ranks, what, make)[0]
-        for step in (write, publish):
-            together(ranks, what, step)
+        together(ranks, what, write)
+        sums = {name: value for of_rank in together(ranks, what, compute_sums) for name, value in of_rank.items()}
+        together(ranks, what, publish)
     except BaseException:
         if is_first:
             files.discard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -84,6 +85,10 @@ class Filling:
         self._look_for_unexpected()
         self._raise_problems()
         return result
+
+    def digest(self) -> str:
+        """Which tensors of the checkpoint are asked for, in short."""
+        return hashlib.sha256("\n".join(target.stored for target in self.targets).encode()).hexdigest()
 
     def finish(self) -> None:
         """Called when the tensors have their values: gives objects and optimizers their state."""

@@ -24,6 +24,7 @@ import numpy as np
 
 from hyper_parallel.checkpoint import disk
 from hyper_parallel.checkpoint.errors import CheckpointError
+from hyper_parallel.checkpoint.sums import checksum, sums_in
 
 __all__ = ["ITEMSIZES", "Entry", "TensorFile", "element_type", "header_of", "write_tensors"]
 
@@ -155,6 +156,7 @@ class TensorFile:
     Attributes:
         path: of the file.
         size: its size in bytes.
+        checksums: the CRC-32 of the bytes of each tensor, where the file says them; otherwise empty.
 
     Raises:
         CheckpointError: when it is not there, cut off, longer than it says, or no such file.
@@ -170,7 +172,7 @@ class TensorFile:
                     raise CheckpointError(f"{path} has {found} bytes instead of {size}: cut off, or another file")
                 self.size = found
                 file.seek(0)
-                self._entries, self._start = _read_header(path, file, found)
+                self._entries, self._start, self.checksums = _read_header(path, file, found)
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -237,15 +239,8 @@ class TensorFile:
         Raises:
             CheckpointError: when it is not in the file, or the file has become shorter.
         """
-        left, start = self.nbytes(name), self._start + self._entries[name][2]
-        block, found = bytearray(min(left, disk.BLOCK)), 0
-        while left:
-            count = os.preadv(self._file.fileno(), [memoryview(block)[:left]], start)
-            if not count:
-                raise CheckpointError(f"{self.path} has become shorter while it was read")
-            found = zlib.crc32(memoryview(block)[:count], found)
-            left, start = left - count, start + count
-        return found
+        nbytes = self.nbytes(name)
+        return checksum(self.path, self._file.fileno(), self._start + self._entries[name][2], nbytes)
 
     def data(self, name: str) -> memoryview:
         """The bytes of a tensor."""
@@ -261,24 +256,32 @@ def _closed_on_failure(file: Any) -> Iterator[Any]:
         raise
 
 
-def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int]:
-    """Name -> (dtype, shape, where its data begins after the header); and where that is."""
+def _read_header(
+    path: Path, file: Any, size: int
+) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int, dict[str, int]]:
+    """Name -> (dtype, shape, where its data begins after the header); where that is; and checksums."""
 
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(f"{path} is damaged, or no file of safetensors: {what}")
 
     if size < 8:
         raise wrong(f"it has {size} bytes")
-    (length,) = struct.unpack("<Q", file.read(8))
+    prefix = file.read(8)
+    (length,) = struct.unpack("<Q", prefix)
     if length > min(size - 8, _LONGEST_HEADER):
         raise wrong(f"it has {size} bytes, and its header should have {length}")
     try:
-        header = json.loads(disk.read_text(file, length))
+        text = disk.read_text(file, length)
+        header = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise wrong(f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise wrong("its header is not a table")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
+    try:
+        sums = sums_in(prefix + text, metadata, [*header])
+    except ValueError as error:
+        raise wrong(str(error)) from error
     start, entries, end = 8 + length, {}, 0
     for name, entry in header.items():
         try:
@@ -294,4 +297,4 @@ def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, tuple[str,
         end = max(end, last)
     if start + end != size:
         raise wrong(f"its data ends at byte {start + end}, the file at {size}")
-    return entries, start
+    return entries, start, sums

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from hyper_parallel.checkpoint import CheckpointError, latest, load, save
+from hyper_parallel.checkpoint import CheckpointError, latest, load, load_pretrained, save, save_pretrained
 from hyper_parallel.checkpoint.__main__ import main
 from hyper_parallel.testing.indexes import change_index
 
@@ -51,6 +52,57 @@ def test_a_changed_bit(tmp_path: Path, file: str) -> None:
         else:
             assert content[at] in b" " and all(map(_equal, values(found), wanted)), at
             state = job(2)
+
+
+@pytest.mark.parametrize("limit", ["1GB", 64])
+def test_a_changed_bit_of_weights(tmp_path: Path, limit: Any) -> None:
+    """The same of files for Hugging Face, of which an index means less: names of entries there are not read."""
+    model = job(0)["model"]
+    save_pretrained(model, tmp_path, max_shard_size=limit)
+    wanted, draw = [x.clone() for x in model.parameters()], random.Random(2)
+    for path in sorted(tmp_path.iterdir()):
+        content = path.read_bytes()
+        for _ in range(200):
+            changed, state = bytearray(content), job(2)["model"]
+            at = draw.randrange(len(content))
+            changed[at] ^= 1 << draw.randrange(8)
+            path.write_bytes(changed)
+            before = [x.clone() for x in state.parameters()]
+            try:
+                load_pretrained(state, tmp_path)
+            except CheckpointError as error:
+                assert path.name in str(error)
+                assert all(map(_equal, state.parameters(), before)), at
+            else:
+                assert all(map(_equal, state.parameters(), wanted)), at
+        path.write_bytes(content)
+
+
+def test_weights_without_checksums(tmp_path: Path) -> None:
+    """As other programs write them, which read ours."""
+    weights = {"x": torch.arange(5.0), "y": torch.ones(2, 2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    x = {name: torch.zeros_like(x) for name, x in weights.items()}
+    load_pretrained(x, tmp_path)
+    with pytest.raises(ValueError, match="was saved without checksums"):
+        load_pretrained(x, tmp_path, verify=True)
+    save_pretrained(weights, tmp_path / "without", checksums=False)
+    save_pretrained(weights, tmp_path / "ours")
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("without", "ours")]
+    assert sizes[0] < sizes[1]
+    for name in ("without", "ours"):
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert all(torch.equal(found[name], x) for name, x in weights.items())
+    path = tmp_path / "ours" / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: entry 'y' is damaged, its checksum is another one"):
+        load_pretrained(x, tmp_path / "ours")
+    load_pretrained(x, tmp_path / "ours", verify=False)
+    load_pretrained({"x": x["x"]}, tmp_path / "ours", strict=False)
+    path.write_bytes(content.replace(b'crc32":"', b'crc32":"0', 1))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load_pretrained(x, tmp_path / "ours")
 
 
 def _equal(x: Any, y: Any) -> bool:

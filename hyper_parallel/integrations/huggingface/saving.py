@@ -46,6 +46,7 @@ def load_pretrained(
     rename: Callable[[str], str | None] | None = None,
     strict: bool = True,
     convert_dtypes: bool = False,
+    verify: bool | None = None,
     mesh: DeviceMesh | None = None,
 ) -> None:
     """`hyper_parallel.checkpoint.load_pretrained` for models of transformers, which have buffers besides that no file
@@ -63,6 +64,7 @@ def load_pretrained(
             a tensor out.
         strict: whether the files must have every parameter and persistent buffer of the model, and nothing else.
         convert_dtypes: whether tensors of another dtype than the model's are converted.
+        verify: whether to compare data with checksums, where the files have some; see there.
         mesh: whose ranks load; None is all of the world.
 
     Raises:
@@ -85,7 +87,9 @@ def load_pretrained(
         torch.Size([1, 4])
     """
     arrange = arrangement(model) if rename is None else None
-    load_arranged(model, path, arrange, rename=rename, strict=strict, convert_dtypes=convert_dtypes, mesh=mesh)
+    load_arranged(
+        model, path, arrange, rename=rename, strict=strict, convert_dtypes=convert_dtypes, verify=verify, mesh=mesh
+    )
     platform = get_platform()
     for _, x in platform.saved_tensors(model):
         x._is_hf_initialized = True  # what the model initialises now leaves these as they are
@@ -102,6 +106,7 @@ def save_pretrained(
     directory: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "50GB",
+    checksums: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> Path:
     """Write weights and configuration of a model for ``from_pretrained``. All ranks of the world call it, or all of
@@ -111,6 +116,7 @@ def save_pretrained(
         model: a ``transformers.PreTrainedModel``, parallelised or not.
         directory: on a file system that all ranks share; it is made. Weights that are there are replaced.
         max_shard_size: of a file, in bytes, or as ``"5GB"``.
+        checksums: whether the headers say checksums of the data.
         mesh: whose ranks save; None is all of the world.
 
     Returns:
@@ -130,7 +136,7 @@ def save_pretrained(
         >>> LlamaForCausalLM.from_pretrained(save_pretrained(model, tempfile.mkdtemp())).config.hidden_size
         32
     """
-    path = checkpoint.save_pretrained(model, directory, max_shard_size=max_shard_size, mesh=mesh)
+    path = checkpoint.save_pretrained(model, directory, max_shard_size=max_shard_size, checksums=checksums, mesh=mesh)
     ranks = all_ranks(get_platform(), mesh)
 
     def write_configuration() -> None:

@@ -1,0 +1,98 @@
+"""Checksums: which rank computes which, and how a file of tensors holds its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hyper_parallel.checkpoint import disk
+from hyper_parallel.checkpoint.errors import CheckpointError
+
+__all__ = ["checksum", "room_for", "shared_out", "sums_in", "sums_of"]
+
+#: What the metadata of a file calls its checksums: that of the header, computed with zeros in the place of all of them,
+#: and that of the data of each tensor in the order of the header. Each is a CRC-32 in eight hexadecimal digits.
+_KEY = "hyper_parallel.crc32"
+_DIGITS = 8
+_PLACE = re.compile(rb'"' + re.escape(_KEY).encode() + rb'":"([0-9a-f]*)"')
+T = TypeVar("T")
+
+
+def checksum(path: Path, file: int, start: int, nbytes: int) -> int:
+    """The CRC-32 of a part of an open file.
+
+    Args:
+        path: of the file, for the message.
+        file: its descriptor.
+        start, nbytes: of the part.
+
+    Raises:
+        CheckpointError: when the file ends before.
+    """
+    block, found = memoryview(bytearray(min(nbytes, disk.BLOCK))), 0
+    while nbytes:
+        count = os.preadv(file, [block[:nbytes]], start)
+        if not count:
+            raise CheckpointError(f"{path} has become shorter while it was read")
+        found = zlib.crc32(block[:count], found)
+        nbytes, start = nbytes - count, start + count
+    return found
+
+
+def shared_out(pieces: Iterable[tuple[int, T]], rank: int, size: int) -> Iterator[T]:
+    """Yield what one of several ranks does, the largest first.
+
+    Args:
+        pieces: bytes of a piece, and the piece; the same on all ranks, in any order. Pieces can be ordered.
+        rank, size: this one, and how many there are.
+    """
+    loads = [0] * size
+    for nbytes, piece in sorted(pieces, reverse=True):
+        least = loads.index(min(loads))
+        loads[least] += nbytes
+        if least == rank:
+            yield piece
+
+
+def room_for(count: int) -> dict[str, str]:
+    """Metadata with room for the checksums of so many tensors."""
+    return {_KEY: "0" * _DIGITS * (count + 1)}
+
+
+def sums_of(header: bytes, sums: Sequence[int]) -> tuple[int, bytes]:
+    """Where in a header with room for checksums these begin, and what comes there.
+
+    Args:
+        header: of a file, from its first byte.
+        sums: of the tensors, in the order of the header.
+    """
+    start = header.index(f'"{_KEY}":"'.encode()) + len(_KEY) + 4
+    return start, "".join(f"{x:0{_DIGITS}x}" for x in (zlib.crc32(header), *sums)).encode()
+
+
+def sums_in(header: bytes, metadata: Any, names: Sequence[str]) -> dict[str, int]:
+    """The checksums that a file holds, of each tensor; empty where it holds none.
+
+    Args:
+        header: of the file, from its first byte.
+        metadata: what is parsed of it.
+        names: of the tensors, in the order of the header.
+
+    Raises:
+        ValueError: when they are damaged.
+    """
+    text = metadata.get(_KEY) if isinstance(metadata, Mapping) else None
+    if text is None:
+        return {}
+    found = _PLACE.search(header)
+    if found is None or len(found[1]) != _DIGITS * (len(names) + 1):
+        raise ValueError("its checksums are damaged")
+    own, *sums = (int(found[1][at : at + _DIGITS], 16) for at in range(0, len(found[1]), _DIGITS))
+    zeros = header[: found.start(1)] + b"0" * len(found[1]) + header[found.end(1) :]
+    if zlib.crc32(zeros) != own:
+        raise ValueError("the checksum of its header is another one")
+    return dict(zip(names, sums, strict=True))
