@@ -215,4 +215,4 @@ def test_an_index_that_nobody_can_read_is_replaced(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text('{"weight_map": 3}')
     save_pretrained(weights(2.0), tmp_path, max_shard_size=40)
     assert value_of(tmp_path) == 2.0
-    assert new_weights.NewWeights(tmp_path, {}).token == ""
+    assert new_weights.NewWeights(tmp_path, {}, False).token == ""
