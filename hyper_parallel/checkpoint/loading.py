@@ -86,7 +86,7 @@ def load(
         place_of_rank, count = ranks.members.index(ranks.rank), len(ranks.members)
         filling = Filling(index, platform, strict, convert_dtypes, place_of_rank, count)
         files = Files(place, index)
-        filling.check_files = files.check
+        filling.place, filling.check_files = place, files.check
         result = filling.plan(state)
         for target in filling.targets:
             files.check(index.tensors[target.stored])

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -49,9 +50,11 @@ class NewWeights:
         self._sizes: dict[str, int] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._open: dict[str, int] = {}
+        # Only the first rank writes headers; others need their length.
+        save = secrets.token_hex(8)
         for name, entries in contents.items():
             # Hugging Face's own reader wants to know what wrote a file; "pt" are the names and layouts of torch.
-            metadata = {"format": "pt"} | (room_for(len(entries)) if checksums else {})
+            metadata = {"format": "pt"} | (room_for(len(entries), save) if checksums else {})
             self._headers[name], places = header_of(entries, metadata)
             self._sizes[name] = places[-1]
             self._places |= {entry.name: (name, place) for entry, place in zip(entries, places, strict=False)}

@@ -115,7 +115,7 @@ def load_arranged(
             index.tensors.clear()
             index.tensors.update(arranged)
         filling = Filling(index, platform, strict, convert_dtypes, ranks.members.index(ranks.rank), len(ranks.members))
-        filling.takes_meta = True
+        filling.place, filling.takes_meta = path, True
         filling.plan(model)
         plans.append((filling, _WholeFiles(directory, index, opened)))
         return filling.digest()
@@ -185,6 +185,8 @@ def _open_files(path: Path) -> tuple[Path, dict[str, TensorFile]]:
         if disk.stamp(index) == before:
             if failure is not None:
                 raise failure
+            if len({file.save for file in files.values()}) > 1:
+                raise CheckpointError(f"the files of {path} are of different saves: {', '.join(files)}")
             return directory, files
     raise CheckpointError(f"{path} was replaced {_TRIES} times while it was opened: load it when the saves have ended")
 

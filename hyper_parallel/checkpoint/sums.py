@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from hyper_parallel.checkpoint import disk
 from hyper_parallel.checkpoint.errors import CheckpointError
 
-__all__ = ["checksum", "room_for", "shared_out", "sums_in", "sums_of"]
+__all__ = ["checksum", "room_for", "save_in", "shared_out", "sums_in", "sums_of"]
 
 #: What the metadata of a file calls its checksums: that of the header, computed with zeros in the place of all of them,
 #: and that of the data of each tensor in the order of the header. Each is a CRC-32 in eight hexadecimal digits.
-_KEY = "hyper_parallel.crc32"
+_KEY, _SAVE = "hyper_parallel.crc32", "hyper_parallel.save"
 _DIGITS = 8
 _PLACE = re.compile(rb'"' + re.escape(_KEY).encode() + rb'":"([0-9a-f]*)"')
 T = TypeVar("T")
@@ -58,9 +58,19 @@ def shared_out(pieces: Iterable[tuple[int, T]], rank: int, size: int) -> Iterato
             yield piece
 
 
-def room_for(count: int) -> dict[str, str]:
-    """Metadata with room for the checksums of so many tensors."""
-    return {_KEY: "0" * _DIGITS * (count + 1)}
+def room_for(count: int, save: str) -> dict[str, str]:
+    """Metadata with room for the checksums of so many tensors.
+
+    Args:
+        count: of them.
+        save: identifies a save, all files of which belong together.
+    """
+    return {_SAVE: save, _KEY: "0" * _DIGITS * (count + 1)}
+
+
+def save_in(metadata: Any) -> str:
+    """What identifies the save of a file; empty where nothing does."""
+    return str(metadata.get(_SAVE, "")) if isinstance(metadata, Mapping) else ""
 
 
 def sums_of(header: bytes, sums: Sequence[int]) -> tuple[int, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyper_parallel.checkpoint.errors import CheckpointError
@@ -48,10 +49,12 @@ class Filling:
 
     Attributes:
         targets: in the order in which they were found.
+        place: of the checkpoint, for messages.
         takes_meta: whether tensors without values are among them, which get memory later.
         check_files: raises CheckpointError unless a tensor is in the files, before memory is taken for it.
     """
 
+    place: Path | str = ""
     takes_meta = False
     check_files: Callable[[StoredTensor], None] | None = None
 
@@ -298,7 +301,7 @@ class Filling:
             return
         listed = [line for kind in ((wrong, missing, unexpected) if self._strict else (wrong,)) for line in _some(kind)]
         raise ValueError(
-            "the checkpoint does not fit the state"
+            f"the checkpoint{self.place and f' {self.place}'} does not fit the state"
             + ("" if not self._strict else " (strict=False leaves out what is missing or unexpected)")
             + "".join(f"\n  {line}" for line in listed)
         )

@@ -24,7 +24,7 @@ import numpy as np
 
 from hyper_parallel.checkpoint import disk
 from hyper_parallel.checkpoint.errors import CheckpointError
-from hyper_parallel.checkpoint.sums import checksum, sums_in
+from hyper_parallel.checkpoint.sums import checksum, save_in, sums_in
 
 __all__ = ["ITEMSIZES", "Entry", "TensorFile", "element_type", "header_of", "write_tensors"]
 
@@ -157,6 +157,7 @@ class TensorFile:
         path: of the file.
         size: its size in bytes.
         checksums: the CRC-32 of the bytes of each tensor, where the file says them; otherwise empty.
+        save: identifies the save of the file, where the file says it; otherwise empty.
 
     Raises:
         CheckpointError: when it is not there, cut off, longer than it says, or no such file.
@@ -172,7 +173,7 @@ class TensorFile:
                     raise CheckpointError(f"{path} has {found} bytes instead of {size}: cut off, or another file")
                 self.size = found
                 file.seek(0)
-                self._entries, self._start, self.checksums = _read_header(path, file, found)
+                self._entries, self._start, self.checksums, self.save = _read_header(path, file, found)
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -258,8 +259,8 @@ def _closed_on_failure(file: Any) -> Iterator[Any]:
 
 def _read_header(
     path: Path, file: Any, size: int
-) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int, dict[str, int]]:
-    """Name -> (dtype, shape, where its data begins after the header); where that is; and checksums."""
+) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int, dict[str, int], str]:
+    """Name -> (dtype, shape, where its data begins after the header); where that is; checksums; of which save it is."""
 
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(f"{path} is damaged, or no file of safetensors: {what}")
@@ -297,4 +298,4 @@ def _read_header(
         end = max(end, last)
     if start + end != size:
         raise wrong(f"its data ends at byte {start + end}, the file at {size}")
-    return entries, start, sums
+    return entries, start, sums, save_in(metadata)
