@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -175,9 +176,9 @@ def _change(draw: random.Random, parsed: Any) -> str:
     elif kind == "rename" and isinstance(x, dict):
         x[draw.choice(("x", f"{key}x", "", "sum", "a/b"))] = x.pop(key)
     elif kind == "swap":
-        x[key], y[other] = y[other], x[key]
+        x[key], y[other] = copy.deepcopy((y[other], x[key]))  # one may be in the other
     elif kind == "copy":
-        x[key] = y[other]
+        x[key] = copy.deepcopy(y[other])
     elif kind == "number" and isinstance(x[key], int):
         x[key] += draw.choice((-1, 1, 8, 1 << 40))
     else:
