@@ -40,7 +40,7 @@ _STRANGE: tuple[Any, ...] = (
 )
 
 
-def damage(draw: random.Random, directory: Path, older: Path) -> str:
+def damage(draw: random.Random, directory: Path, older: Path) -> list[str]:
     """Damage files of a directory.
 
     Args:
@@ -49,9 +49,9 @@ def damage(draw: random.Random, directory: Path, older: Path) -> str:
         older: the same of other values, files of which may get in between.
 
     Returns:
-        What was done, for people.
+        What was done, for people: one thing or two.
     """
-    return "; ".join(draw.choice(_DAMAGES)(draw, directory, older) for _ in range(draw.choice((1, 1, 1, 2))))
+    return [draw.choice(_DAMAGES)(draw, directory, older) for _ in range(draw.choice((1, 1, 1, 2)))]
 
 
 def _file(draw: random.Random, directory: Path) -> Path:
