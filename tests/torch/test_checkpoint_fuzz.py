@@ -132,7 +132,7 @@ def search(
             done = damage(random.Random(seed), path, older)
             try:
                 signal.alarm(PATIENCE)
-                # Checksums may be gone before other damage, as in weights of other programs: asked for, they must be there.
+                # Where two things happen, the first may take the checksums: `verify` says that they must be there.
                 check(path, wanted, None if len(done) == 1 else True)
             except BaseException as error:
                 frames = "".join(traceback.format_tb(error.__traceback__)[-2:])
