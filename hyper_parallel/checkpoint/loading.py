@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -210,5 +209,5 @@ def _verify(directory: Path, index: Index, rank: int, size: int) -> None:
             continue
         file = TensorFile(directory / name, nbytes)
         for entry in file.names():
-            if zlib.crc32(file.data(entry)) != sums.get(name, {}).get(entry):
+            if file.checksum(entry) != sums.get(name, {}).get(entry):
                 raise CheckpointError(f"{file.path}: entry {entry!r} is damaged, its checksum is another one")
