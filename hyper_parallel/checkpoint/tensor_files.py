@@ -267,14 +267,20 @@ class TensorFile:
 
     def _fill_rows(self, name: str, start: int, stride: int, rows: np.ndarray) -> None:
         """Fill rows, each of which lies in one piece in the file and in memory."""
-        gap = np.empty(stride - rows[0].nbytes, np.uint8)
-        at_once = _AT_ONCE if stride < _FAR else 1
-        for i in range(0, len(rows), at_once):
-            some = [*rows[i : i + at_once]]
+        size = rows[0].nbytes
+        if stride >= _FAR:
+            for row in rows:
+                if self._read(name, start, (row,)) < size:
+                    self._get(name, start, row.reshape(-1).view(np.uint8).data)
+                start += stride
+            return
+        gap = np.empty(stride - size, np.uint8)
+        for i in range(0, len(rows), _AT_ONCE):
+            some = [*rows[i : i + _AT_ONCE]]
             memory = [gap] * (2 * len(some) - 1)
             memory[::2] = some
             place = start + i * stride
-            if self._read(name, place, memory) < (len(some) - 1) * stride + some[0].nbytes:
+            if self._read(name, place, memory) < (len(some) - 1) * stride + size:
                 for j, row in enumerate(some):
                     self._get(name, place + j * stride, row.reshape(-1).view(np.uint8).data)
 
