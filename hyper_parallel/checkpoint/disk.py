@@ -10,12 +10,12 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -238,6 +238,42 @@ def open_file(path: Path) -> int:
         code = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
         raise OSError(code, os.strerror(code) if stat.S_ISDIR(kind) else "it is no regular file")
     return opened
+
+
+def read_some(path: Path, file: int, start: int, memory: Sequence[Any], entry: str) -> int:
+    """Read into several places in memory, one after the other; returns how many bytes the system gave.
+
+    Args:
+        path: of the file, for messages.
+        file: its descriptor.
+        start: where in the file.
+        memory: the places.
+        entry: that is read, for messages.
+
+    Raises:
+        CheckpointError: when the disk does not give them.
+    """
+    try:
+        return os.preadv(file, memory, start)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}, in entry {entry!r}") from error
+
+
+def read_at(path: Path, file: int, start: int, memory: memoryview, entry: str) -> None:
+    """Fill memory with bytes of a file.
+
+    Args:
+        path, file, start, entry: as in `read_some`.
+        memory: what is filled.
+
+    Raises:
+        CheckpointError: when the file ends before, or the disk does not give them.
+    """
+    while memory:
+        count = read_some(path, file, start, [memory[:BLOCK]], entry)
+        if not count:
+            raise CheckpointError(f"{path} has become shorter while it was read: it ends in entry {entry!r}")
+        memory, start = memory[count:], start + count
 
 
 def read_text(file: FileIO, size: int) -> bytes:

@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ class NewWeights:
             path = self._hidden(file)
             opened = disk.open_file(path)
             try:
-                found[name] = checksum(path, opened, start, entries[name])
+                found[name] = checksum(partial(_read, path, opened, name), start, entries[name])
             finally:
                 os.close(opened)
         return found
@@ -217,6 +218,10 @@ class NewWeights:
             if hidden.token == self.token:
                 with suppress(OSError):
                     hidden.path.unlink()
+
+
+def _read(path: Path, file: int, entry: str, start: int, memory: memoryview) -> None:
+    disk.read_at(path, file, start, memory, entry)
 
 
 def _runs(whole: Entry, r: Any, data: memoryview) -> Iterator[tuple[int, memoryview]]:

@@ -174,7 +174,8 @@ def set_model_state_dict(
     source = Source(model_state_dict, options, platform)
     missing, unexpected = sorted(held.keys() - source.shapes.keys()), sorted(source.shapes.keys() - held.keys())
     first = {id(x): name for name, x in reversed(held.items())}
-    missing = [n for n in missing if not any(m in source.shapes for m, x in held.items() if x is held[n])]
+    given = {id(x) for name, x in held.items() if name in source.shapes}
+    missing = [n for n in missing if id(held[n]) not in given]
     if options.ignore_frozen_params:
         frozen = _frozen(model, platform)
         missing = [n for n in missing if id(held[n]) not in frozen]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
-
-from hyper_parallel.checkpoint import disk
-from hyper_parallel.checkpoint.errors import CheckpointError
 
 __all__ = ["checksum", "room_for", "save_in", "shared_out", "sums_in", "sums_of"]
 
@@ -18,28 +13,25 @@ __all__ = ["checksum", "room_for", "save_in", "shared_out", "sums_in", "sums_of"
 #: and that of the data of each tensor in the order of the header. Each is a CRC-32 in eight hexadecimal digits.
 _KEY, _SAVE = "hyper_parallel.crc32", "hyper_parallel.save"
 _DIGITS = 8
+#: Bytes that are read at a time: few enough for a processor's cache.
+_BLOCK = 1 << 20
 _PLACE = re.compile(rb'"' + re.escape(_KEY).encode() + rb'":"([0-9a-f]*)"')
 T = TypeVar("T")
 
 
-def checksum(path: Path, file: int, start: int, nbytes: int) -> int:
-    """The CRC-32 of a part of an open file.
+def checksum(read: Callable[[int, memoryview], None], start: int, nbytes: int) -> int:
+    """The CRC-32 of a part of a file.
 
     Args:
-        path: of the file, for the message.
-        file: its descriptor.
+        read: ``read(start, memory)`` fills memory with what the file has from a place on.
         start, nbytes: of the part.
-
-    Raises:
-        CheckpointError: when the file ends before.
     """
-    block, found = memoryview(bytearray(min(nbytes, disk.BLOCK))), 0
+    block, found = memoryview(bytearray(min(nbytes, _BLOCK))), 0
     while nbytes:
-        count = os.preadv(file, [block[:nbytes]], start)
-        if not count:
-            raise CheckpointError(f"{path} has become shorter while it was read")
-        found = zlib.crc32(block[:count], found)
-        nbytes, start = nbytes - count, start + count
+        some = block[:nbytes]
+        read(start, some)
+        found = zlib.crc32(some, found)
+        nbytes, start = nbytes - len(some), start + len(some)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.index import Index, StoredTensor
+from hyper_parallel.checkpoint.near_names import near_name
 from hyper_parallel.checkpoint.nest import Kinds, joined, layout_of
 from hyper_parallel.checkpoint.values import KIND, decode
 from hyper_parallel.platform import OptimizerState, Platform
@@ -290,16 +290,16 @@ class Filling:
                     self._unexpected.append(name)
 
     def _raise_problems(self) -> None:
-        wrong = list(self._wrong)
-        missing = [
-            f"missing: {name}{_near(name, [*(self._unexpected or self.index.tensors), *self._keys])}"
-            for name in dict.fromkeys(self._missing)
-        ]
-        unexpected = [f"unexpected: {name}" for name in dict.fromkeys(self._unexpected)]
+        wrong, missing, unexpected = self._wrong, [*dict.fromkeys(self._missing)], [*dict.fromkeys(self._unexpected)]
         problems = [*wrong] if not self._strict else [*wrong, *missing, *unexpected]
         if not problems:
             return
-        listed = [line for kind in ((wrong, missing, unexpected) if self._strict else (wrong,)) for line in _some(kind)]
+        listed = _some(wrong)
+        if self._strict:
+            # Of the names that are listed alone: to look for near ones among many takes long.
+            others = [*(self._unexpected or self.index.tensors), *self._keys]
+            listed += _some(missing, lambda name: f"missing: {name}{near_name(name, others)}")
+            listed += _some(unexpected, lambda name: f"unexpected: {name}")
         raise ValueError(
             f"the checkpoint{self.place and f' {self.place}'} does not fit the state"
             + ("" if not self._strict else " (strict=False leaves out what is missing or unexpected)")
@@ -307,14 +307,10 @@ class Filling:
         )
 
 
-def _some(lines: Sequence[str]) -> list[str]:
-    more = len(lines) - _LISTED
-    return [*lines[:_LISTED], *([f"... and {more} more"] if more > 0 else [])]
-
-
-def _near(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, 1, 0.8)
-    return f" (the checkpoint has {near[0]!r})" if near else ""
+def _some(problems: Sequence[str], line: Callable[[str], str] = str) -> list[str]:
+    """Return a line for each of the first problems, and how many more there are."""
+    more = len(problems) - _LISTED
+    return [*map(line, problems[:_LISTED]), *([f"... and {more} more"] if more > 0 else [])]
 
 
 def _items(saved: dict[str, Any]) -> dict[Any, Any] | None:

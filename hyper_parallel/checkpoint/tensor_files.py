@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import struct
 import zlib
@@ -55,6 +54,12 @@ ITEMSIZES = {
 }
 #: Bytes of the longest header that readers of the format take.
 _LONGEST_HEADER = 100_000_000
+#: Bytes from one row to the next from which on each row is read by a call of its own: the gaps would cost more.
+_FAR = 1 << 15
+#: Bytes of a row that is read straight into its place. Shorter ones are copied from a window of so many bytes.
+_LONG, _WINDOW = 1 << 11, 1 << 20
+#: Rows that are read by one call. A system takes 1024 pieces of memory, and gaps are such, too.
+_AT_ONCE = 256
 
 
 def element_type(dtype: str) -> np.dtype:
@@ -147,7 +152,7 @@ def write_tensors(
 
 
 class TensorFile:
-    """A file of tensors, mapped into memory: only what is looked at is read.
+    """A file of tensors, of which only what is asked for is read.
 
     Args:
         path: of the file.
@@ -174,7 +179,6 @@ class TensorFile:
                 self.size = found
                 file.seek(0)
                 self._entries, self._start, self.checksums, self.save = _read_header(path, file, found)
-                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -194,13 +198,16 @@ class TensorFile:
         return dtype, shape
 
     def array(self, name: str) -> np.ndarray:
-        """The data of a tensor, of its shape and of `element_type`, read when it is looked at; not writable."""
+        """Return all data of a tensor, read now, of its shape and of `element_type`."""
         dtype, shape = self.kind(name)
-        start = self._start + self._entries[name][2]
-        return np.frombuffer(self._memory, element_type(dtype), math.prod(shape), start).reshape(shape)
+        whole = np.empty(shape, element_type(dtype))
+        self.read(name, tuple(slice(0, n) for n in shape), whole)
+        return whole
 
     def read(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
         """Fill an array with a box of a tensor: bytes that lie one after the other are read straight into it.
+
+        No memory is mapped to the file. A program that cuts the file meanwhile would end this process by a signal.
 
         Args:
             name: of the tensor.
@@ -210,23 +217,15 @@ class TensorFile:
         Raises:
             CheckpointError: when the disk does not give them.
         """
-        source = self.array(name)
-        place: Any = (*box, ...)
-        inside = source[place]
-        if not (inside.flags.c_contiguous and target.flags.c_contiguous):
-            target[...] = inside
-            return
-        start = self._start + self._entries[name][2]
-        start += sum(s.start * stride for s, stride in zip(box, source.strides, strict=True))
-        left = target.reshape(-1).view(np.uint8).data
-        while left:
-            count = os.preadv(self._file.fileno(), [left[: disk.BLOCK]], start)
-            if not count:
-                raise CheckpointError(f"{self.path} has become shorter while it was read")
-            left, start = left[count:], start + count
+        dtype, shape = self.kind(name)
+        strides = tuple(math.prod(shape[d + 1 :]) * ITEMSIZES[dtype] for d in range(len(shape)))
+        start = self._place(name)
+        start += sum(s.start * stride for s, stride in zip(box, strides, strict=True))
+        if target.size:
+            self._fill(name, start, strides, target)
 
     def nbytes(self, name: str) -> int:
-        """How many bytes a tensor has.
+        """Return how many bytes a tensor has.
 
         Raises:
             CheckpointError: when it is not in the file.
@@ -235,17 +234,77 @@ class TensorFile:
         return math.prod(shape) * ITEMSIZES[dtype]
 
     def checksum(self, name: str) -> int:
-        """The CRC-32 of the bytes of a tensor.
+        """Return the CRC-32 of the bytes of a tensor.
 
         Raises:
-            CheckpointError: when it is not in the file, or the file has become shorter.
+            CheckpointError: when it is not in the file, or the disk does not give it.
         """
         nbytes = self.nbytes(name)
-        return checksum(self.path, self._file.fileno(), self._start + self._entries[name][2], nbytes)
+        return checksum(lambda start, memory: self._get(name, start, memory), self._place(name), nbytes)
 
-    def data(self, name: str) -> memoryview:
-        """The bytes of a tensor."""
-        return self.array(name).reshape(-1).view(np.uint8).data
+    def _place(self, name: str) -> int:
+        """Return where the data of a tensor begins."""
+        return self._start + self._entries[name][2]
+
+    def _fill(self, name: str, start: int, strides: tuple[int, ...], target: np.ndarray) -> None:
+        """Fill an array, which has elements, with those of the file.
+
+        Args:
+            name: of the tensor, for messages.
+            start: where the first one lies in the file.
+            strides: bytes from one element to the next in the file, of each dimension.
+            target: the array.
+        """
+        if _span(target, strides) == target.nbytes and target.flags.c_contiguous:
+            self._get(name, start, target.reshape(-1).view(np.uint8).data)
+            return
+        rows, stride, first = len(target), strides[0], target[0]
+        whole = _span(first, strides[1:]) == first.nbytes and first.flags.c_contiguous
+        if rows > 1 and whole and (first.nbytes >= _LONG or stride >= _FAR):
+            self._fill_rows(name, start, stride, target)
+        elif rows == 1 or stride >= _FAR:
+            for i in range(rows):
+                self._fill(name, start + i * stride, strides[1:], target[i])
+        else:
+            # Short rows that lie near each other are read with what is between them.
+            some = _WINDOW // stride
+            window = np.empty(min(some * stride, _span(target, strides)), np.uint8)
+            for i in range(0, rows, some):
+                part = target[i : i + some]
+                self._get(name, start + i * stride, window[: _span(part, strides)].data)
+                part[...] = np.ndarray(part.shape, part.dtype, window.data, 0, strides)
+
+    def _fill_rows(self, name: str, start: int, stride: int, rows: np.ndarray) -> None:
+        """Fill rows, each of which lies in one piece in the file and in memory."""
+        size = rows[0].nbytes
+        if stride >= _FAR:
+            for row in rows:
+                if self._read(name, start, (row,)) < size:
+                    self._get(name, start, row.reshape(-1).view(np.uint8).data)
+                start += stride
+            return
+        gap = np.empty(stride - size, np.uint8)
+        for i in range(0, len(rows), _AT_ONCE):
+            some = [*rows[i : i + _AT_ONCE]]
+            memory = [gap] * (2 * len(some) - 1)
+            memory[::2] = some
+            place = start + i * stride
+            if self._read(name, place, memory) < (len(some) - 1) * stride + size:
+                for j, row in enumerate(some):
+                    self._get(name, place + j * stride, row.reshape(-1).view(np.uint8).data)
+
+    def _get(self, name: str, start: int, memory: memoryview) -> None:
+        """Fill memory with the bytes of the file from a place on."""
+        disk.read_at(self.path, self._file.fileno(), start, memory, name)
+
+    def _read(self, name: str, start: int, memory: Sequence[Any]) -> int:
+        """Read into several places, one after the other; returns how many bytes the system gave."""
+        return disk.read_some(self.path, self._file.fileno(), start, memory, name)
+
+
+def _span(target: np.ndarray, strides: Sequence[int]) -> int:
+    """Return from how many bytes of a file an array is filled, whose elements lie there at these distances."""
+    return target.itemsize + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True))
 
 
 @contextmanager
@@ -265,10 +324,10 @@ def _read_header(
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(f"{path} is damaged, or no file of safetensors: {what}")
 
-    if size < 8:
+    beginning = file.read(8)
+    if len(beginning) < 8:
         raise wrong(f"it has {size} bytes")
-    prefix = file.read(8)
-    (length,) = struct.unpack("<Q", prefix)
+    (length,) = struct.unpack("<Q", beginning)
     if length > min(size - 8, _LONGEST_HEADER):
         raise wrong(f"it has {size} bytes, and its header should have {length}")
     try:
@@ -280,7 +339,7 @@ def _read_header(
         raise wrong("its header is not a table")
     metadata = header.pop("__metadata__", None)
     try:
-        sums = sums_in(prefix + text, metadata, [*header])
+        sums = sums_in(beginning + text, metadata, [*header])
     except ValueError as error:
         raise wrong(str(error)) from error
     start, entries, end = 8 + length, {}, 0

@@ -13,7 +13,7 @@ from hyper_parallel.core.data_parallel.fully_shard import fully_shard
 from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy
 from hyper_parallel.core.data_parallel.replicate import replicate
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
-from hyper_parallel.core.tensor_parallel.plan import path_matches
+from hyper_parallel.core.tensor_parallel.paths import Paths
 from hyper_parallel.debug.collective import Collective
 from hyper_parallel.debug.description import describe_on
 from hyper_parallel.debug.text import TERMINAL, format_bytes, format_seconds, format_table
@@ -326,7 +326,7 @@ def _matching(recompute: str | bool, layers: list[str], model: Any, platform: An
     if recompute is True:
         found = layers
     else:
-        found = [path for path, _ in platform.named_modules(model) if path_matches(path, str(recompute))]
+        found = Paths(path for path, _ in platform.named_modules(model)).matching(str(recompute))
     if not found:
         raise ValueError(
             f"recompute={recompute!r} names no module: give a path such as 'model.layers.*'"

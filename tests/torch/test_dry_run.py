@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -309,3 +310,32 @@ def test_wrong_requests() -> None:
     text = str(dry_run(model, {"dp": 16, "tp": 1}, None, x, machine="ascend-910b", data_parallel="replicate"))
     assert "one of 16 ranks, Ascend 910B" in text and "across nodes" in text and "all_reduce" in text
     assert "'nothing' matches no module" in str(dry_run(model, 2, {"nothing": ColwiseParallel()}, x))
+
+
+def calls_of_a_dry_run(layers: int, ranks: int) -> int:
+    """How many functions are called, of Python and of C, parts of generators included."""
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)) for _ in range(layers))
+    )
+    plan = {"*.0": ColwiseParallel(), "*.1": RowwiseParallel()}
+    called = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal called
+        called += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        dry_run(model, {"dp": ranks // 2, "tp": 2}, plan, torch.ones(2, 8))
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+def test_a_layer_costs_the_same_for_any_number_of_ranks() -> None:
+    """Lists of all ranks are made for the mesh, and not for each parameter and each comparison of ranks."""
+    few, many = 0, 0
+    for ranks in (2_000, 20_000):
+        calls_of_a_dry_run(3, ranks)  # fills the caches
+        few, many = many, calls_of_a_dry_run(6, ranks) - calls_of_a_dry_run(3, ranks)
+    assert many <= 1.1 * few, (few, many)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
@@ -33,19 +34,27 @@ class Block:
     def __init__(self, platform: Any, shape: tuple[int, ...], dim: int | None, size: int, rank: int) -> None:
         self.platform, self.shape, self.dim, self.size, self.rank = platform, shape, dim, size, rank
         self.count = math.prod(shape)
-        if dim is None:
-            self.shapes = [shape] * size
-        else:
-            rows = chunk_sizes(shape[dim], size)
-            self.shapes = [(*shape[:dim], n, *shape[dim + 1 :]) for n in rows]
-        self.counts = [math.prod(part) for part in self.shapes]
-        self.local_shape, self.local_count = self.shapes[rank], self.counts[rank]
-        self.sent = 0 if dim is None else self.counts[0]
+        self._rows = () if dim is None else chunk_sizes(shape[dim], size)
+        self.local_shape = self._shape_on(rank)
+        self.local_count, largest = math.prod(self.local_shape), math.prod(self._shape_on(0))
+        self.sent = 0 if dim is None else largest
         # What every rank has whole must get the same bits everywhere, in whichever order a backend adds for each row:
         # so each rank's summand has a place of its own, zeros are added to it, and every rank adds the places.
-        self.reduced = size * self.count if dim is None else self.counts[0]
+        self.reduced = size * self.count if dim is None else largest
         self.in_order = dim == 0
         self.room = self.size * self.sent if self.in_order else self.count
+
+    def _shape_on(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of what a rank holds."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self._rows[rank], *self.shape[self.dim + 1 :])
+
+    @cached_property
+    def _parts(self) -> list[tuple[tuple[int, ...], int]]:
+        """Shape and number of elements on each rank, made when they are needed: there may be a million ranks."""
+        shapes = [self._shape_on(rank) for rank in range(self.size)]
+        return [(shape, math.prod(shape)) for shape in shapes]
 
     def whole_from(self, columns: Any, shard: Any) -> list[Any]:
         """Tensors of which the elements, one after the other, are the whole tensor, and `room` in number.
@@ -61,7 +70,7 @@ class Block:
         platform = self.platform
         parts = [
             platform.narrow(platform.narrow(columns, 0, i, 1), 1, 0, n).reshape(shape)
-            for i, (n, shape) in enumerate(zip(self.counts, self.shapes, strict=True))
+            for i, (shape, n) in enumerate(self._parts)
         ]
         return [platform.cat(parts, self.dim)]
 
@@ -77,7 +86,7 @@ class Block:
                 cotangent = platform.join([cotangent, platform.zeros((size * width - self.count,), cotangent)])
             return cotangent.reshape((size, width))
         start, parts = 0, []
-        for shape, n in zip(self.shapes, self.counts, strict=True):
+        for shape, n in self._parts:
             parts.append(platform.narrow(cotangent, self.dim, start, shape[self.dim]))
             start += shape[self.dim]
             if n < width:
@@ -88,7 +97,7 @@ class Block:
         """This rank's shard of the whole tensor, as a view."""
         if self.dim is None:
             return whole
-        start = sum(shape[self.dim] for shape in self.shapes[: self.rank])
+        start = sum(self._rows[: self.rank])
         return self.platform.narrow(whole, self.dim, start, self.local_shape[self.dim])
 
     def shard_from(self, row: Any) -> Any:

@@ -13,6 +13,7 @@ from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
 from hyper_parallel.core.tensor_parallel.heads import check_heads
+from hyper_parallel.core.tensor_parallel.paths import by_parent
 
 #: (path, module, style): what a plan gives one module.
 Match = tuple[str, Any, ParallelStyle]
@@ -81,10 +82,11 @@ def head_norms(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) 
     """
     planned = {id(module) for _, module, _ in matches}
     found: dict[str, Match] = {}
+    below = by_parent(modules)
     for path, module, style, attention in _projections(matches, modules, mesh):
         parent = path.rpartition(".")[0]
         features = style.features(module, mesh.platform)
-        for name, norm, size in _norms(parent, modules, mesh):
+        for name, norm, size in _norms(below[parent], mesh):
             if id(norm) in planned:
                 continue
             if size == attention.size:
@@ -110,13 +112,12 @@ def _projections(
                 yield path, module, style, attention
 
 
-def _norms(parent: str, modules: dict[str, Any], mesh: DeviceMesh) -> Iterator[tuple[str, Any, int]]:
-    """(name, module, size) of the modules directly below ``parent`` all of whose parameters are vectors of one size."""
+def _norms(modules: dict[str, Any], mesh: DeviceMesh) -> Iterator[tuple[str, Any, int]]:
+    """(name, module, size) of those modules all of whose parameters are vectors of one size."""
     platform = mesh.platform
     for path, module in modules.items():
-        above, _, name = path.rpartition(".")
-        if not name or above != parent or len(list(platform.named_modules(module))) > 1:
+        if len(list(platform.named_modules(module))) > 1:
             continue
         shapes = {tuple(parameter.shape) for _, parameter in platform.named_parameters(module)}
         if len(shapes) == 1 and len(shape := shapes.pop()) == 1:
-            yield name, module, shape[0]
+            yield path.rpartition(".")[2], module, shape[0]

@@ -82,7 +82,7 @@ def guard_forgotten_layers(
             continue  # some rank would have all of them, and could not know that the others do not
         own = sizes[mesh.get_local_rank()]
         remember_part_of_classes(module, source, features, own, mesh)
-        for path, taker in takes.get(features, ()):
+        for path, taker in takes.pop(features, ()):  # guarded once, whichever layer gives them
             if id(taker) not in guarded:
                 guarded.add(id(taker))
                 guards.append((path, taker, _Guard(path, source, features, own, str(mesh))))

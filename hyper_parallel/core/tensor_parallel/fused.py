@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.tensor_parallel.attention import KEY_OR_VALUE, Attention, Match
 from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.heads import check_heads
-from hyper_parallel.core.tensor_parallel.latent import Latent, latent_of
+from hyper_parallel.core.tensor_parallel.latent import Latent, Latents
 from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
 from hyper_parallel.core.tensor_parallel.weight import linear_sizes
 
@@ -35,8 +35,8 @@ class _Projection:
     Attributes:
         path, module, style: from the plan.
         inputs, features: how many features it takes, and gives.
-        taken: path and number of input features of each `RowwiseParallel` layer beside it.
-        beside: names of the linear layers beside it.
+        taken: numbers of input features of the `RowwiseParallel` layers beside it, each with the first path.
+        alone: whether keys and values have layers of their own, of which this may be one.
     """
 
     path: str
@@ -44,23 +44,19 @@ class _Projection:
     style: ColwiseParallel
     inputs: int
     features: int
-    taken: dict[str, int]
-    beside: tuple[str, ...]
+    taken: dict[int, str]
+    alone: bool
 
     @property
     def name(self) -> str:
         return self.path.rpartition(".")[2]
-
-    @property
-    def alone(self) -> bool:
-        """Whether keys and values have layers of their own, of which this may be one."""
-        return any(KEY_OR_VALUE.match(name) for name in (self.name, *self.beside))
 
 
 def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
     """Raise ValueError where a plan cuts a fused weight as if it were one matrix, and for heads that the ranks cannot
     share in one that is cut part by part; inside `strict()` also where a weight may be fused and the plan does not say.
     """
+    latents = Latents(matches, modules, mesh.platform)
     for projection in _projections(matches, modules, mesh):
         attention, style = _attention_above(projection, modules), projection.style
         size = None if attention is None else _size_of_heads(projection, attention)
@@ -69,7 +65,7 @@ def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh)
                 _check_attention(projection, attention, size, mesh)
             else:
                 _check_parts(projection, attention, size, mesh)
-        latent = latent_of(projection.path, projection.inputs, matches, modules, mesh.platform)
+        latent = latents.of(projection.path, projection.inputs)
         if latent is not None and projection.taken:
             _check_latent(projection, latent, mesh)
         elif style.packed is None and style.heads is None:
@@ -81,24 +77,28 @@ def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh)
 
 def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> Iterator[_Projection]:
     platform = mesh.platform
-    rows: dict[str, int] = {}
+    rows: dict[str, dict[int, str]] = {}
     for path, module, style in matches:
         if isinstance(style, RowwiseParallel) and platform.is_linear_module(module):
-            rows[path] = style.features(module, platform)
-    linear = {path.rpartition(".")[::2] for path, module in modules.items() if platform.is_linear_module(module)}
+            rows.setdefault(path.rpartition(".")[0], {}).setdefault(style.features(module, platform), path)
+    with_keys = {
+        path.rpartition(".")[0]
+        for path, module in modules.items()
+        if KEY_OR_VALUE.match(path.rpartition(".")[2]) and platform.is_linear_module(module)
+    }
     for path, module, style in matches:
         if not isinstance(style, ColwiseParallel) or not platform.is_linear_module(module):
             continue
         if style.output_layouts != (Shard(-1),) or not style.use_local_output:
             continue  # as a DTensor, or gathered, it is taken apart by its global sizes
-        parent, _, name = path.rpartition(".")
+        parent = path.rpartition(".")[0]
         yield _Projection(
             path,
             module,
             style,
             *linear_sizes(module, platform),
-            {row: size for row, size in rows.items() if path and row.rpartition(".")[0] == parent},
-            tuple(other for above, other in linear if path and above == parent and other != name),
+            rows.get(parent, {}) if path else {},
+            bool(path) and parent in with_keys,
         )
 
 
@@ -116,7 +116,7 @@ def _attention_above(projection: _Projection, modules: dict[str, Any]) -> Attent
 def _size_of_heads(projection: _Projection, attention: Attention) -> int | None:
     """Features of one head: as the layer after attention takes them, which is sure, or as the attributes have them."""
     heads = attention.heads[1]
-    widths = list(projection.taken.values())
+    widths = list(projection.taken)
     if attention.size is not None and (not widths or heads * attention.size in widths):
         return attention.size
     width = widths[0] if widths else projection.inputs
@@ -127,7 +127,7 @@ def _has_all_heads(projection: _Projection, attention: Attention, size: int) -> 
     """Whether the features are those of all query, key and value heads."""
     if projection.alone:
         return False
-    if projection.features in projection.taken.values() and not _FUSED.match(projection.name):
+    if projection.features in projection.taken and not _FUSED.match(projection.name):
         return False  # what comes after takes all of them
     return projection.features == (attention.heads[1] + 2 * attention.key_value_heads[1]) * size
 
@@ -166,9 +166,9 @@ def _check_attention(projection: _Projection, attention: Attention, size: int, m
 
 def _check_multiples(projection: _Projection, mesh: DeviceMesh) -> None:
     """Raise ValueError where what comes after takes a half or a third of the features."""
-    if projection.features in projection.taken.values():
+    if projection.features in projection.taken:
         return
-    for path, size in projection.taken.items():
+    for size, path in projection.taken.items():
         for times, word, what in (
             (2, "twice", "two matrices in one (gate and up, keys and values)"),
             (3, "three times", "three matrices in one (queries, keys and values)"),
@@ -187,7 +187,7 @@ def _check_multiples(projection: _Projection, mesh: DeviceMesh) -> None:
 def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> None:
     """Raise ValueError where keys and values of a latent are cut across heads, or a gradient would be a part."""
     path, style = projection.path, projection.style
-    left = latent.features - projection.inputs
+    left, row = latent.features - projection.inputs, next(iter(projection.taken.values()))
     if style.is_packed and style.heads is None:
         raise ValueError(
             f"{path!r} takes {projection.inputs} of the {latent.features} features of {latent.path!r}, as keys and "
@@ -198,7 +198,7 @@ def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> 
     if not latent.says_how_it_is_read:
         raise ValueError(
             f"{latent.path!r} gives {latent.features} features, of which {path!r} takes {projection.inputs}, and code "
-            f"that has this rank's heads only, before {next(iter(projection.taken))!r}, is left with the other {left}: "
+            f"that has this rank's heads only, before {row!r}, is left with the other {left}: "
             f"each of the {mesh.size()} ranks of {mesh} computes a part of their gradient. Give {latent.path!r} "
             f"NoParallel(partial_features={left}), which adds it up; or partial_features=0, if all ranks read them "
             "alike"
@@ -208,7 +208,7 @@ def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> 
 def _check_named(projection: _Projection, mesh: DeviceMesh) -> None:
     """Raise ValueError for what may be fused by its name or its shape; inside `strict()`."""
     if not _FUSED.match(projection.name):
-        if projection.alone or projection.features in projection.taken.values():
+        if projection.alone or projection.features in projection.taken:
             return
         if projection.features not in (2 * projection.inputs, 3 * projection.inputs):
             return

@@ -7,16 +7,19 @@ some heads only reads the rotary part as it is, so that each rank computes a par
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.tensor_parallel.paths import by_parent
 from hyper_parallel.core.tensor_parallel.replicated import NoParallel
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel, linear_sizes
 
-__all__ = ["Latent", "latent_of"]
+__all__ = ["Latent", "Latents"]
 
 
 @dataclass(frozen=True)
@@ -45,31 +48,73 @@ class Latent:
         return False
 
 
-def latent_of(path: str, inputs: int, matches: Sequence[Any], modules: dict[str, Any], platform: Any) -> Latent | None:
-    """The layer beside a projection that gives its latent input and more, which no other layer takes; None if the
-    projection has no such input.
+class Latents:
+    """The layers of a model that may give latents, each with what lies beside it.
 
     Args:
-        path, inputs: of the projection: where it is, and how many features it takes.
         matches, modules: of the plan.
         platform: that of the modules.
     """
-    parent = path.rpartition(".")[0]
-    beside = {
-        other: linear_sizes(module, platform)
-        for other, module in modules.items()
-        if other and other != path and other.rpartition(".")[0] == parent and _is_known(module, platform)
-    }
-    if any(given == inputs for _, given in beside.values()):
-        return None
-    taken = {size for size, _ in beside.values()} | {inputs}
-    found = [
-        Latent(other, given, tuple(style for at, _, style in matches if at == other))
-        for other, (size, given) in beside.items()
-        if given > inputs != size and given not in taken
-    ]
-    found = [latent for latent in found if not any(map(_cuts, latent.styles))]
-    return found[0] if len(found) == 1 else None
+
+    def __init__(self, matches: Sequence[Any], modules: dict[str, Any], platform: Any) -> None:
+        self._platform, self._below = platform, by_parent(modules)
+        self._styles: dict[str, list[Any]] = {}
+        for path, _, style in matches:
+            self._styles.setdefault(path, []).append(style)
+        self._known: dict[str, _Siblings] = {}
+
+    def of(self, path: str, inputs: int) -> Latent | None:
+        """Return the layer beside a projection that gives its latent input and more, which no other layer takes.
+
+        None where the projection has no such input.
+
+        Args:
+            path: of the projection.
+            inputs: how many features it takes.
+        """
+        parent = path.rpartition(".")[0]
+        if parent not in self._known:
+            self._known[parent] = self._siblings(self._below.get(parent, {}))
+        known = self._known[parent]
+        if known.giving[inputs] > (known.given.get(path) == inputs):
+            return None
+        all_found = (
+            other
+            for (size, given), latents in known.latents.items()
+            if given > inputs != size and given not in known.taken
+            for other in latents
+        )
+        found = [*islice(all_found, 2)]
+        return found[0] if len(found) == 1 else None
+
+    def _siblings(self, modules: dict[str, Any]) -> _Siblings:
+        found = _Siblings({}, Counter(), set(), {})
+        for path, module in modules.items():
+            if _is_known(module, self._platform):
+                size, given = linear_sizes(module, self._platform)
+                found.given[path] = given
+                found.giving[given] += 1
+                found.taken.add(size)
+                styles = tuple(self._styles.get(path, ()))
+                if not any(map(_cuts, styles)):
+                    found.latents.setdefault((size, given), []).append(Latent(path, given, styles))
+        return found
+
+
+class _Siblings(NamedTuple):
+    """Linear layers beside each other.
+
+    Attributes:
+        given: how many features each gives.
+        giving: how many layers give so many.
+        taken: how many features some layer takes.
+        latents: those that every rank has whole, by how many features they take and give.
+    """
+
+    given: dict[str, int]
+    giving: Counter[int]
+    taken: set[int]
+    latents: dict[tuple[int, int], list[Latent]]
 
 
 def _cuts(style: Any) -> bool:

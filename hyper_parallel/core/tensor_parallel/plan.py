@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.tensor_parallel.attention import Match, check_projections, head_norms
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.fused import check_fused
+from hyper_parallel.core.tensor_parallel.paths import Paths
 from hyper_parallel.core.tensor_parallel.style_names import style_by_name
 
 Plan = ParallelStyle | str | dict[str, ParallelStyle | str]
@@ -77,6 +77,7 @@ def plan_facts(matches: list[Match], model: Any, mesh: DeviceMesh, src_data_rank
 def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> list[Match]:
     """What the plan names, in plan order."""
     matches: list[Match] = []
+    paths = Paths(modules)
     for pattern, given in plan.items():
         if not isinstance(pattern, str):
             raise TypeError(f"a plan maps module paths to styles, got the key {pattern!r}")
@@ -86,19 +87,11 @@ def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> lis
                 f"the plan gives {pattern!r} {style!r}, which is no ParallelStyle and no name of one"
                 f"{import_hint(style)}"
             )
-        found = [(path, module, style) for path, module in modules.items() if path_matches(path, pattern)]
+        found = [(path, modules[path], style) for path in paths.matching(pattern)]
         if not found:
             _report_no_match(pattern, modules)
         matches += found
     return matches
-
-
-def path_matches(path: str, pattern: str) -> bool:
-    """Whether a pattern names a path: segment by segment, each of which may be a glob pattern."""
-    if not path or not pattern:
-        return path == pattern
-    names, patterns = path.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 
 
 def did_you_mean(pattern: str, paths: Iterable[str]) -> str:

@@ -10,7 +10,8 @@ from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, 
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.parameters import ParameterParallel
-from hyper_parallel.core.tensor_parallel.plan import did_you_mean, path_matches
+from hyper_parallel.core.tensor_parallel.paths import Paths
+from hyper_parallel.core.tensor_parallel.plan import did_you_mean
 from hyper_parallel.core.tensor_parallel.style_names import style_by_name, style_names
 from hyper_parallel.integrations.huggingface.experts import (
     ExpertsParallel,
@@ -108,8 +109,9 @@ def resolve_styles(
         for path, module in modules.items()
         for name, _ in mesh.platform.named_parameters(module)
     ]
+    known = Paths(names)
     for key in changes:
-        if not any(path_matches(name, key) for name in names):
+        if not known.matching(key):
             raise ValueError(
                 f"plan has the key {key!r}, and the model no such module or parameter{did_you_mean(key, names)}"
             )
@@ -117,15 +119,15 @@ def resolve_styles(
     parameters: dict[str, dict[str, str]] = {}
     holding: dict[str, str] = {}
     platform = mesh.platform
-    own = {path: [name for name, _ in platform.named_parameters(module)] for path, module in modules.items()}
+    own = {
+        f"{path}.{name}".lstrip("."): (path, name)
+        for path, module in modules.items()
+        for name, _ in platform.named_parameters(module)
+    }
+    paths, parameter_paths = Paths(modules), Paths(own)
     for key, given in plan.items():
-        holders = [path for path in modules if path_matches(path, key)]
-        of_parameter = [
-            (path, name)
-            for path, names in own.items()
-            for name in names
-            if path_matches(f"{path}.{name}".lstrip("."), key)
-        ]
+        holders = paths.matching(key)
+        of_parameter = [own[path] for path in parameter_paths.matching(key)]
         for path in holders:
             if isinstance(given, str) and given in _HOLDERS:
                 holding[path] = given
@@ -141,8 +143,8 @@ def resolve_styles(
                 )
             parameters.setdefault(path, {})[name] = given
     for key in (key for key, style in changes.items() if style is None):
-        for path in [path for path in styles if path_matches(path, key)]:
-            del styles[path]
+        for path in paths.matching(key):
+            styles.pop(path, None)
     for path in {**parameters, **holding}:
         placements = {
             name: _PARAMETERS[style](len(getattr(modules[path], name).shape))

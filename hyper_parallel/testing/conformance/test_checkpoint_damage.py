@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -13,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import Shard, distribute_tensor
-from hyper_parallel.checkpoint import CheckpointError, async_save, disk, latest, load, save
+from hyper_parallel import Replicate, Shard, distribute_tensor
+from hyper_parallel.checkpoint import CheckpointError, async_save, disk, latest, load, loading, save
 from hyper_parallel.checkpoint.ranks import Collective
 from hyper_parallel.checkpoint.tensor_files import TensorFile
 from hyper_parallel.testing import spmd
@@ -362,6 +363,38 @@ def late(mesh: Any, directory: str) -> list[str]:
         ranks.gather(None)
         assert [x.name for x in path.parent.iterdir() if not x.name.endswith(".ranks")] == ["step-3"]
     return found
+
+
+@spmd.on_mesh()
+def cut(mesh: Any, directory: str) -> list[str]:
+    """A file is cut after all ranks have opened it: what they are told, by the placement that they load with."""
+    adapter, ranks = get_adapter(), Collective(mesh)
+    whole = np.arange(3 * 2**13, dtype=np.float32).reshape(6, 2**12)
+    found = []
+    for number, placement in enumerate([Shard(0), Shard(1), Replicate()]):
+        path = Path(directory) / str(number) / "step-3"
+        save({"a": distribute_tensor(adapter.tensor(whole), mesh, [Shard(0)])}, path, mesh=mesh, checksums=True)
+        x, original = distribute_tensor(adapter.tensor(whole * 0), mesh, [placement]), loading.read_into
+
+        def read_into(*arguments: Any, path: Path = path, original: Any = original) -> None:
+            os.truncate(path / SECOND, 2**12)
+            original(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as error:
+            patch.setattr(loading, "read_into", read_into)
+            load({"a": x}, path, mesh=mesh)
+        ranks.gather(None)
+        found.append(str(error.value))
+    return found
+
+
+def test_cut_during_a_load(pool: Any, tmp_path: Path) -> None:
+    """Pages of a mapped file that are gone would end the ranks by a signal."""
+    messages, others = pool.run(2, cut, str(tmp_path))
+    assert messages == others
+    for number, message in enumerate(messages):
+        file = tmp_path / str(number) / "step-3" / SECOND
+        assert f"{file} has become shorter while it was read: it ends in entry 'a[3:6, :]'" in message, message
 
 
 def test_late(pool: Any, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def tensors(mesh: Any, directory: str) -> None:
     save_pretrained({**state, "plain": adapter.tensor(array(3))}, directory, mesh=mesh)
     file = TensorFile(Path(directory) / "model.safetensors")
     for name, x in wanted.items():
-        assert file.data(name).tobytes() == platform.bytes_of(x), name
+        assert file.array(name).tobytes() == platform.bytes_of(x), name
         empty = platform.to_dtype(adapter.tensor(array(*kinds[name][0]) * 0), x.dtype)
         ndim = len(kinds[name][0])
         again = distribute_tensor(

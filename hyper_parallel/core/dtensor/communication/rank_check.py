@@ -78,6 +78,8 @@ class Check:
         Raises:
             RankMismatchError: on all ranks, when something differs.
         """
+        if self._platform.sends_nothing:
+            return  # there is one rank, which agrees with itself
         shared = {"what comes next": step, **(facts or {})}
         mine = _Step(self._platform.rank(), shared, tuple(row), row_facts or {})
         digest = mine._replace(facts=_digest(mine.facts), row_facts=_digest(mine.row_facts))

@@ -1,0 +1,30 @@
+"""Which of the names that are there may be meant by one that is not."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+__all__ = ["near_name"]
+
+#: How alike two names are, as difflib has it, for one to be named beside the other.
+_NEAR = 0.8
+
+
+def near_name(name: str, names: Sequence[str]) -> str:
+    """Return what a message says of the nearest name, which is that of `difflib.get_close_matches`.
+
+    That compares each name in full which may be near enough; this one each that may be nearer than those before it.
+
+    Args:
+        name: that is missing.
+        names: that are there.
+    """
+    matcher: difflib.SequenceMatcher[str] = difflib.SequenceMatcher()
+    matcher.set_seq2(name)
+    nearest = _NEAR, ""
+    for other in names:
+        matcher.set_seq1(other)
+        if matcher.real_quick_ratio() >= nearest[0] and matcher.quick_ratio() >= nearest[0]:
+            nearest = max(nearest, (matcher.ratio(), other))
+    return f" (the checkpoint has {nearest[1]!r})" if nearest[1] else ""
