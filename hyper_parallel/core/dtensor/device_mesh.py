@@ -24,6 +24,7 @@ from hyper_parallel.core.dtensor.mesh_slices import MESHES
 from hyper_parallel.core.dtensor.native_meshes import made_of, remember_made, slice_like
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.platform import Platform, get_platform
+from hyper_parallel.platform.first_use import join_world
 from hyper_parallel.platform.registry import get_platform_for_device
 
 _ACTIVE = threading.local()
@@ -82,8 +83,7 @@ class DeviceMesh(MeshGroups):
         platform = _platform_for(device_type)
         ranks = ranks_of(mesh)
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-        if platform.world() is None:
-            platform.init_process_group()
+        join_world(platform)
         check_ranks_of_mesh(ranks, names, platform.world_size())
         overrides = overrides_of(backend_override, ranks.ndim, names, "DeviceMesh")
         if CHECKS:
@@ -221,8 +221,7 @@ def init_device_mesh(
     Source: ``torch.distributed.device_mesh.init_device_mesh``.
     """
     platform = _platform_for(device_type)
-    if platform.world() is None:
-        platform.init_process_group()
+    join_world(platform)
     shape = (platform.world_size(),) if mesh_shape is None else tuple(mesh_shape)
     if any(not isinstance(n, (int, np.integer)) or n < 1 for n in shape):
         raise ValueError(f"mesh_shape must hold positive ints, got {shape}")

@@ -26,6 +26,7 @@ from hyper_parallel.core.dtensor.placement_types import (
 from hyper_parallel.core.dtensor.redistribution import redistribute_as, redistribute_over
 from hyper_parallel.core.dtensor.services import Services
 from hyper_parallel.platform import Platform
+from hyper_parallel.platform.first_use import FIRST_USE
 
 _GIVEN = "the local tensor given to DTensor.from_local"
 _BOUND: dict[Platform, type] = {}
@@ -281,9 +282,12 @@ class DTensor:
 def bind_platform(platform: Platform) -> Platform:
     """Make sure that the platform has its DTensor class; returns the platform."""
     if platform not in _BOUND:
-        watch_as_told()
-        cls = _BOUND[platform] = platform.make_dtensor_class(DTensor, _SERVICES)
-        DTENSOR_CLASSES.update((cls, *cls.__subclasses__()))  # a platform may have a class of parameters
+        with FIRST_USE:
+            if platform not in _BOUND:  # another thread may have done it meanwhile
+                watch_as_told()
+                cls = platform.make_dtensor_class(DTensor, _SERVICES)
+                DTENSOR_CLASSES.update((cls, *cls.__subclasses__()))  # a platform may have a class of parameters
+                _BOUND[platform] = cls
     return platform
 
 

@@ -21,6 +21,7 @@ from hyper_parallel.core.dtensor.communication.errors import (
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, CollectiveEvent
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.platform import Platform, get_platform
+from hyper_parallel.platform.first_use import join_world
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -209,8 +210,7 @@ def check_of(mesh: DeviceMesh) -> Check:
 
 def _check_of_world() -> Check:
     platform = get_platform()
-    if platform.world() is None:
-        platform.init_process_group()
+    join_world(platform)
     ranks = tuple(range(platform.world_size()))
     return Check(platform, [(platform.new_group([list(ranks)]), ranks)])
 
