@@ -12,6 +12,7 @@ from pathlib import Path
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.tool import contents, convert, show
 from hyper_parallel.cli.output import through_pipe
+from hyper_parallel.platform.terminal import printable
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "python -m hyper_parallel.checkpoint") -> int:
@@ -36,11 +37,11 @@ def main(arguments: Sequence[str] | None = None, name: str = "python -m hyper_pa
             print(show(given.path, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
         else:
             written = [str(path) for path in convert(given.path, given.to, given.out, given.part)]
-            print(json.dumps({"files": written}, indent=2) if given.json else "\n".join(written))
+            print(json.dumps({"files": written}, indent=2) if given.json else "\n".join(map(printable, written)))
     except BrokenPipeError:
         raise
     except (CheckpointError, ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(printable(f"{parser.prog}: {error}"), file=sys.stderr)
         return 1
     return 0
 

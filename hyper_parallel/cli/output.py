@@ -39,7 +39,10 @@ def show(text: str, data: Any, as_json: bool) -> None:
 
 def print_text(text: str, file: Any = None) -> None:
     """Print ``text``; on a terminal folded to its width, and where rich is installed, with what it finds to colour."""
+    from hyper_parallel.platform.terminal import printable_lines
+
     out = sys.stdout if file is None else file
+    text = printable_lines(text)
     if getattr(out, "isatty", lambda: False)():
         from hyper_parallel.debug.text import fold_lines
 

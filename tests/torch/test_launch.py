@@ -94,3 +94,20 @@ def test_no_thread_of_gloo_outlives_a_program() -> None:
     """One that does aborts the program now and then; any optimizer has torch import functions that keep a group."""
     (ended,) = run_ranks(["-c", ENDING], 1)
     assert ended.out.split() == ["True", "0"], ended
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"RANK": "x"}, "RANK='x': launchers set a whole number from 0"),
+        ({"RANK": "-1"}, "RANK='-1': launchers set a whole number from 0"),
+        ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2: ranks are 0 to 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0': launchers set a whole number from 1"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK='': launchers"),
+        ({"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "two"}, "MS_WORKER_NUM='two': launchers"),
+    ],
+)
+def test_numbers_that_no_launcher_sets(wrong: dict[str, str], words: str) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(ValueError, match=words):
+        read_environment(wrong if "MS_ROLE" in wrong else torchrun | wrong)
