@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.platform.torch.launch import BACKEND_VARIABLE, Launch, chosen_backend, read_environment
-from hyper_parallel.testing.pool import free_port
+from hyper_parallel.testing.pool import WorkerPool, free_port
 from tests.conftest import PLATFORM
+from tests.support.listening import listening_at
 from tests.support.programs import run_each, run_ranks
 
 
@@ -111,3 +112,10 @@ def test_numbers_that_no_launcher_sets(wrong: dict[str, str], words: str) -> Non
     torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with pytest.raises(ValueError, match=words):
         read_environment(wrong if "MS_ROLE" in wrong else torchrun | wrong)
+
+
+def test_workers_listen_on_loopback() -> None:
+    """Nobody on another machine reaches those of `hyper-parallel test`, who exchange pickles."""
+    with WorkerPool(PLATFORM, size=2) as pool:
+        found = [address for rank in pool.run(2, listening_at) for address in rank]
+    assert found and {*found} == {"0100007F"}, found
