@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -11,14 +10,14 @@ from pathlib import Path
 
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.tool import contents, convert, show
-from hyper_parallel.cli.output import through_pipe
+from hyper_parallel.cli.output import Parser, through_pipe
 from hyper_parallel.platform.terminal import printable
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "python -m hyper_parallel.checkpoint") -> int:
     """Run the command, called ``name``; returns its exit status: 1 when the checkpoint cannot be read or the files not
     be written."""
-    parser = argparse.ArgumentParser(prog=name, description="Looks into a checkpoint, without any framework.")
+    parser = Parser(prog=name, description="Looks into a checkpoint, without any framework.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("show", help="list tensors and values")
     command.add_argument("path", type=Path)

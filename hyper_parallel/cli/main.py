@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import hyper_parallel
-from hyper_parallel.cli.output import UsageError, through_pipe
+from hyper_parallel.cli.output import Parser, UsageError, through_pipe
 from hyper_parallel.platform import PlatformError
 from hyper_parallel.platform.logs import words
 from hyper_parallel.platform.terminal import printable_lines
@@ -21,7 +21,7 @@ __all__ = ["main", "parser"]
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="hyper-parallel",
         description="Tensor parallelism with one API on PyTorch and MindSpore.",
         epilog="Each command has --help. HYPER_PARALLEL_PLATFORM chooses the backend, HYPER_PARALLEL_LOG=info says "

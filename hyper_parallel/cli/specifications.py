@@ -30,7 +30,7 @@ def mesh_of(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in (f"tp={text}" if text.isdigit() else text).split(","):
         name, sign, size = (word.strip() for word in part.partition("="))
-        if not sign or not size.isdigit() or not name:
+        if not sign or re.fullmatch("[0-9]{1,18}", size) is None or not name:
             raise UsageError(f"--mesh {text!r}: write a number of ranks, or sizes by name such as dp=64,tp=8")
         if name in found:
             raise UsageError(f"--mesh {text!r}: the dimension {name} stands twice")
@@ -137,9 +137,14 @@ def inputs_of(texts: list[str], model: str, batch: int, length: int) -> list[Any
         match = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", text)
         if match is None:
             raise UsageError(f"--input {text}: write dtype[sizes], such as int64[2,4096]")
-        shape = tuple(map(int, match.group(2).split(",")))
         with dry_world(1) as platform, platform.without_data():
-            found.append(platform.factory("full", shape, 0, _dtype(platform, match.group(1))))
+            dtype = _dtype(platform, match.group(1))
+            try:
+                shape = tuple(map(int, match.group(2).split(",")))
+                found.append(platform.factory("full", shape, 0, dtype))
+            except Exception as error:  # each framework has its own for sizes that no tensor has
+                said = str(error).split("\n")[0]
+                raise UsageError(f"an input {text[:60]} cannot be made: {type(error).__name__}: {said}") from error
     return found
 
 
