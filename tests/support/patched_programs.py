@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IN_THREADS = """
 import threading, time
 import hyper_parallel as hp
-from hyper_parallel.platform import patching
+from hyper_parallel.platform import get_platform_for_device, patching
 replace = patching.PatchSet._replace
 
 def slow(*given):
@@ -23,19 +23,20 @@ def slow(*given):
     return replace(*given)
 
 patching.PatchSet._replace = slow
-init, inits = hp.get_platform().init_process_group, []
+platform = get_platform_for_device("cpu")
+init, inits = platform.init_process_group, []
 
 def slow_init():
     inits.append(time.sleep(0.3))
     init()
 
-hp.get_platform().init_process_group = slow_init
+platform.init_process_group = slow_init
 failures, classes, start = [], set(), threading.Barrier(4)
 
 def use(x):
     start.wait()
     try:
-        mesh = hp.init_device_mesh(None, (1,))
+        mesh = hp.init_device_mesh("cpu", (1,))
         start.wait()
         classes.add(type(hp.distribute_tensor(x, mesh, [hp.Shard(0)])))
     except Exception as error:
@@ -54,7 +55,7 @@ print("passed")
 IN_A_FORK = """
 import os, signal, time
 import hyper_parallel as hp
-mesh = hp.init_device_mesh(None, (2,))
+mesh = hp.init_device_mesh("cpu", (2,))
 x = hp.distribute_tensor(make(), mesh, [hp.Shard(0)])
 
 def refused(call):
@@ -65,7 +66,7 @@ def refused(call):
 
 child = os.fork()
 if not child:
-    both = [refused(call) for call in (x.full_tensor, lambda: hp.init_device_mesh(None, (1, 2)))]
+    both = [refused(call) for call in (x.full_tensor, lambda: hp.init_device_mesh("cpu", (1, 2)))]
     os._exit(0 if both == [True, True] else 1)
 until, ended = time.monotonic() + 20, (0, 0)
 while not ended[0] and time.monotonic() < until:
@@ -76,7 +77,7 @@ if not ended[0]:
 x.full_tensor()
 assert ended == (child, 0), ended
 print("passed", flush=True)
-hp.get_platform().destroy_process_group()
+mesh.platform.destroy_process_group()
 """
 
 
