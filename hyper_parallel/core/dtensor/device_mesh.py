@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from hyper_parallel.core.dtensor.communication.first_use import join_world
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.mesh_arrays import check_ranks_of_mesh, ranks_of
 from hyper_parallel.core.dtensor.mesh_groups import MeshGroups
@@ -24,7 +25,6 @@ from hyper_parallel.core.dtensor.mesh_slices import MESHES
 from hyper_parallel.core.dtensor.native_meshes import made_of, remember_made, slice_like
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.platform import Platform, get_platform
-from hyper_parallel.platform.first_use import join_world
 from hyper_parallel.platform.registry import get_platform_for_device
 
 _ACTIVE = threading.local()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.caches import Cache
+from hyper_parallel.core.dtensor.communication.first_use import FIRST_USE
 from hyper_parallel.core.dtensor.communication.parts import check_parts, is_wrong_on_a_rank, misfit_of
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute, redistribute_local
@@ -26,7 +27,6 @@ from hyper_parallel.core.dtensor.placement_types import (
 from hyper_parallel.core.dtensor.redistribution import redistribute_as, redistribute_over
 from hyper_parallel.core.dtensor.services import Services
 from hyper_parallel.platform import Platform
-from hyper_parallel.platform.first_use import FIRST_USE
 
 _GIVEN = "the local tensor given to DTensor.from_local"
 _BOUND: dict[Platform, type] = {}

@@ -18,10 +18,10 @@ from hyper_parallel.core.dtensor.communication.errors import (
     explain,
     names_of,
 )
+from hyper_parallel.core.dtensor.communication.first_use import join_world
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, CollectiveEvent
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.platform import Platform, get_platform
-from hyper_parallel.platform.first_use import join_world
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh

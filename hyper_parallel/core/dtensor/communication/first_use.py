@@ -1,4 +1,4 @@
-"""First steps of a process, done once where several threads come to them. This module imports no framework."""
+"""First steps of a process, done once where several threads come to them."""
 
 from __future__ import annotations
 
