@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -11,13 +10,14 @@ from pathlib import Path
 
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.tool import contents, convert, show
-from hyper_parallel.cli.output import through_pipe
+from hyper_parallel.cli.output import Parser, through_pipe
+from hyper_parallel.platform.terminal import printable
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "python -m hyper_parallel.checkpoint") -> int:
     """Run the command, called ``name``; returns its exit status: 1 when the checkpoint cannot be read or the files not
     be written."""
-    parser = argparse.ArgumentParser(prog=name, description="Looks into a checkpoint, without any framework.")
+    parser = Parser(prog=name, description="Looks into a checkpoint, without any framework.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("show", help="list tensors and values")
     command.add_argument("path", type=Path)
@@ -36,11 +36,11 @@ def main(arguments: Sequence[str] | None = None, name: str = "python -m hyper_pa
             print(show(given.path, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
         else:
             written = [str(path) for path in convert(given.path, given.to, given.out, given.part)]
-            print(json.dumps({"files": written}, indent=2) if given.json else "\n".join(written))
+            print(json.dumps({"files": written}, indent=2) if given.json else "\n".join(map(printable, written)))
     except BrokenPipeError:
         raise
     except (CheckpointError, ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(printable(f"{parser.prog}: {error}"), file=sys.stderr)
         return 1
     return 0
 

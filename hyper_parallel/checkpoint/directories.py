@@ -13,6 +13,7 @@ from hyper_parallel.checkpoint import disk, writers
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.index import INDEX, Index, read_index
 from hyper_parallel.checkpoint.writers import DRAFT, hidden_in, hidden_name, new_token, parse
+from hyper_parallel.platform.terminal import printable
 
 __all__ = ["Draft", "checkpoints_in", "latest", "locate", "remove_old", "run_of", "set_run"]
 
@@ -88,7 +89,7 @@ def latest(directory: str | os.PathLike[str], run: str | None = None) -> Path | 
     if len(newest) > 1:
         listed = ", ".join(f"{path.name!r} of run {name!r}" for name, path in newest.items())
         raise ValueError(
-            f"{directory} holds checkpoints of {len(newest)} runs, the newest of each: {listed}. Say which, "
+            f"{printable(directory)} holds checkpoints of {len(newest)} runs, the newest of each: {listed}. Say which, "
             "latest(directory, run=...), or load one of them by its path, and use a directory for each run"
         )
     return next(iter(newest.values()), None)
@@ -102,7 +103,7 @@ def locate(path: Path) -> Path:
     """
     if path.name.startswith(".") and path.name.endswith(DRAFT):
         raise CheckpointError(f"{path} is what a save has left that was cut short: it is no checkpoint")
-    if not path.exists():
+    if not os.path.exists(path):  # also where the system takes no such name
         for beside in hidden_in(path.parent, _REPLACED, name=path.name):
             return beside.path
     return path

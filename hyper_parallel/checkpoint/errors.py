@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from hyper_parallel.platform.terminal import printable
+
 __all__ = ["CheckpointError"]
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or what is there is not whole: the message names the file and the entry.
 
-    The same on all ranks. What is wrong with the call itself is a ValueError or a TypeError.
+    The same on all ranks. What is wrong with the call itself is a ValueError or a TypeError. Control characters of
+    names are written out.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))

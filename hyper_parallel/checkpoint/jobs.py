@@ -29,8 +29,9 @@ from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.ranks import Ranks, together
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES, Entry, element_type, write_tensors
 from hyper_parallel.checkpoint.values import KIND
-from hyper_parallel.checkpoint.writers import name_of_process, new_token
+from hyper_parallel.checkpoint.writers import LONGEST, name_of_process, new_token
 from hyper_parallel.platform import Platform
+from hyper_parallel.platform.terminal import printable
 
 __all__ = ["Job", "prepare", "share", "write"]
 
@@ -93,6 +94,7 @@ def prepare(
         ]
         facts = _facts(flat, platform) | {"the path": str(path), "the argument 'checksums'": str(bool(checksums))}
         found.append((flat, facts, share_out(wanted, ranks.members)))
+        _check_name(path)
         if is_first:
             _check_place(path, overwrite)
         token = new_token()
@@ -126,14 +128,25 @@ def prepare(
     return job
 
 
+def _check_name(path: Path) -> None:
+    """Raise ValueError, on every rank, where names of drafts would be too long for the system."""
+    if len(os.fsencode(path.name)) > LONGEST:
+        raise ValueError(
+            f"a checkpoint cannot be called {path.name[:40]!r}...: its name has {len(os.fsencode(path.name))} bytes, "
+            f"and drafts beside it have longer ones. Choose a name of at most {LONGEST} bytes"
+        )
+
+
 def _check_place(path: Path, overwrite: bool) -> None:
     """Raise ValueError where something is in the way."""
     if not path.exists():
         return
     if not overwrite:
-        raise ValueError(f"{path} is there already: choose another path, or save with overwrite=True")
+        raise ValueError(f"{printable(path)} is there already: choose another path, or save with overwrite=True")
     if not path.is_dir() or (any(path.iterdir()) and not (path / INDEX).exists()):
-        raise ValueError(f"{path} is there already, and no checkpoint that could be overwritten: choose another path")
+        raise ValueError(
+            f"{printable(path)} is there already, and no checkpoint that could be overwritten: choose another path"
+        )
 
 
 @contextmanager
@@ -297,7 +310,8 @@ def _remove_old(path: Path, run: str, keep: int) -> None:
         directories.remove_old(path, run, keep)
     except OSError as error:  # the new one is there, which is what was asked for
         warnings.warn(
-            f"{path} is saved, and an older checkpoint could not be removed: {error}. Remove it by hand", stacklevel=2
+            f"{printable(path)} is saved, and an older checkpoint could not be removed: {error}. Remove it by hand",
+            stacklevel=2,
         )
 
 

@@ -14,7 +14,10 @@ from hyper_parallel.core.data_parallel.units import shows_whole_parameters
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.platform import Platform
 
-__all__ = ["Flat", "Kinds", "flatten", "joined", "layout_of"]
+__all__ = ["Flat", "Kinds", "check_depth", "flatten", "joined", "layout_of"]
+
+#: Containers inside of each other, at most: what takes a nest apart calls itself for each, and Python has a limit.
+DEEPEST = 100
 
 
 def joined(path: str, name: str) -> str:
@@ -25,6 +28,20 @@ def joined(path: str, name: str) -> str:
 def layout_of(x: Any) -> Any:
     """The layout of a DTensor, None of a plain tensor."""
     return x._layout if isinstance(x, DTensor) else None
+
+
+def check_depth(state: Any) -> None:
+    """Raise ValueError for too many containers inside of each other, such as those of a list that has itself."""
+    left = [(state, 0)]
+    while left:
+        x, depth = left.pop()
+        if depth > DEEPEST:
+            raise ValueError(
+                f"the state is nested more than {DEEPEST} deep, or a container in it has itself: put what is deep into "
+                "one dict, by names"
+            )
+        if isinstance(x, (Mapping, list, tuple)):
+            left += [(value, depth + 1) for value in (x.values() if isinstance(x, Mapping) else x)]
 
 
 class Kinds:
@@ -83,8 +100,9 @@ class Kinds:
         """Identity of a tensor of the modules in a nest -> its name, of one with several names the first.
 
         Raises:
-            ValueError: inside of a unit's forward.
+            ValueError: inside of a unit's forward, and for a nest that is too deep.
         """
+        check_depth(state)
         names: dict[int, str] = {}
         for path, module in self.modules(state):
             for below, submodule in self.platform.named_modules(module):
@@ -163,6 +181,7 @@ def flatten(state: Any, platform: Platform) -> Flat:
             return _optimizer(x, path)
         if kind == "object":
             inside = x.state_dict()
+            check_depth(inside)
             if getattr(x, "per_rank", False):
                 flat.own[path] = visit(inside, path, type(x).__name__)
                 return {KIND: "ranks", "path": path}

@@ -6,6 +6,8 @@ import sys
 import time
 from types import TracebackType
 
+from hyper_parallel.platform.terminal import printable
+
 __all__ = ["Progress"]
 
 #: Seconds after which it is shown, and between two changes of it.
@@ -23,7 +25,7 @@ class Progress:
     """
 
     def __init__(self, what: str, total: int, shown: bool) -> None:
-        self._what, self._total = what, total
+        self._what, self._total = printable(what), total
         self._shown = shown and sys.stderr.isatty()
         self._began = time.monotonic()
         self._next, self._done, self._drawn = self._began + _AFTER, 0, False

@@ -15,6 +15,7 @@ from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform
+from hyper_parallel.platform.terminal import printable, printable_lines
 from hyper_parallel.platform.timeout import timeout_seconds
 
 __all__ = ["LOADING", "Alone", "Collective", "ThroughFiles", "Ranks", "all_ranks", "together"]
@@ -24,6 +25,8 @@ T = TypeVar("T")
 LOADING: ContextVar[tuple[int, ...] | None] = ContextVar("hyper_parallel_loading", default=None)
 #: Seconds to wait for other ranks where nobody has said how long: as torch does.
 _PATIENCE = 1800.0
+#: Errors that say what is wrong with a call.
+_OF_CALLS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
 class Ranks(Protocol):
@@ -166,11 +169,12 @@ def together(ranks: Ranks, what: str, action: Callable[[], T]) -> list[T]:
 
 def _joined(errors: dict[int, Sequence[str]], what: str, size: int) -> Exception:
     first, (kind, text) = next(iter(errors.items()))
-    if kind in ("ValueError", "TypeError") and len(errors) == size and len({tuple(e) for e in errors.values()}) == 1:
-        return {"ValueError": ValueError, "TypeError": TypeError}[kind](text)
+    if kind in _OF_CALLS and len(errors) == size and len({tuple(e) for e in errors.values()}) == 1:
+        return _OF_CALLS[kind](printable_lines(text))
     same = all(error[1] == text for error in errors.values())
     who = "" if same and len(errors) == size else f" on rank {first}" if len(errors) == 1 else f" on ranks {[*errors]}"
-    message = text if kind in ("CheckpointError", "ValueError", "TypeError") else f"{kind}: {text}"
-    if {e[0] for e in errors.values()} in ({"ValueError"}, {"TypeError"}):
-        return {"ValueError": ValueError, "TypeError": TypeError}[kind](f"{message}{f' ({what}{who})' if who else ''}")
+    said = printable_lines(text)
+    message = said if kind in _OF_CALLS or kind == "CheckpointError" else f"{kind}: {'; '.join(said.splitlines())}"
+    if len({e[0] for e in errors.values()}) == 1 and kind in _OF_CALLS:
+        return _OF_CALLS[kind](f"{message} ({printable(what)}{who})" if who else message)
     return CheckpointError(f"{what} failed{who}: {message}")

@@ -19,6 +19,7 @@ from hyper_parallel.checkpoint.tensor_files import Entry, element_type, write_te
 from hyper_parallel.checkpoint.values import KIND
 from hyper_parallel.checkpoint.weight_files import INDEX, in_files, index_of
 from hyper_parallel.debug.text import fold_lines, format_table
+from hyper_parallel.platform.terminal import printable
 
 __all__ = ["contents", "convert", "show"]
 
@@ -59,14 +60,15 @@ def show(path: Path, width: int | None = None) -> str:
         CheckpointError: when there is none, or it is damaged.
     """
     index = read_index(directories.locate(path))
-    rows = [(name, str(x.shape), x.dtype, f"{x.nbytes:,}", x.placement) for name, x in index.tensors.items()]
-    rows += [(name, "", "", "", f"the same tensor as {target}") for name, target in index.aliases.items()]
+    tensors = [(name, str(x.shape), x.dtype, f"{x.nbytes:,}", x.placement) for name, x in index.tensors.items()]
+    tensors += [(name, "", "", "", f"the same tensor as {target}") for name, target in index.aliases.items()]
+    rows = [tuple(map(printable, row)) for row in tensors]
     table = format_table(("tensor", "shape", "dtype", "bytes", "placement when it was saved"), rows, right=[3])
     if width is not None and max(map(len, table.split("\n"))) > width:
         table = "\n".join(_under_its_name(*row) for row in rows)
-    values = [(name, f"{name} = {text}") for name, _, text in _values(index.values, "")]
+    values = [(name, printable(f"{name} = {text}")) for name, _, text in _values(index.values, "")]
     lines = [
-        f"{path}",
+        printable(path),
         f"saved {_time_of(index):%Y-%m-%d %H:%M:%S UTC} by run {index.run}: {len(index.tensors)} tensors, "
         f"{_bytes_of(index):,} bytes, {len(index.files)} files",
         *(line for name, line in values if name == "step"),
@@ -130,12 +132,12 @@ def convert(path: Path, to: str, out: Path, part: str | None = None) -> list[Pat
     place = directories.locate(path)
     index = read_index(place)
     if out.exists():
-        raise ValueError(f"{out} is there already")
+        raise ValueError(f"{printable(out)} is there already")
     if part is None:
         part = _only_module(index, path) if to == "huggingface" else ""
     names = [name for name in index.tensors if not part or name.startswith(f"{part}.")]
     if not names:
-        raise ValueError(f"{path} has no tensors below {part!r}")
+        raise ValueError(f"{printable(path)} has no tensors below {part!r}")
     files = Files(place, index)
     entries = [_entry(name, name[len(part) + 1 :] if part else name, index, files) for name in names]
     if index.checksums:
@@ -160,7 +162,7 @@ def _only_module(index: Index, path: Path) -> str:
     visit(index.values, "")
     if len(found) != 1:
         listed = ", ".join(map(repr, found)) or "none"
-        raise ValueError(f"{path} has {len(found)} modules ({listed}): say what to convert, --part NAME")
+        raise ValueError(f"{printable(path)} has {len(found)} modules ({listed}): say what to convert, --part NAME")
     return found[0]
 
 

@@ -18,6 +18,7 @@ from hyper_parallel.checkpoint.errors import CheckpointError
 
 __all__ = [
     "DRAFT",
+    "LONGEST",
     "Hidden",
     "check_whole",
     "hidden_in",
@@ -39,6 +40,8 @@ _HIDDEN = re.compile(
     r"(?P<ending>\.[a-z]+)",
     re.DOTALL,
 )
+#: Bytes of a visible name, at most: a file system takes 255, a hidden name has up to 57 more.
+LONGEST = 198
 #: The machine of a process that cannot tell where it runs.
 _NOWHERE = "0" * 12
 #: Seconds without a change after which the writer on another machine is taken for dead. No step of a save takes so

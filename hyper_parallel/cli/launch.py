@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from hyper_parallel.cli.output import UsageError
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.registry import ENVIRONMENT_VARIABLE
+from hyper_parallel.platform.terminal import printable
 from hyper_parallel.testing.pool import free_port
 
 __all__ = ["PORT", "command_of", "run"]
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"command": command, "platform": platform.name}), flush=True)
     else:
         chosen = f"{ENVIRONMENT_VARIABLE}={platform.name} " if arguments.platform else ""
-        print(f"{chosen}{shlex.join(command)}", file=sys.stderr, flush=True)
+        print(printable(f"{chosen}{shlex.join(command)}"), file=sys.stderr, flush=True)
     if arguments.print_only:
         return 0
     return subprocess.run(command, env=environment, check=False).returncode

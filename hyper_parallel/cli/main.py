@@ -11,16 +11,17 @@ import sys
 from collections.abc import Sequence
 
 import hyper_parallel
-from hyper_parallel.cli.output import UsageError, through_pipe
+from hyper_parallel.cli.output import Parser, UsageError, through_pipe
 from hyper_parallel.platform import PlatformError
 from hyper_parallel.platform.logs import words
+from hyper_parallel.platform.terminal import printable_lines
 
 __all__ = ["main", "parser"]
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="hyper-parallel",
         description="Tensor parallelism with one API on PyTorch and MindSpore.",
         epilog="Each command has --help. HYPER_PARALLEL_PLATFORM chooses the backend, HYPER_PARALLEL_LOG=info says "
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UsageError(str(error)) from None
         return through_pipe(_run, given)
     except (UsageError, PlatformError) as error:
-        print(f"hyper-parallel {given.command}: {error}", file=sys.stderr)
+        print(printable_lines(f"hyper-parallel {given.command}: {error}"), file=sys.stderr)
         return 2
 
 

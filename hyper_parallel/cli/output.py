@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 # Nothing of the library: `hyper-parallel --version` and `--help` are to be quick.
-__all__ = ["UsageError", "print_text", "show", "through_pipe"]
+__all__ = ["Parser", "UsageError", "print_text", "show", "through_pipe"]
 
 
 class UsageError(Exception):
     """The command cannot do what it was asked for; the message says what to give."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors do not control the terminal, whatever was typed."""
+
+    def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser.error`."""
+        from hyper_parallel.platform.terminal import printable_lines
+
+        super().error(printable_lines(message))
 
 
 def through_pipe(run: Callable[[Any], int], given: Any) -> int:
@@ -39,7 +50,10 @@ def show(text: str, data: Any, as_json: bool) -> None:
 
 def print_text(text: str, file: Any = None) -> None:
     """Print ``text``; on a terminal folded to its width, and where rich is installed, with what it finds to colour."""
+    from hyper_parallel.platform.terminal import printable_lines
+
     out = sys.stdout if file is None else file
+    text = printable_lines(text)
     if getattr(out, "isatty", lambda: False)():
         from hyper_parallel.debug.text import fold_lines
 

@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hyper_parallel.cli.output import UsageError
 from hyper_parallel.planning.llama import MODELS, llama_plan
@@ -30,7 +30,7 @@ def mesh_of(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in (f"tp={text}" if text.isdigit() else text).split(","):
         name, sign, size = (word.strip() for word in part.partition("="))
-        if not sign or not size.isdigit() or not name:
+        if not sign or re.fullmatch("[0-9]{1,18}", size) is None or not name:
             raise UsageError(f"--mesh {text!r}: write a number of ranks, or sizes by name such as dp=64,tp=8")
         if name in found:
             raise UsageError(f"--mesh {text!r}: the dimension {name} stands twice")
@@ -53,23 +53,35 @@ def object_at(text: str) -> Any:
     place, sign, name = text.rpartition(":")
     if not sign or not place or not name:
         raise UsageError(f"{text!r}: write package.module:name, or file.py:name")
-    if place.endswith(".py"):
-        path = Path(place).resolve()
-        if not path.exists():
-            raise UsageError(f"{text!r}: there is no file {place!r}")
-        sys.path.insert(0, str(path.parent))
-        place = path.stem
-    else:
-        sys.path.insert(0, "")
+    file = Path(place).resolve() if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise UsageError(f"{text!r}: there is no file {place!r}")
+    sys.path.insert(0, "" if file is None else str(file.parent))
     try:
-        found = importlib.import_module(place)
-    except Exception as error:  # the file is the user's: anything may be wrong with it
+        found = importlib.import_module(place) if file is None else _module_of(file)
+    except (Exception, SystemExit) as error:  # the code is the user's: anything may be wrong with it
         raise UsageError(f"{text!r} cannot be imported: {said_of(error)}") from error
+    place = place if file is None else file.stem
     for attribute in name.split("."):
         if not hasattr(found, attribute):
             raise UsageError(f"{text!r}: {place} has no {attribute!r}")
         found = getattr(found, attribute)
     return found
+
+
+def _module_of(file: Path) -> Any:
+    """Import a file, once. Another module that has been imported may be called as it is: ``platform`` of Python."""
+    name = f"{file.stem} of {file.parent}"
+    if name not in sys.modules:
+        specification = importlib.util.spec_from_file_location(name, file)
+        module = importlib.util.module_from_spec(cast("Any", specification))
+        sys.modules[name] = module  # what it defines looks for its module there
+        try:
+            cast("Any", specification).loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def model_of(text: str, dtype: str | None) -> Any:
@@ -87,7 +99,7 @@ def model_of(text: str, dtype: str | None) -> Any:
                 raise UsageError(f"--model {text}: it is {model!r}, and not a function that makes a model")
             try:
                 model = model()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise UsageError(f"--model {text} fails: {said_of(error)}") from error
         if not isinstance(model, platform.Module):
             kind, name = type(model).__name__, platform.name.removeprefix("dry-")
@@ -125,9 +137,14 @@ def inputs_of(texts: list[str], model: str, batch: int, length: int) -> list[Any
         match = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", text)
         if match is None:
             raise UsageError(f"--input {text}: write dtype[sizes], such as int64[2,4096]")
-        shape = tuple(map(int, match.group(2).split(",")))
         with dry_world(1) as platform, platform.without_data():
-            found.append(platform.factory("full", shape, 0, _dtype(platform, match.group(1))))
+            dtype = _dtype(platform, match.group(1))
+            try:
+                shape = tuple(map(int, match.group(2).split(",")))
+                found.append(platform.factory("full", shape, 0, dtype))
+            except Exception as error:  # each framework has its own for sizes that no tensor has
+                said = str(error).split("\n")[0]
+                raise UsageError(f"an input {text[:60]} cannot be made: {type(error).__name__}: {said}") from error
     return found
 
 

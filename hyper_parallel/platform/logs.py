@@ -45,7 +45,7 @@ def words(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
 class _Handler(logging.StreamHandler):
     """To standard error, with the rank."""
 
-    def __init__(self, rank: Callable[[], int]) -> None:
+    def __init__(self, rank: Callable[[], object]) -> None:
         super().__init__(sys.stderr)
         self._rank = rank
 
@@ -54,7 +54,7 @@ class _Handler(logging.StreamHandler):
         return f"[hyper_parallel {record.levelname.lower()}, rank {self._rank()}] {record.getMessage()}"
 
 
-def set_up(rank: Callable[[], int]) -> None:
+def set_up(rank: Callable[[], object]) -> None:
     """Let the logger say what ``HYPER_PARALLEL_LOG`` asks for. Does nothing without it, and when done already.
 
     Args:

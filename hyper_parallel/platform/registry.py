@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.logs import LOG, set_up
+from hyper_parallel.platform.terminal import printable
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -29,6 +30,7 @@ __all__ = [
     "get_platform_for_device",
     "register_platform",
     "selected",
+    "worlds",
 ]
 
 ENVIRONMENT_VARIABLE = "HYPER_PARALLEL_PLATFORM"
@@ -62,8 +64,10 @@ class _Backend:
             return f"{self.framework} is not installed"
         try:
             return self.load().unavailable_reason()
-        except Exception as error:  # A backend that breaks while loading must not hide the others from the listing.
-            return f"{type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # A backend that breaks, or exits, while loading must not hide the others.
+            return printable(f"{type(error).__name__}: {error}")
 
 
 #: The known backends, the built-in ones to begin with. For one framework, the best device comes first: an alias of the
@@ -192,7 +196,9 @@ def get_platform_for_device(device_type: str) -> Platform:
             if framework is not None and backend.framework == framework and backend.instance is not current:
                 try:
                     served.setdefault(backend.load().device_type, backend.name)
-                except Exception as error:
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # it may also exit
                     LOG.debug("platform %r cannot be loaded: %s", backend.name, error)
         if device_type in served:
             return _resolve(served[device_type], f"device type {device_type!r}")
@@ -238,10 +244,20 @@ def _resolve(name: str, asked: str) -> Platform:
     raise PlatformError(f"{asked} was asked for, but this platform cannot be used here: {reasons[-1]}\n{_listing()}")
 
 
-def _rank() -> int:
+def _made() -> list[Platform]:
+    """The backends that are in use."""
+    return [backend.instance for backend in _backends.values() if backend.instance is not None]
+
+
+def worlds() -> list[Any]:
+    """The default groups that there are."""
+    return [world for platform in _made() if (world := platform.world()) is not None]
+
+
+def _rank() -> str:
     """Of this process, as far as it is known."""
-    made = [backend.instance for backend in _backends.values() if backend.instance is not None]
-    return next((platform.rank() for platform in made if platform.world() is not None), int(os.environ.get("RANK", 0)))
+    joined = (platform.rank() for platform in _made() if platform.world() is not None)
+    return next(map(str, joined), printable(os.environ.get("RANK", "0")))
 
 
 def _listing() -> str:

@@ -6,10 +6,14 @@ import math
 import os
 from collections.abc import Mapping
 
-__all__ = ["SLOWEST", "VARIABLE", "slowness", "timeout_seconds"]
+from hyper_parallel.platform.terminal import printable
+
+__all__ = ["LONGEST", "SLOWEST", "VARIABLE", "slowness", "timeout_seconds"]
 
 #: Seconds, for programs that do not call `init_process_group` themselves.
 VARIABLE = "HYPER_PARALLEL_TIMEOUT"
+#: Seconds of a time-out at most, 31 years: no clock below takes 1e300.
+LONGEST = 1e9
 #: How many times longer than on an idle machine a limit may be.
 SLOWEST = 10.0
 
@@ -22,7 +26,7 @@ def timeout_seconds(timeout: float | None, environ: Mapping[str, str] = os.envir
         environ: the environment.
 
     Raises:
-        TypeError: for an argument that is no number. ValueError: for anything but a positive, finite number.
+        TypeError: for an argument that is no number. ValueError: for anything but a positive number up to `LONGEST`.
 
     Example:
         >>> timeout_seconds(None, {"HYPER_PARALLEL_TIMEOUT": "20"})
@@ -39,8 +43,11 @@ def timeout_seconds(timeout: float | None, environ: Mapping[str, str] = os.envir
         seconds = float(given)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{source}{given}: the timeout is a positive number of seconds")
+    if not 0 < seconds <= LONGEST:
+        raise ValueError(
+            f"{source}{printable(given)}: the timeout is a positive number of seconds, at most {LONGEST:.0e}: leave it "
+            "out for that of the framework"
+        )
     return seconds
 
 

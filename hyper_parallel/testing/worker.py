@@ -97,11 +97,14 @@ def _join(settings: Settings) -> None:
     )
     if settings.platform is not None:
         os.environ["HYPER_PARALLEL_PLATFORM"] = settings.platform
+        store = None
         if settings.platform.startswith("torch-"):
             torch_groups.share_one_device()
+            store = torch_groups.serve_on_loopback(settings.port, settings.size) if settings.rank == 0 else None
         from hyper_parallel.platform import get_platform
 
         get_platform().init_process_group(timeout=TIMEOUT)
+        del store  # torch has it
 
 
 def _answer(connection: Connection, task: bytes) -> None:

@@ -20,8 +20,9 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore import launch, stores
 from hyper_parallel.platform.mindspore.launch import GroupVerbs
-from hyper_parallel.testing.pool import free_port
+from hyper_parallel.testing.pool import WorkerPool, free_port
 from hyper_parallel.testing.spmd import on_mesh
+from tests.support.listening import listening_at
 from tests.support.programs import PATIENCE, ROOT, run_ranks
 
 SCRIPT = """
@@ -269,3 +270,17 @@ def every_dtype(mesh: Any) -> list[str]:
 
 def test_collectives(pool: Any) -> None:
     assert pool.run(2, every_dtype) == [[], []]
+
+
+def test_workers_listen_on_loopback() -> None:
+    """Nobody on another machine reaches those of `hyper-parallel test`, who exchange pickles."""
+    with WorkerPool("mindspore", size=2) as pool:
+        found = [address for rank in pool.run(2, listening_at) for address in rank]
+    assert found and {*found} == {"0100007F"}, found
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "x"}, {"RANK": "-1"}, {"RANK": "2"}, {"MASTER_PORT": "x"}])
+def test_numbers_that_no_launcher_sets(wrong: dict[str, str]) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(ValueError, match=r"launchers set a whole number|ranks are 0 to 1"):
+        launch._meet("mccl", torchrun | wrong, timedelta(seconds=1))

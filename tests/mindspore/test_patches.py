@@ -10,8 +10,9 @@ import pytest
 
 from hyper_parallel.platform.mindspore.autograd import _Recording, counted_begin, counted_end
 from hyper_parallel.platform.mindspore.patches import PATCHES
+from hyper_parallel.testing.pool import free_port
 from tests.support.patch_table import table
-from tests.support.patched_programs import fresh, page_has
+from tests.support.patched_programs import IN_A_FORK, IN_THREADS, fresh, page_has
 
 BEGINNING = """
 import mindspore as ms, numpy as np
@@ -184,3 +185,16 @@ def test_the_page_shows_what_is_listed() -> None:
     """If not: python -m tests.support.patch_table mindspore."""
     assert page_has("mindspore", table(PATCHES.patches))
     assert mindspore.__version__.startswith(PATCHES.patches[0].versions)
+
+
+MAKE = "from mindspore import mint\nmake = lambda: mint.ones((4, 4))\n"
+
+
+def test_first_use_in_threads() -> None:
+    """Four threads at once meet once, and get one class, whose tensors are patched."""
+    fresh(MAKE + IN_THREADS)
+
+
+def test_in_a_fork() -> None:
+    """A collective in a forked child is an error at once, and its rank goes on."""
+    fresh(MAKE + IN_A_FORK, ranks=2, port=free_port())

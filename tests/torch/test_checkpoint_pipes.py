@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.checkpoint import latest, load, load_pretrained, save
+from hyper_parallel.testing.indexes import change_index
 from tests.support.in_processes import ended
 
 
@@ -24,9 +25,7 @@ def test_pipes_in_a_checkpoint(tmp_path: Path) -> None:
         file = path / "rank-00000.safetensors"
         pipe(file)
         if size is not None:
-            index = json.loads((path / "index.json").read_text())
-            index["files"][file.name] = size
-            (path / "index.json").write_text(json.dumps(index))
+            change_index(path, lambda content, file=file, size=size: content["files"].update({file.name: size}))
         kind, text = ended(lambda path=path: load({"x": torch.zeros(2), "step": 0}, path))
         assert kind == "CheckpointError" and f"{file} cannot be read: it is no regular file" in text, text
         assert ended(lambda path=path: latest(path.parent)) == ("nothing", "None")

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.platform.torch.launch import BACKEND_VARIABLE, Launch, chosen_backend, read_environment
-from hyper_parallel.testing.pool import free_port
+from hyper_parallel.testing.pool import WorkerPool, free_port
 from tests.conftest import PLATFORM
+from tests.support.listening import listening_at
 from tests.support.programs import run_each, run_ranks
 
 
@@ -94,3 +95,28 @@ def test_no_thread_of_gloo_outlives_a_program() -> None:
     """One that does aborts the program now and then; any optimizer has torch import functions that keep a group."""
     (ended,) = run_ranks(["-c", ENDING], 1)
     assert ended.out.split() == ["True", "0"], ended
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"RANK": "x"}, "RANK='x': launchers set a whole number from 0"),
+        ({"RANK": "-1"}, "RANK='-1': launchers set a whole number from 0"),
+        ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2: ranks are 0 to 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0': launchers set a whole number from 1"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK='': launchers"),
+        ({"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "two"}, "MS_WORKER_NUM='two': launchers"),
+    ],
+)
+def test_numbers_that_no_launcher_sets(wrong: dict[str, str], words: str) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(ValueError, match=words):
+        read_environment(wrong if "MS_ROLE" in wrong else torchrun | wrong)
+
+
+@pytest.mark.skipif(PLATFORM != "torch-cpu", reason="NCCL and HCCL choose their interfaces")
+def test_workers_listen_on_loopback() -> None:
+    """Nobody on another machine reaches those of `hyper-parallel test`, who exchange pickles."""
+    with WorkerPool(PLATFORM, size=2) as pool:
+        found = [address for rank in pool.run(2, listening_at) for address in rank]
+    assert found and {*found} == {"0100007F"}, found

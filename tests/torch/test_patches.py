@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 
 from hyper_parallel.platform.torch.patches import PATCHES
+from hyper_parallel.testing.pool import free_port
 from tests.support.patch_table import table
-from tests.support.patched_programs import fresh, page_has
+from tests.support.patched_programs import IN_A_FORK, IN_THREADS, fresh, page_has
 
 BEGINNING = """
 import importlib
@@ -218,3 +219,16 @@ print("passed")
 def test_the_page_shows_what_is_listed() -> None:
     """If not: python -m tests.support.patch_table torch."""
     assert page_has("torch", table(PATCHES.patches))
+
+
+MAKE = "import torch\nmake = lambda: torch.ones(4, 4)\n"
+
+
+def test_first_use_in_threads() -> None:
+    """Four threads at once meet once, and get one class, whose tensors are patched."""
+    fresh(MAKE + IN_THREADS)
+
+
+def test_in_a_fork() -> None:
+    """A collective in a forked child is an error at once, and its rank goes on."""
+    fresh(MAKE + IN_A_FORK, ranks=2, port=free_port())

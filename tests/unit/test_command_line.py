@@ -174,6 +174,16 @@ def test_specifications() -> None:
     assert "llama-3-70b" in MODELS
 
 
+def test_the_file_that_was_named(tmp_path: Path) -> None:
+    """Two files and a module of Python are called ``platform``; what comes twice is one object."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "platform.py").write_text(f"class Made:\n    place = {name!r}\n")
+    a, b = (object_at(f"{tmp_path}/{name}/platform.py:Made") for name in ("a", "b"))
+    assert (a.place, b.place) == ("a", "b") and object_at(f"{tmp_path}/a/platform.py:Made") is a
+    assert sys.modules[a.__module__].Made is a
+
+
 def test_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = str(save({"step": 2, "name": "x" * 200}, tmp_path / "a"))
     text = said(capsys, "checkpoint", "show", path)

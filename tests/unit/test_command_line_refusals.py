@@ -26,6 +26,9 @@ def nothing():
 def needs(size):
     return size
 
+def leaves():
+    raise SystemExit(0)
+
 def bad_plan(model, mesh):
     raise KeyError("layers")
 
@@ -59,6 +62,16 @@ ANYWHERE = [
     ("explain --model :f --mesh 2", 2, "write package.module:name, or file.py:name"),
     ("explain --model mine.py:absent --mesh 2", 2, "mine has no 'absent'"),
     ("explain --model mine.py:fails --mesh 2", 2, "fails: RuntimeError: the file of weights is missing (line 9 of "),
+    ("explain --model mine.py:leaves --mesh 2", 2, "fails: SystemExit: 0 (line "),
+    ("explain --model exits.py:f --mesh 2", 2, "'exits.py:f' cannot be imported: SystemExit: 3 (line 1 of "),
+    ("env --\x1b", 2, r"unrecognized arguments: --\x1b"),
+    ("checkpoint show --\x9b", 2, "arguments are required: path"),
+    ("checkpoint show x --\x9b", 2, r"unrecognized arguments: --\x9b"),
+    ("explain --model . --mesh 2", 2, "no model is called '.'"),
+    ("explain --model folder.py:f --mesh 2", 2, "there is no file 'folder.py'"),
+    ("explain --model none\x1b.py --mesh 2\x9b", 2, r"--mesh '2\x9b'"),
+    ("launch none\x1b.py", 2, r"there is no file 'none\x1b.py'"),
+    ("test --platform \x1b", 2, r"'\x1b' was asked for"),
     ("explain --model mine.py:needs --mesh 2", 2, "fails: TypeError: needs() missing 1 required positional argument"),
     ("explain --model mine.py:nothing --mesh 2", 2, "gives a NoneType, and not a model of "),
     ("explain --model mine.py:number --mesh 2", 2, "it is 3, and not a function that makes a model"),
@@ -70,6 +83,9 @@ ANYWHERE = [
             ("dp=a", "write a number of ranks, or sizes by name"),
             ("tp=2,", "write a number of ranks, or sizes by name"),
             ("2.5", "write a number of ranks, or sizes by name"),
+            ("²", "write a number of ranks, or sizes by name"),
+            ("tp=²", "write a number of ranks, or sizes by name"),
+            ("9" * 5000, "write a number of ranks, or sizes by name"),
             ("0", "a dimension has at least 1 rank"),
             ("dp=2,tp=0", "a dimension has at least 1 rank"),
             ("tp=2,tp=4", "the dimension tp stands twice"),
@@ -98,6 +114,8 @@ ON_TORCH = [
     (f"explain {_TINY} --rank 9", "a world of 2 rank(s) has no rank 9"),
     (f"explain {_TINY} --rank -1", "a world of 2 rank(s) has no rank -1"),
     (f"explain {_TINY} --input float32", "--input float32: write dtype[sizes]"),
+    (f"explain {_TINY} --input int64[{'9' * 30}]", "cannot be made: "),
+    (f"dry-run {_TINY} --batch {'9' * 30}", "cannot be made: "),
     (f"explain {_TINY} --input int64[2]", "the model, its plan or its input fails: IndexError"),
     (f"explain {_TINY} --input int64[2,16] --input int64[2,16]", "takes 2 positional arguments but 3 were given"),
     (f"explain {_TINY} --plan mine.py:number", "must be a style, its name, or a dict of them, got int"),
@@ -115,6 +133,8 @@ ON_TORCH = [
 def said(arguments: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple:
     (folder / "mine.py").write_text(MINE)
     (folder / "broken.py").write_text("def f(:\n")
+    (folder / "exits.py").write_text("raise SystemExit(3)\n")
+    (folder / "folder.py").mkdir()
     (folder / "s.py").write_text("raise SystemExit('started')")
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))  # and forgets what was imported from another folder

@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "tensor_parallel": {*_BELOW_STYLES, "names"},  # its names are those of the package
     "data_parallel": {*_BELOW_STYLES, "tensor_parallel"},
     "integrations": {*_BELOW_STYLES, "tensor_parallel", "checkpoint"},
-    "texts": set(),
+    "texts": {"platforms"},
     "checkpoint": {*_BELOW_STYLES, "data_parallel", "texts"},
     "debug": {*_BELOW_STYLES, "texts"},
     "planning": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "texts", "debug", "names"},

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -242,3 +243,32 @@ def test_nothing_is_faster_unless_a_backend_says_so() -> None:
     for call in (NOTHING_FASTER.linear, NOTHING_FASTER.add_to_gradients):
         with pytest.raises(TypeError, match="Fast"):
             call(*(x,) * (3 if call == NOTHING_FASTER.linear else 2))
+
+
+@pytest.mark.parametrize("raised", ["SystemExit(3)", "BaseException('x\\x1b')", "GeneratorExit()"])
+def test_entry_points_that_exit(raised: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are listed as not available, and the others are there."""
+    (tmp_path / "exits.py").write_text(f"raise {raised}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry = EntryPoint("exits", "exits:Platform", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: (entry,))
+    found = available_platforms()
+    assert found["torch-cpu"] is None and str(found["exits"]).startswith(raised.partition("(")[0])
+    assert str(found["exits"]).isprintable()
+    registry._backends["exits"].framework = registry._backends["torch-cpu"].framework = "sys"
+    get_platform("torch-cpu")
+    monkeypatch.setattr(registry, "_selected", get_platform("torch-cpu"))
+    with pytest.raises(ValueError, match="no device type 'none'"):
+        get_platform_for_device("none")
+
+
+def test_an_interrupt_ends_the_listing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text("raise KeyboardInterrupt\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    register_platform("interrupted", "interrupted:Platform", framework="sys")
+    with pytest.raises(KeyboardInterrupt):
+        available_platforms()
+    registry._backends["torch-cpu"].framework = "sys"
+    monkeypatch.setattr(registry, "_selected", get_platform("torch-cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        get_platform_for_device("none")

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from hyper_parallel.core.dtensor.communication.first_use import join_world
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.mesh_arrays import check_ranks_of_mesh, ranks_of
 from hyper_parallel.core.dtensor.mesh_groups import MeshGroups
@@ -82,8 +83,7 @@ class DeviceMesh(MeshGroups):
         platform = _platform_for(device_type)
         ranks = ranks_of(mesh)
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-        if platform.world() is None:
-            platform.init_process_group()
+        join_world(platform)
         check_ranks_of_mesh(ranks, names, platform.world_size())
         overrides = overrides_of(backend_override, ranks.ndim, names, "DeviceMesh")
         if CHECKS:
@@ -221,8 +221,7 @@ def init_device_mesh(
     Source: ``torch.distributed.device_mesh.init_device_mesh``.
     """
     platform = _platform_for(device_type)
-    if platform.world() is None:
-        platform.init_process_group()
+    join_world(platform)
     shape = (platform.world_size(),) if mesh_shape is None else tuple(mesh_shape)
     if any(not isinstance(n, (int, np.integer)) or n < 1 for n in shape):
         raise ValueError(f"mesh_shape must hold positive ints, got {shape}")

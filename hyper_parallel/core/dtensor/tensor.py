@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.caches import Cache
+from hyper_parallel.core.dtensor.communication.first_use import FIRST_USE
 from hyper_parallel.core.dtensor.communication.parts import check_parts, is_wrong_on_a_rank, misfit_of
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
 from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute, redistribute_local
@@ -281,9 +282,12 @@ class DTensor:
 def bind_platform(platform: Platform) -> Platform:
     """Make sure that the platform has its DTensor class; returns the platform."""
     if platform not in _BOUND:
-        watch_as_told()
-        cls = _BOUND[platform] = platform.make_dtensor_class(DTensor, _SERVICES)
-        DTENSOR_CLASSES.update((cls, *cls.__subclasses__()))  # a platform may have a class of parameters
+        with FIRST_USE:
+            if platform not in _BOUND:  # another thread may have done it meanwhile
+                watch_as_told()
+                cls = platform.make_dtensor_class(DTensor, _SERVICES)
+                DTENSOR_CLASSES.update((cls, *cls.__subclasses__()))  # a platform may have a class of parameters
+                _BOUND[platform] = cls
     return platform
 
 

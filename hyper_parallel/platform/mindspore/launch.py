@@ -23,6 +23,7 @@ from mindspore.mint import distributed as dist
 
 from hyper_parallel.platform.contract import NativeGroup
 from hyper_parallel.platform.fault_reports import exchange_texts
+from hyper_parallel.platform.launch_variables import number_in, rank_and_size
 from hyper_parallel.platform.mindspore import lost_ranks
 from hyper_parallel.platform.mindspore.private import GlobalComm
 from hyper_parallel.platform.mindspore.stores import (
@@ -144,7 +145,7 @@ class GroupVerbs:
             self._world = world = _adopt()
             if on_cpu and world.size > 1:
                 world.store = store_of_msrun(world.rank, world.size, world.group, meeting)
-        elif int(environment.get("WORLD_SIZE", "1")) > 1:
+        elif number_in(environment, "WORLD_SIZE", 1, least=1) > 1:
             if not on_cpu:
                 _select_device(environment)
             self._world = _meet(self.comm_backend, environment, meeting)
@@ -255,7 +256,7 @@ def _select_device(environment: Any) -> None:
     """Make the device of this rank the current one, unless the program has chosen: torchrun says ``LOCAL_RANK``, and
     left to itself MindSpore takes device 0 on every rank. (msrun's ranks get theirs from MindSpore.)"""
     if int(ms.get_context("device_id")) == 0 and "LOCAL_RANK" in environment:
-        ms.set_device("Ascend", int(environment["LOCAL_RANK"]))
+        ms.set_device("Ascend", number_in(environment, "LOCAL_RANK"))
 
 
 def _meet(backend: str, environment: Any, timeout: timedelta) -> World:
@@ -266,8 +267,8 @@ def _meet(backend: str, environment: Any, timeout: timedelta) -> World:
             f"WORLD_SIZE is {environment['WORLD_SIZE']} but {', '.join(missing)} is not set: start the processes with "
             "msrun or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
         )
-    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    port = int(environment["MASTER_PORT"])
+    rank, size = rank_and_size(environment, "RANK", "WORLD_SIZE")
+    port = number_in(environment, "MASTER_PORT")
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1  # torchrun keeps a store of its own on the port
     address = socket.gethostbyname(environment["MASTER_ADDR"])  # the store takes numeric addresses only

@@ -13,6 +13,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from hyper_parallel.platform.launch_variables import number_in, rank_and_size
+
 __all__ = [
     "BACKEND_VARIABLE",
     "Launch",
@@ -50,6 +52,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Launch:
 
     Raises:
         RuntimeError: when only a part of torchrun's variables is set.
+        ValueError: when one of them is no number that a launcher sets.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in environ]
@@ -58,13 +61,13 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Launch:
                 f"the environment has torchrun's RANK or WORLD_SIZE but not {', '.join(missing)}: start the program "
                 "with torchrun, set them all, or unset them all to run alone"
             )
-        rank = int(environ["RANK"])
+        rank, size = rank_and_size(environ, "RANK", "WORLD_SIZE")
         # Through env://, because torchrun's agent already listens on the port.
-        return Launch(rank, int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", rank)), "env://")
+        return Launch(rank, size, number_in(environ, "LOCAL_RANK", rank), "env://")
     if environ.get("MS_ROLE") == "MS_WORKER" and "MS_WORKER_NUM" in environ:
-        rank = int(environ.get("RANK_ID", environ.get("MS_NODE_ID", "0")))
-        host, port = environ.get("MS_SCHED_HOST", "127.0.0.1"), int(environ.get("MS_SCHED_PORT", "8118")) + 1
-        return Launch(rank, int(environ["MS_WORKER_NUM"]), int(environ.get("DEVICE_ID", rank)), f"tcp://{host}:{port}")
+        rank, size = rank_and_size(environ, "RANK_ID" if "RANK_ID" in environ else "MS_NODE_ID", "MS_WORKER_NUM", 0)
+        host, port = environ.get("MS_SCHED_HOST", "127.0.0.1"), number_in(environ, "MS_SCHED_PORT", 8118) + 1
+        return Launch(rank, size, number_in(environ, "DEVICE_ID", rank), f"tcp://{host}:{port}")
     return Launch(0, 1, 0, None)
 
 

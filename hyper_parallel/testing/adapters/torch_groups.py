@@ -1,4 +1,4 @@
-"""One network device of gloo for all process groups of a worker.
+"""One network device of gloo for all process groups of a worker, and a store, which this machine alone can reach.
 
 Torch makes a device a group, and each device has a thread that wakes a hundred times a second. A worker of the pool
 makes a hundred groups in the course of the tests: their threads took two thirds of its processor time.
@@ -7,9 +7,36 @@ makes a hundred groups in the course of the tests: their threads took two thirds
 from __future__ import annotations
 
 import datetime
+import socket
 from typing import Any
 
-__all__ = ["share_one_device"]
+__all__ = ["LOOPBACK", "serve_on_loopback", "share_one_device"]
+
+#: Where workers listen: nobody else is to reach what exchanges pickles.
+LOOPBACK = "127.0.0.1"
+
+
+def serve_on_loopback(port: int, size: int) -> Any:
+    """Serve the store at which the workers meet; the caller keeps it until they have met.
+
+    `torch.distributed` takes it for its own, which would listen on all interfaces.
+
+    Args:
+        port: on which the store listens.
+        size: how many workers there are.
+    """
+    from torch.distributed import TCPStore
+
+    listening = socket.create_server((LOOPBACK, port), backlog=size)
+    return TCPStore(
+        LOOPBACK,
+        port,
+        size,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def share_one_device() -> None:
@@ -22,7 +49,7 @@ def share_one_device() -> None:
     gloo = getattr(distributed_c10d, "ProcessGroupGloo", None)
     if gloo is None:
         return
-    make, device = gloo.__init__, gloo.create_default_device()
+    make, device = gloo.__init__, gloo.create_device(hostname=LOOPBACK)
 
     def make_on_the_device(
         self: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta, **options: Any

@@ -18,6 +18,7 @@ from hyper_parallel.core.dtensor.communication.errors import (
     explain,
     names_of,
 )
+from hyper_parallel.core.dtensor.communication.first_use import join_world
 from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, CollectiveEvent
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.platform import Platform, get_platform
@@ -211,8 +212,7 @@ def check_of(mesh: DeviceMesh) -> Check:
 
 def _check_of_world() -> Check:
     platform = get_platform()
-    if platform.world() is None:
-        platform.init_process_group()
+    join_world(platform)
     ranks = tuple(range(platform.world_size()))
     return Check(platform, [(platform.new_group([list(ranks)]), ranks)])
 

@@ -7,6 +7,7 @@ compares it over the ranks. While nobody listens, a collective pays one look at 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS
+from hyper_parallel.platform.forks import check_not_forked
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -67,6 +69,18 @@ def dim_name(mesh: Any, mesh_dim: int) -> str:
 Listener = Callable[[CollectiveEvent], Callable[[], None] | None]
 #: Called with each event, in this order. What one raises, the collective raises instead of being issued.
 LISTENERS: list[Listener] = []
+
+
+def _refuse_in_fork(event: CollectiveEvent) -> None:
+    check_not_forked(event.mesh.platform, event.kind)
+
+
+def _listen_in_fork() -> None:
+    LISTENERS.insert(0, _refuse_in_fork)
+
+
+if hasattr(os, "register_at_fork"):  # so that the ranks themselves pay nothing
+    os.register_at_fork(after_in_child=_listen_in_fork)
 
 
 def record(

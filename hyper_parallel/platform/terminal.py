@@ -1,0 +1,28 @@
+"""Names and messages as a terminal may get them: what would control it is written out."""
+
+from __future__ import annotations
+
+__all__ = ["printable", "printable_lines"]
+
+
+def printable(text: object) -> str:
+    r"""Text without characters that control a terminal, end a line or cannot be seen: they are written as Python does.
+
+    Example:
+        >>> printable("layer\x1b[2J\n"), printable("ä b")
+        ('layer\\x1b[2J\\n', 'ä b')
+    """
+    said = str(text)
+    if said.isprintable():
+        return said
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in said)
+
+
+def printable_lines(text: object) -> str:
+    r"""The same of text that may have several lines.
+
+    Example:
+        >>> printable_lines("two\nlines\r")
+        'two\nlines\\r'
+    """
+    return "\n".join(map(printable, str(text).split("\n")))
