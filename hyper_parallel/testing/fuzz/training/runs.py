@@ -60,7 +60,8 @@ def run(reference: Reference) -> tuple[str, str] | None:
     """The verdict of this rank, None outside the mesh, as for chains of operations."""
     program = reference.program
     used = {0, *(a[1] for a in program.actions if a[0] == "resume")}
-    meshes = [models.meshes_of(s) if i in used else None for i, s in enumerate(program.setups)]
+    # A job looks for its setup by value, and two may be the same.
+    meshes = [models.meshes_of(s) if s in [program.setups[i] for i in used] else None for s in program.setups]
     everyone = spmd.device_mesh(max(math.prod(program.setups[i].shape) for i in used))
     if everyone is None:
         return None
