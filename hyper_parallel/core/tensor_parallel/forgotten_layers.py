@@ -68,7 +68,6 @@ def guard_forgotten_layers(
         features = None if id(module) in planned else _taken(module, mesh)
         if features is not None:
             takes.setdefault(features, []).append((path, module))
-    guarded: set[int] = set()
     for source, module, style in matches:
         if not isinstance(style, ColwiseParallel) or not source or source.rpartition(".")[0] in above_rows:
             continue
@@ -83,9 +82,7 @@ def guard_forgotten_layers(
         own = sizes[mesh.get_local_rank()]
         remember_part_of_classes(module, source, features, own, mesh)
         for path, taker in takes.pop(features, ()):  # guarded once, whichever layer gives them
-            if id(taker) not in guarded:
-                guarded.add(id(taker))
-                guards.append((path, taker, _Guard(path, source, features, own, str(mesh))))
+            guards.append((path, taker, _Guard(path, source, features, own, str(mesh))))
     return guards
 
 
