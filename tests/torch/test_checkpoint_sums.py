@@ -78,6 +78,15 @@ def test_a_changed_bit_of_weights(tmp_path: Path, limit: Any) -> None:
         path.write_bytes(content)
 
 
+def test_files_of_two_saves(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        save_pretrained(job(0)["model"], tmp_path / name, max_shard_size=64)
+    names = sorted(path.name for path in (tmp_path / "one").glob("*.safetensors"))
+    (tmp_path / "one" / names[0]).write_bytes((tmp_path / "other" / names[0]).read_bytes())
+    with pytest.raises(CheckpointError, match=rf"the files of {tmp_path / 'one'} are of different saves: {names[0]}"):
+        load_pretrained(job(1)["model"], tmp_path / "one")
+
+
 def test_weights_without_checksums(tmp_path: Path) -> None:
     """As other programs write them, which read ours."""
     weights = {"x": torch.arange(5.0), "y": torch.ones(2, 2)}

@@ -116,8 +116,7 @@ def _norms(modules: dict[str, Any], mesh: DeviceMesh) -> Iterator[tuple[str, Any
     """(name, module, size) of those modules all of whose parameters are vectors of one size."""
     platform = mesh.platform
     for path, module in modules.items():
-        if len(list(platform.named_modules(module))) > 1:
-            continue
+        is_alone = len(list(platform.named_modules(module))) == 1
         shapes = {tuple(parameter.shape) for _, parameter in platform.named_parameters(module)}
-        if len(shapes) == 1 and len(shape := shapes.pop()) == 1:
+        if is_alone and len(shapes) == 1 and len(shape := shapes.pop()) == 1:
             yield path.rpartition(".")[2], module, shape[0]
