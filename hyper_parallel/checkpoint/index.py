@@ -126,7 +126,7 @@ def seal(content: str) -> str:
 
 
 def _is_whole(content: bytes) -> bool:
-    """Whether an index is as it was sealed."""
+    """Return whether an index is as it was sealed."""
     found = _SEAL.fullmatch(content, max(len(content) - _SEAL_LENGTH, 0))
     return found is not None and hashlib.sha256(content[: found.start()]).hexdigest().encode() == found[1]
 

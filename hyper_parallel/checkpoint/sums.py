@@ -61,7 +61,7 @@ def room_for(count: int, save: str) -> dict[str, str]:
 
 
 def save_in(metadata: Any) -> str:
-    """What identifies the save of a file; empty where nothing does."""
+    """Return the identity of a file's save; empty where the file says none."""
     return str(metadata.get(_SAVE, "")) if isinstance(metadata, Mapping) else ""
 
 

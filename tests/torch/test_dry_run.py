@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from functools import partial
 from typing import Any
@@ -38,6 +37,7 @@ from hyper_parallel.platform.torch.usage import UsageMode
 from hyper_parallel.testing.conformance.test_explain import facts
 from hyper_parallel.testing.extent import in_gate
 from hyper_parallel.testing.spmd import on_mesh
+from tests.support.counted_calls import calls_of
 from tests.torch.support import device
 
 TOKENS = torch.arange(2 * 16).reshape(2, 16)
@@ -313,23 +313,11 @@ def test_wrong_requests() -> None:
 
 
 def calls_of_a_dry_run(layers: int, ranks: int) -> int:
-    """How many functions are called, of Python and of C, parts of generators included."""
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)) for _ in range(layers))
     )
     plan = {"*.0": ColwiseParallel(), "*.1": RowwiseParallel()}
-    called = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal called
-        called += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        dry_run(model, {"dp": ranks // 2, "tp": 2}, plan, torch.ones(2, 8))
-    finally:
-        sys.setprofile(None)
-    return called
+    return calls_of(lambda: dry_run(model, {"dp": ranks // 2, "tp": 2}, plan, torch.ones(2, 8)))
 
 
 def test_a_layer_costs_the_same_for_any_number_of_ranks() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from hyper_parallel import ColwiseParallel, RowwiseParallel
 from hyper_parallel.core.tensor_parallel.paths import Paths, by_parent
 from hyper_parallel.planning import DryStep
+from tests.support.counted_calls import calls_of
 
 
 class Attention(nn.Module):
@@ -37,7 +37,7 @@ def pairs(count: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def half_of_them(count: int) -> tuple[nn.Module, dict[str, Any]]:
-    """What takes the features of layers may be forgotten."""
+    """Build layers of which a plan names every second one, and may have forgotten the others."""
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2 * count)))
     return model, {str(2 * i): ColwiseParallel() for i in range(count)}
 
@@ -53,28 +53,18 @@ def globs(count: int) -> tuple[nn.Module, dict[str, Any]]:
     return model, {f"{i}.*": ColwiseParallel() for i in range(count)}
 
 
-def calls_of(make: Callable[[int], tuple[nn.Module, dict[str, Any]]], count: int) -> int:
-    """How many functions are called where a plan is applied, of Python and of C."""
+def calls_of_a_plan(make: Callable[[int], tuple[nn.Module, dict[str, Any]]], count: int) -> int:
     model, plan = make(count)
-    called = 0
-
-    def add(frame: Any, event: str, argument: Any) -> None:
-        nonlocal called
-        called += event in ("call", "c_call")
-
-    sys.setprofile(add)
-    try:
-        step = DryStep(model, 2, plan)
-    finally:
-        sys.setprofile(None)
-    assert not step.unmatched and step.model is not model
+    steps: list[DryStep] = []
+    called = calls_of(lambda: steps.append(DryStep(model, 2, plan)))
+    assert not steps[0].unmatched and steps[0].model is not model
     return called
 
 
 @pytest.mark.parametrize("make", [beside_each_other, pairs, half_of_them, attentions, globs])
 def test_twice_as_many_patterns_take_twice_as_long(make: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> None:
-    calls_of(make, 8)  # what is looked up once
-    few, many = calls_of(make, 120), calls_of(make, 240)
+    calls_of_a_plan(make, 8)  # what is looked up once
+    few, many = calls_of_a_plan(make, 120), calls_of_a_plan(make, 240)
     assert many <= 2.1 * few, (few, many)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["LOOPBACK", "serve_on_loopback", "share_one_device"]
 
-#: Where workers listen: nobody else is to reach what exchanges pickles.
+#: Address at which workers listen. They exchange pickles, so no other machine may reach them.
 LOOPBACK = "127.0.0.1"
 
 

@@ -317,7 +317,7 @@ def flipped(mesh: Any, directory: str) -> list[str]:
 
 @spmd.on_mesh()
 def shared_out(mesh: Any, directory: str) -> list[list[str]]:
-    """What each rank compares: of one state a part, of a state of its own all of it."""
+    """Return the entries that this rank compares: a share of a common state, and all of its own one."""
     adapter, names = get_adapter(), [f"x{i}" for i in range(6)]
     whole = {name: adapter.tensor(np.full(5, i, np.float32)) for i, name in enumerate(names)}
     path = save(whole, Path(directory) / "shared-out", mesh=mesh)
