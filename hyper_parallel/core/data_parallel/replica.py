@@ -121,6 +121,7 @@ class Replica:
         beside = BESIDE.set(self._beside) if one_batch else None
         try:
             held = [own[name] for _, own, name, _, _ in self._at]
+            platform.stand_for(tensors, known.parameters)
             for (_, own, name, _, _), i in zip(self._at, known.slots, strict=True):
                 own[name] = tensors[i]
             try:

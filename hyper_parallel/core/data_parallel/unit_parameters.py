@@ -131,6 +131,7 @@ class UnitParameters:
         if self._shown and not self._put:
             self.places.take_beside()
         self._put.append(self.places.put(wholes, shards))
+        self._platform.stand_for(wholes, self.places.parameters())
 
     def take_writes(self, call: Call, wholes: Sequence[Any], versions: Sequence[int]) -> None:
         """Let what a forward has written to ``wholes`` arrive in the shards.

@@ -30,6 +30,10 @@ class StorageRole(ABC):
         """``x``, a new tensor, with what modules call of a parameter and tensors do not have, to write to it."""
         return x
 
+    def stand_for(self, xs: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Give tensors that modules find where ``parameters`` are what code that walks parameters asks of them."""
+        return None
+
     #: Whether `free_storage` gives memory back. Where it does not, core keeps what it would have freed until the graph
     #: is gone that needs it, and neither verb is called.
     frees_storage: bool = False

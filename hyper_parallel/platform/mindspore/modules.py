@@ -16,6 +16,7 @@ from hyper_parallel.platform.mindspore.collectives import copied, dense, is_dens
 from hyper_parallel.platform.mindspore.compiled.cells import compiled_hook, set_compiled_forward, share_compiled_inputs
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.parameter import make_distributed
+from hyper_parallel.platform.mindspore.parameter_tuples import read_from_table
 from hyper_parallel.platform.mindspore.private import RECOMPUTE, Casts, CheckedCell
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.module_text import text_of_plan
@@ -64,6 +65,10 @@ class ModuleVerbs:
             x = copied(x)
         x.set_data, x.copy_ = partial(_written, x), partial(_copied_into, x)
         return x
+
+    def stand_for(self, xs: Any, parameters: Any) -> None:
+        for x, p in zip(xs, parameters, strict=True):
+            x.__dict__.update(inited_param=None, name=p.name, requires_grad=p.requires_grad)
 
     def write(self, x: Any, values: Any) -> None:
         if is_dense(x):
@@ -114,13 +119,14 @@ class ModuleVerbs:
     own_parameters: Any = staticmethod(attrgetter("_params"))
 
     def replace_forward(self, module: Any, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
-        cls: Any = type(module)
         if mixin is not None:
             # Other tensors may stand where parameters are when these are first called.
             for _, cell in module.cells_and_names():
+                read_from_table(cell)
                 if not (cell._init_flag or cell._is_check_and_refresh):
                     CheckedCell._init_check(cell)
                     CheckedCell._self_check(cell)
+        cls: Any = type(module)
         replaced = module.__dict__.get("_replaced_forward")
         forward = cls.construct if replaced is None else replaced
         object.__setattr__(module, "_replaced_forward", make(forward) if mixin is None else _cast_inside(make, forward))

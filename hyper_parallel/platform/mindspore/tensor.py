@@ -316,7 +316,8 @@ def distributed_in(tree: Any) -> Iterator[Any]:
     elif isinstance(tree, dict):
         yield from distributed_in(tuple(tree.values()))
     elif isinstance(tree, nn.Cell):
-        yield from distributed_in(tuple(tree.get_parameters()))
+        for _, cell in tree.cells_and_names():
+            yield from distributed_in(tuple(cell._params.values()))
 
 
 def copy_of(x: Tensor) -> Tensor:
