@@ -21,6 +21,7 @@ from hyper_parallel.platform.mindspore.handlers import (
     optimizers,
     plain_inside,
     plain_tensors,
+    recomputing,
 )
 from hyper_parallel.platform.mindspore.op_table import loss
 from hyper_parallel.platform.mindspore.parameter import Classes
@@ -255,6 +256,12 @@ PATCHES = PatchSet(
             lambda cached: cached.__wrapped__,
             check=_is_cached,
             required=False,
+        ),
+        _patch(
+            "mindspore.common.recompute._RecomputeCell.init_mixed_precision_type",
+            "`mindspore.recompute` of a part of a unit of `fully_shard` or `replicate` gives gradients of zeros",
+            calling(recomputing.checked_block),
+            check=takes("self block"),
         ),
         _patch("mindspore.graph.api._JitExecutor.__call__", _IN_A_GRAPH, calling(parsing.checked_jit)),
         _patch("mindspore.nn.Cell.compile_and_run", _IN_A_GRAPH, calling(parsing.checked_cell)),

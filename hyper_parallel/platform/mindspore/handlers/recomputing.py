@@ -1,0 +1,32 @@
+"""`mindspore.recompute` of a cell, which asks the cell for its parameters when forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspore import Parameter, nn
+
+__all__ = ["checked_block"]
+
+
+def checked_block(original: Callable, recomputed: Any, block: Any) -> Any:
+    """``original(recomputed, block)``: the cell ``recomputed`` takes the parameters of ``block``, a cell or a method.
+
+    While a unit runs, other tensors stand where its parameters are. MindSpore gives those the gradients.
+
+    Raises:
+        ValueError: for a cell with parameters of a unit that runs.
+    """
+    cell = getattr(block, "__self__", block)
+    if isinstance(cell, nn.Cell):
+        for path, part in cell.cells_and_names():
+            for name, p in part._params.items():
+                if p is not None and not isinstance(p, Parameter) and p.requires_grad:
+                    raise ValueError(
+                        f"mindspore.recompute({type(cell).__name__}) gives no gradient of "
+                        f"{'.'.join(filter(None, (path, name)))!r}, a parameter of a unit of fully_shard or replicate "
+                        f"that runs around it: apply fully_shard or replicate to the {type(cell).__name__} too, "
+                        "recompute the whole unit, or call mindspore.recompute(..., use_reentrant=False)"
+                    )
+    return original(recomputed, block)
