@@ -69,6 +69,14 @@ def recomputed(net: Any) -> Any:
     return net
 
 
+def beside_dropout(mesh: Any, layer: Any) -> Any:
+    """A net with a plain layer of dropout, which in evaluation is compiled."""
+    net = parallelize_module(nn.SequentialCell(dense(), layer), mesh, {"0": ColwiseParallel()})
+    assert net(Tensor(np.ones((4, FEATURES), np.float32))) is not None
+    assert ms.jit(net.set_train(False))(Tensor(np.ones((4, FEATURES), np.float32))) is not None
+    return net.set_train()
+
+
 #: name -> what makes the net of a mesh, and words of why it cannot be in a graph. Found before anything is compiled.
 HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fully_shard": (
@@ -142,6 +150,9 @@ HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda mesh: recomputed(styled(mesh, dense(), ColwiseParallel())),
         "it is computed again in backward",
     ),
+    "dropout": (lambda mesh: beside_dropout(mesh, nn.Dropout(p=0.5)), "its dropout draws from MindSpore's kernel"),
+    "dropout of rows": (lambda mesh: beside_dropout(mesh, nn.Dropout1d(p=0.5)), "its dropout draws"),
+    "dropout of images": (lambda mesh: beside_dropout(mesh, nn.Dropout2d(p=0.5)), "its dropout draws"),
 }
 
 

@@ -11,6 +11,7 @@ from hyper_parallel.core.dtensor.announcing import announce
 from hyper_parallel.core.dtensor.api import check_src_data_rank
 from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.dtensor.operations.random import draw_alike
 from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.dtensor.undistributed import broadcast_undistributed, check_whole_tensors, remember_plan
 from hyper_parallel.core.tensor_parallel.compiled import share_inputs
@@ -43,7 +44,9 @@ def parallelize_module(
             shards (q_norm, k_norm) get `HeadNormParallel` without being named.
         src_data_rank: rank of the mesh whose parameters and buffers count, in the whole of ``module``: those that the
             plan places are scattered or broadcast from it, those that stay plain are broadcast in place, together. None
-            takes each rank's own and communicates nothing. Parameters and buffers on the meta device stay there.
+            takes each rank's own and communicates nothing. Parameters and buffers on the meta device stay there. With a
+            rank, the first call on a mesh also gives all its ranks the random state of the first, so that dropout
+            between the modules of a plan drops the same on all.
 
     Returns:
         ``module``.
@@ -102,6 +105,8 @@ def parallelize_module(
         mesh.platform.register_forward_pre_hook(submodule, guard)
     remember_plan(module, [submodule for _, submodule, _ in matches], mesh)
     broadcast_undistributed(module, mesh, src_data_rank)
+    if src_data_rank is not None and mesh.ndim == 1:
+        draw_alike(module, mesh)
     if CHECKS:
         check_whole_tensors(module, mesh)
     announce(_summary(parallelize_plan, matches), module, mesh)

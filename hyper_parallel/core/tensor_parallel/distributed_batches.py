@@ -20,6 +20,7 @@ from hyper_parallel.core.caches import Table
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
 from hyper_parallel.core.dtensor.layouts.nesting import nest
+from hyper_parallel.core.dtensor.operations.batch_parts import BATCH_PART, BatchPart
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
@@ -70,7 +71,12 @@ def run_on_parts(
     def part(x: Any) -> Any:
         return _part_with(batch, x, mesh, name) if isinstance(x, DTensor) else x
 
-    output = run(module, *map(part, args), **{key: part(x) for key, x in kwargs.items()})
+    args, kwargs = tuple(map(part, args)), {key: part(x) for key, x in kwargs.items()}
+    token = BATCH_PART.set(_samples(batch, mesh))
+    try:
+        output = run(module, *args, **kwargs)
+    finally:
+        BATCH_PART.reset(token)
     if isinstance(output, (tuple, list)):
         whole = [_result(y, batch, mesh, name) for y in output]
         return type(output)(*whole) if hasattr(output, "_fields") else type(output)(whole)
@@ -232,6 +238,13 @@ def _on(mesh: DeviceMesh, local: Any, own: Placement | None, shape: Sequence[int
 def _is_empty(batch: Layout) -> bool:
     """Whether this rank, and with it all that are tensor parallel with it, has no sample."""
     return not batch.local_shape[_batch_dim(batch)]
+
+
+def _samples(batch: Layout, mesh: DeviceMesh) -> BatchPart:
+    """Which samples the module of a style on ``mesh`` gets."""
+    dim = _batch_dim(batch)
+    samples = batch.local_shape[dim]
+    return BatchPart(mesh, dim, samples or 1, batch.local_offset[dim] if samples else 0, batch.shape[dim])
 
 
 def _batch_dim(batch: Layout) -> int:

@@ -6,7 +6,6 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.api import check_src_data_rank
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.operations.random import synchronize
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
@@ -97,8 +96,6 @@ def parallelize_model(
     for module, attribute, size in local_sizes:
         setattr(module, attribute, size)
     _settle_rest(modules, mesh)
-    if src_data_rank is not None:
-        synchronize(mesh)  # dropout between sharded modules must drop the same on every rank
     return given
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from hyper_parallel.platform.contract import counter
 __all__ = ["DeviceRole"]
 
 Tensor = Any
+Module = Any
 
 
 class DeviceRole(ABC):
@@ -105,6 +106,12 @@ class DeviceRole(ABC):
     @abstractmethod
     def set_rng_state(self, state: Any) -> None:
         """Put a state from `get_rng_state` back."""
+
+    def draw_alike(self, modules: Iterable[Module], share: Callable[[Any], Any]) -> None:
+        """Let ``modules`` that draw random numbers draw the same on all ranks of a group, which all call this with the
+        same model; ``share`` gives the picklable value that the first of the ranks gives. Their generators are in the
+        same state: nothing to do where modules draw from these."""
+        return
 
     def get_host_rng_state(self) -> Any:
         """State of a further default generator that the framework has for the host, picklable; None where the

@@ -4,18 +4,27 @@ A function such as `ops.dropout` makes a new primitive for each call, with the g
 which it moves on. A cell such as `nn.Dropout` makes one primitive when it is made; its kernel then keeps a stream of
 numbers of its own, one for each shape that it meets. Without a global seed both have the seeds (0, 0), which let every
 process draw what it likes.
+
+The stream of a kernel on a CPU does not repeat: after `REPEATED_CALLS` calls MindSpore tries other numbers of threads,
+which take their numbers from one generator, and keeps the fastest. So two ranks, or two runs of one program, go apart,
+whatever the seeds are. `Stream` repeats.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import mindspore as ms
 from mindspore import ops
 
-__all__ = ["COUNTERS", "is_of_one_call", "layer_stream", "undo_draw"]
+__all__ = ["COUNTERS", "Stream", "drop_channels", "is_of_one_call", "layer_stream", "undo_draw"]
+
+#: How many calls of one shape repeat on a CPU, as measured with MindSpore 2.10.
+REPEATED_CALLS = 5
 
 # `mindspore.common.seed` is a function too, which hides the module from an import statement.
 _seed = importlib.import_module("mindspore.common.seed")
@@ -25,7 +34,7 @@ COUNTERS: dict[tuple[str, int], int] = _seed._KERNEL_SEED
 
 _STRIDE: int = _seed.keyConstant[0] ^ _seed.keyConstant[2]
 
-#: primitive of a layer -> mesh -> the primitive in its place, None for one without a seed
+#: primitive of a layer -> mesh -> its stream there, None for one without a seed
 _STREAMS: WeakKeyDictionary[Any, WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
 
@@ -49,6 +58,43 @@ def is_of_one_call(primitive: Any) -> bool:
     return primitive.attrs.get("random_cache") is False
 
 
+class Stream:
+    """The numbers of one layer of dropout, which depend on its seeds, the shape and the number of the call alone.
+
+    The first `REPEATED_CALLS` calls of a shape, and all calls on other devices than CPUs, draw from the kernel's
+    stream, as the unsharded layer does. Each later call has a kernel of its own, with seeds made of the layer's and the
+    number of the call.
+
+    Args:
+        keep_prob: of an element.
+        seeds: the two of the layer, not (0, 0).
+    """
+
+    def __init__(self, keep_prob: float, seeds: tuple[int, int]) -> None:
+        self._keep_prob, self._seeds = keep_prob, seeds
+        self._of_kernel = ops.Dropout(keep_prob, *seeds)
+        self._calls: dict[tuple, int] = {}
+
+    def __call__(self, x: Any) -> Any:
+        """``x`` with some elements dropped; a plain tensor."""
+        key = (tuple(x.shape), x.dtype)
+        number = self._calls[key] = self._calls.get(key, 0) + 1
+        if number <= REPEATED_CALLS or ms.get_context("device_target") != "CPU":
+            return self._of_kernel(x)[0]
+        words = hashlib.sha256(repr((*self._seeds, number)).encode()).digest()
+        once = ops.Dropout(self._keep_prob, *(int.from_bytes(words[i : i + 4], "big") >> 1 for i in (0, 4)))
+        once.add_prim_attr("random_cache", False)  # the kernel is made for this call
+        return once(x)[0]
+
+
+def drop_channels(x: Any, p: float) -> Any:
+    """Dropout of whole channels (batch, channels, ...). Not by MindSpore's kernel, whose stream no seed controls: ranks
+    that have drawn from theirs before would draw different numbers."""
+    shape = (*x.shape[:2], *(1,) * (x.ndim - 2))
+    noise = ops.zeros(shape, ms.float32) if p >= 1 else ops.dropout(ops.ones(shape, ms.float32), p)
+    return x * noise.astype(x.dtype)
+
+
 def layer_stream(primitive: Any, mesh: Any, of_first_rank: Callable[[Any, Any], Any]) -> Any:
     """The dropout that stands for that of a layer on a mesh: with the layer's seeds as the mesh's first rank has them,
     and a stream that begins anew, so that all ranks draw the same, and what the unsharded layer draws.
@@ -59,10 +105,10 @@ def layer_stream(primitive: Any, mesh: Any, of_first_rank: Callable[[Any, Any], 
         of_first_rank: core's function.
 
     Returns:
-        A primitive, the same for each call; None for a layer without a seed, of which each call may draw its own.
+        One stream for all calls; None for a layer without a seed, of which each call may draw its own.
     """
     streams = _STREAMS.setdefault(primitive, WeakKeyDictionary())
     if mesh not in streams:
         seeds = of_first_rank((primitive.Seed0, primitive.Seed1), mesh)
-        streams[mesh] = None if seeds == (0, 0) else ops.Dropout(primitive.keep_prob, *seeds)
+        streams[mesh] = None if seeds == (0, 0) else Stream(primitive.keep_prob, seeds)
     return streams[mesh]

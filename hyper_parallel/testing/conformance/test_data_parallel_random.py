@@ -10,6 +10,7 @@ import pytest
 from hyper_parallel import (
     ColwiseParallel,
     DTensor,
+    NoParallel,
     Replicate,
     RowwiseParallel,
     SequenceParallel,
@@ -119,9 +120,9 @@ def test_one_batch_beside_tensor_parallelism(pool: Any, rows: int) -> None:
 
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
-def between(mesh: Any, how: str) -> None:
+def between(mesh: Any, how: str, seeded: bool) -> None:
     """Of plain activations between styled modules, tensor-parallel ranks lose the same elements, and data-parallel
-    ranks others, without anything but one seed for each data-parallel rank."""
+    ranks others: with one seed for each data-parallel rank, and with another for every rank before the plan."""
     adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
     drawn: list[Any] = []
 
@@ -135,9 +136,12 @@ def between(mesh: Any, how: str) -> None:
 
     mlp = adapter.load(adapter.Mlp(FEATURES, HIDDEN), np.random.default_rng(5))
     mesh.platform.replace_forward(mlp, watched)
+    forget_meshes()
+    adapter.seed(50 + mesh.get_rank())
     model = parallelize_module(mlp, tp, PLAN)
     model = fully_shard(model, mesh=dp) if how == "fully_shard" else replicate(model, dp)
-    manual_seed(7 + dp.get_local_rank(), tp)
+    if seeded:
+        manual_seed(7 + dp.get_local_rank(), tp)
     for _ in range(2):
         adapter.call(model, adapter.tensor(np.ones((4, FEATURES), np.float32)))
     ours = np.stack(drawn)
@@ -148,9 +152,10 @@ def between(mesh: Any, how: str) -> None:
     assert (first == second).all()
 
 
+@pytest.mark.parametrize("seeded", [True, False], ids=["seeded", "as they are"])
 @pytest.mark.parametrize("how", ["fully_shard", "replicate"])
-def test_between_styled_modules(pool: Any, how: str) -> None:
-    pool.run(4, between, how)
+def test_between_styled_modules(pool: Any, how: str, seeded: bool) -> None:
+    pool.run(4, between, how, seeded)
 
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
@@ -208,3 +213,75 @@ def sequences(mesh: Any) -> None:
 
 def test_sequences(pool: Any) -> None:
     pool.run(4, sequences)
+
+
+# ---------------------------------------------------------------------- modules of a plan in a distributed batch
+def dropping_probe(mesh: Any, drop: Any) -> Any:
+    """A module of dropout whose input is multiplied by its one parameter before."""
+    adapter = get_adapter()
+    linear = adapter.load(adapter.linear_module(5, 5), np.random.default_rng(1))
+    mesh.platform.replace_forward(linear, lambda forward: lambda self, x: drop(forward(self, x)))
+    return linear
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def styled(mesh: Any, how: str, style: Any, by_counter: bool) -> None:
+    """Dropout inside of a module of the plan drops of the whole batch what a single device drops."""
+    adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
+    placements = [Shard(0), Shard(1) if isinstance(style, SequenceParallel) else Replicate()]
+
+    def drop(x: Any) -> Any:
+        return adapter.dropout(x, 0.5)
+
+    single, model = dropping_probe(mesh, drop), parallelize_module(dropping_probe(mesh, drop), tp, style)
+    model = fully_shard(model, mesh=dp) if how == "fully_shard" else replicate(model, dp)
+    if by_counter:  # a plain tensor is not drawn by counter
+        parallelize_module(single, tp, NoParallel())
+    try:
+        for rows in (4, 3, 1):
+            x = np.random.default_rng(rows).standard_normal((rows, 6, 5)).astype(np.float32)
+            found = []
+            for run in (single, model):
+                manual_seed(11, mesh, parallel_rng="counter" if by_counter else "single_device")
+
+                def loss(x: Any, run: Any = run) -> Any:
+                    if run is model:
+                        x = distribute_tensor(x, mesh, placements, src_data_rank=None)
+                    y = adapter.call(run, x)
+                    total = adapter.sum(adapter.square(y))
+                    return (total.full_tensor() if isinstance(total, DTensor) else total), y
+
+                steps = [adapter.model_value_and_grads(run, loss, x) for _ in range(2)]
+                found.append([(adapter.numpy(y), grads) for y, _, grads in steps])
+            for (wanted, grads), (got, own) in zip(*found, strict=True):
+                assert 0.2 < (wanted == 0).mean() < 0.8
+                same(got, wanted, f"output of {rows} samples", 1e-4)
+                for name, whole in grads.items():
+                    same(adapter.numpy(own[name]), adapter.numpy(whole), f"gradient of {name}, {rows} samples", 3e-4)
+    finally:
+        manual_seed(0, mesh)
+
+
+@pytest.mark.parametrize("by_counter", in_gate([False, True], [False]), ids=["single_device", "counter"])
+@pytest.mark.parametrize("style", [SequenceParallel(), NoParallel(use_local_output=False)], ids=["sequence", "alike"])
+@pytest.mark.parametrize("how", in_gate(["fully_shard", "replicate"], ["fully_shard"]))
+def test_styled_modules(pool: Any, how: str, style: Any, by_counter: bool) -> None:
+    pool.run(4, styled, how, style, by_counter)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def not_of_the_batch(mesh: Any) -> None:
+    """A tensor that may or may not be of the batch is refused on all ranks."""
+    adapter, tp = get_adapter(), mesh["tp"]
+
+    def drop(x: Any) -> Any:
+        return adapter.reshape(adapter.dropout(adapter.reshape(x, (x.shape[0] * x.shape[1], 5)), 0.5), tuple(x.shape))
+
+    model = fully_shard(parallelize_module(dropping_probe(mesh, drop), tp, NoParallel()), mesh=mesh["dp"])
+    x = distribute_tensor(adapter.tensor(np.ones((4, 6, 5), np.float32)), mesh["dp"], [Shard(0)], src_data_rank=None)
+    with pytest.raises(ValueError, match=r"dropout of a tensor of shape \(12, 5\), which has no dimension 0 of 2"):
+        adapter.call(model, x)
+
+
+def test_tensors_that_are_not_of_the_batch(pool: Any) -> None:
+    pool.run(4, not_of_the_batch)

@@ -7,7 +7,7 @@ redistribution gives is contiguous; what an operation reads after data moved is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.layout import Layout
@@ -84,14 +84,20 @@ def bind_order(have: Layout, read: Layout, spaced: bool) -> Callable[[Any, Any],
     return order
 
 
-def ones_like_whole(x: Any, layout: Layout) -> Any:
-    """A plain tensor of ones with the shape of the whole tensor of ``layout``, and its order in memory; ``x`` is the
-    local tensor."""
+def ones_like_whole(x: Any, layout: Layout, shape: Sequence[int] | None = None) -> Any:
+    """A plain tensor of ones with the shape of the whole tensor of ``layout``, and its order in memory.
+
+    Args:
+        x: the local tensor.
+        layout: of the tensor.
+        shape: another shape of as many dimensions.
+    """
     platform, strides = layout.mesh.platform, strides_of(x, layout)
-    ones = platform.ones(layout.shape, x)
+    shape = layout.shape if shape is None else tuple(shape)
+    ones = platform.ones(shape, x)
     if not platform.keeps_memory_order or strides is UNKNOWN or is_contiguous(layout.shape, strides):
         return ones
-    return platform.with_strides(ones, dense_strides(layout.shape, strides))
+    return platform.with_strides(ones, dense_strides(shape, strides))
 
 
 def is_contiguous_whole(x: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.communication.collectives import broadcast
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.dtensor.operations.batch_parts import Place
 
 #: mesh -> what `manual_seed` was told last on it.
 _REQUESTS: dict[DeviceMesh, bool] = {}
@@ -56,7 +57,7 @@ def _dims(mesh: DeviceMesh) -> set[int]:
     return {dim for entry in mesh._along for dim in entry}
 
 
-def numbers(kind: str, layout: Layout, dtype: Any) -> Any:
+def numbers(kind: str, layout: Layout, dtype: Any, place: Place | None = None) -> Any:
     """This rank's part of a tensor of random numbers, plain; generators are in step.
 
     Ranks that hold the same part of the tensor, or summands of it, use the key of the first of them: four numbers
@@ -66,6 +67,7 @@ def numbers(kind: str, layout: Layout, dtype: Any) -> Any:
         kind: see `Platform.numbers_by_counter`.
         layout: of the tensor.
         dtype: floating point.
+        place: where the part lies in the tensor that numbers are drawn for; None where that is the tensor itself.
     """
     mesh, platform = layout.mesh, layout.mesh.platform
     key = platform.counter_key()
@@ -73,4 +75,5 @@ def numbers(kind: str, layout: Layout, dtype: Any) -> Any:
         for mesh_dim, placement in enumerate(layout.placements):
             if not placement.is_shard():
                 key = broadcast(key, mesh, mesh_dim, 0)
-    return platform.numbers_by_counter(kind, key, tuple(layout.shape), layout.local_ranges(), dtype)
+    shape, ranges = place or (tuple(layout.shape), layout.local_ranges())
+    return platform.numbers_by_counter(kind, key, shape, ranges, dtype)

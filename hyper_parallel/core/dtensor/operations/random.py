@@ -24,6 +24,7 @@ from hyper_parallel.core.dtensor.layouts.layout import Layout
 from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
 from hyper_parallel.core.dtensor.mesh_slices import MESHES
 from hyper_parallel.core.dtensor.operations import counter
+from hyper_parallel.core.dtensor.operations.batch_parts import BATCH_PART, Place, place_of, refuse_part
 
 _SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 #: Meshes along which ranks compute the same with a tensor that is on another mesh beside them: under data parallelism
@@ -77,6 +78,21 @@ def synchronize(mesh: DeviceMesh) -> None:
     share_state(mesh)
 
 
+def draw_alike(module: Any, mesh: DeviceMesh) -> None:
+    """Let code that a plan leaves plain draw the same numbers on all ranks of a mesh: those of the first.
+
+    All ranks of the mesh call it. Ranks of other meshes go on with generators of their own.
+
+    Args:
+        module: model that the ranks share.
+        mesh: 1-D mesh.
+    """
+    if mesh.size() > 1 and mesh.get_coordinate() is not None:
+        synchronize(mesh)
+        modules = (submodule for _, submodule in mesh.platform.named_modules(module))
+        mesh.platform.draw_alike(modules, lambda value: of_first_rank(value, mesh))
+
+
 def keep_states(members: Sequence[int] | None = None) -> None:
     """The states that generators have now are those that ranks are to go on with, as after a checkpoint was loaded:
     no mesh that is there is given the state of its first rank.
@@ -109,15 +125,22 @@ def is_held_alike(layout: Layout) -> bool:
     return any(size > 1 and not p.is_shard() for size, p in zip(layout.mesh.shape, layout.placements, strict=True))
 
 
-def take_part(drawn: Any, layout: Layout, alike: bool = True) -> Any:
+def take_part(drawn: Any, layout: Layout, alike: bool = True, place: Place | None = None) -> Any:
     """This rank's part of the plain tensor ``drawn`` for the whole tensor of ``layout``: a new tensor.
 
     Ranks that hold the same part of the tensor, or summands of it, get what the first of them drew, by one broadcast
     for each such mesh dimension; not where all are known to have drawn the same (``alike`` is false).
+
+    Args:
+        drawn: a plain tensor.
+        layout: of the tensor.
+        alike: see above.
+        place: where the part lies in ``drawn``; None where that is the tensor of ``layout``.
     """
     mesh, platform = layout.mesh, layout.mesh.platform
-    for dim, pieces in enumerate(layout.local_ranges()):
-        if pieces != ((0, layout.shape[dim]),):
+    shape, ranges = place or (layout.shape, layout.local_ranges())
+    for dim, pieces in enumerate(ranges):
+        if pieces != ((0, shape[dim]),):
             parts = [platform.narrow(drawn, dim, start, length) for start, length in pieces]
             drawn = platform.cat(parts, dim) if len(parts) > 1 else parts[0]
     drawn = platform.clone(drawn)
@@ -136,14 +159,16 @@ def draw(
     by_counter: Callable[[Callable[..., Any]], Any] | None = None,
 ) -> Any:
     """See `platform.contract.Core.draw`."""
-    platform = layout.mesh.platform
+    platform, place = layout.mesh.platform, place_of(layout, "a draw")
     if alike:
         synchronize(layout.mesh)
         if by_counter is not None and counter.draws_by_counter(layout.mesh) and not platform.is_meta(x):
             return by_counter(
-                lambda kind, dtype=None: counter.numbers(kind, layout, platform.dtype_of(x) if dtype is None else dtype)
+                lambda kind, dtype=None: counter.numbers(
+                    kind, layout, platform.dtype_of(x) if dtype is None else dtype, place
+                )
             )
-    return take_part(fill(ones_like_whole(x, layout)), layout, alike)
+    return take_part(fill(ones_like_whole(x, layout, place.shape)), layout, alike, place)
 
 
 def run_alike(run: Callable[[], Any], mesh: DeviceMesh, changed: Callable[[], bool], name: str) -> Any:
@@ -167,6 +192,8 @@ def run_alike(run: Callable[[], Any], mesh: DeviceMesh, changed: Callable[[], bo
     result = run()
     if platform.bytes_of(platform.get_rng_state()) == before:
         return result
+    if BATCH_PART.get() is not None:
+        raise refuse_part(name, "a part of the samples, which draws inside its kernel,")
     if changed():
         raise ValueError(
             f"{name} draws random numbers and writes into its operand, and ranks would draw different ones: let it "

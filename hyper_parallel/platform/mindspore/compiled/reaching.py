@@ -12,6 +12,7 @@ from mindspore import Parameter, nn
 
 from hyper_parallel.platform.mindspore.compiled.cells import has_stand_in, is_leaf, stand_in
 from hyper_parallel.platform.mindspore.compiled.forwards import NotTracedError, original_class
+from hyper_parallel.platform.mindspore.handlers.dropout import drops_apart
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in
 
 __all__ = ["GRADIENTS", "REMEDY", "Refused", "graph_error", "reachable", "refuse"]
@@ -93,6 +94,10 @@ def _parts_beside_styles(cell: nn.Cell, stand_ins: list[nn.Cell]) -> Iterable[An
             return ()
     if cell._recompute_cell is not None and next(distributed_in(cell), None) is not None:
         raise NotTracedError("it is computed again in backward")
+    if drops_apart(cell):
+        raise NotTracedError(
+            "its dropout draws from MindSpore's kernel there, which on CPUs does not give all ranks the same numbers"
+        )
     return *vars(cell).values(), original_class(cell).construct
 
 

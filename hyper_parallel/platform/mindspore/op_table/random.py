@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mindspore as ms
 from mindspore import Tensor, ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.op_table.binding import Bound, by_name, row
-from hyper_parallel.platform.mindspore.seeds import is_of_one_call, layer_stream, undo_draw
+from hyper_parallel.platform.mindspore.seeds import drop_channels, is_of_one_call, layer_stream, undo_draw
 
 __all__ = ["DRAWS", "OPS", "RESULTS", "drawn_by_first_rank", "refuse_draw"]
 
@@ -29,7 +28,7 @@ def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> Bound:
 
 def _dropout(func: Any, xs: tuple, static_args: tuple) -> Any:
     p, training, seed, stream, *_ = static_args
-    return ops.dropout(xs[0], p, training, seed) if stream is None else stream(xs[0])[0]
+    return ops.dropout(xs[0], p, training, seed) if stream is None else stream(xs[0])
 
 
 def _bind_channels_primitive(func: Any, args: tuple, kwargs: dict) -> Bound:
@@ -38,14 +37,8 @@ def _bind_channels_primitive(func: Any, args: tuple, kwargs: dict) -> Bound:
 
 
 def _dropout_of_channels(func: Any, xs: tuple, static_args: tuple) -> Any:
-    """Of whole channels (batch, channels, ...). Not by the kernel, whose stream no seed controls: ranks that have drawn
-    from theirs before would draw different numbers."""
-    x, (p, training, *_) = xs[0], static_args
-    if not training:
-        return x
-    shape = (*x.shape[:2], *(1,) * (x.ndim - 2))
-    noise = ops.zeros(shape, ms.float32) if p >= 1 else ops.dropout(ops.ones(shape, ms.float32), p)
-    return x * noise.astype(x.dtype)
+    p, training, *_ = static_args
+    return drop_channels(xs[0], p) if training else xs[0]
 
 
 OPS: dict[str, NativeOp] = by_name(

@@ -6,6 +6,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.layouts.memory_order import ones_like_whole
 from hyper_parallel.core.dtensor.operations import counter
+from hyper_parallel.core.dtensor.operations.batch_parts import Place, place_of
 from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
 from hyper_parallel.core.dtensor.operations.random import is_held_alike, synchronize, take_part
 from hyper_parallel.core.dtensor.operations.rules.labels import named, unary
@@ -34,13 +35,15 @@ def _drop(
     On request, noise of single elements is drawn by counter: each rank draws its part only."""
     x, layout = operands[0], operand_layouts[0]
     p, training, *more = static_args
-    if training:
-        synchronize(layout.mesh)
-    drops, of_channels = training and 0 < p < 1, any(more[2:])
-    if drops and not of_channels and counter.draws_by_counter(layout.mesh) and not platform.is_meta(x):
-        kept = counter.numbers("uniform", layout, platform.dtypes["float32"]) >= p
-        return x * (platform.to_dtype(kept, platform.dtype_of(x)) * (1 / (1 - p)))
-    alike = 0 < p < 1 and is_held_alike(layout) and not any(stream is not None for stream in more[1:2])
-    if not training or (not alike and tuple(layout.local_shape) == tuple(layout.shape)):
+    if not training:
         return native(operands, static_args)
-    return x * take_part(native((ones_like_whole(x, layout),), static_args), layout, alike)
+    synchronize(layout.mesh)
+    drops, of_channels = 0 < p < 1, any(more[2:])
+    place = place_of(layout, "dropout") if drops else Place(tuple(layout.shape), layout.local_ranges())
+    if drops and not of_channels and counter.draws_by_counter(layout.mesh) and not platform.is_meta(x):
+        kept = counter.numbers("uniform", layout, platform.dtypes["float32"], place) >= p
+        return x * (platform.to_dtype(kept, platform.dtype_of(x)) * (1 / (1 - p)))
+    alike = drops and is_held_alike(layout) and not any(stream is not None for stream in more[1:2])
+    if not alike and tuple(layout.local_shape) == place.shape:
+        return native(operands, static_args)
+    return x * take_part(native((ones_like_whole(x, layout, place.shape),), static_args), layout, alike, place)
