@@ -26,6 +26,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.debug import CommDebugMode
 from hyper_parallel.mindspore import grad, value_and_grad
+from hyper_parallel.platform.mindspore.private import AutogradFunction
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
@@ -457,3 +458,66 @@ def what_is_taken(mesh: Any) -> list[str]:
 
 def test_what_is_taken_in_gradients_of_gradients(pool: Any) -> None:
     assert pool.run(2, what_is_taken) == [[]] * 2
+
+
+class Straight(AutogradFunction):
+    """The sign, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return ops.sign(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return g
+
+
+class Weighed(AutogradFunction):
+    """Two results of what is saved for backward, which wants the sizes of the whole tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, scale: float, y: Any) -> tuple:
+        ctx.save_for_backward(x, y)
+        ctx.scale = scale
+        return x * y * scale, (x - x.mean()).abs().sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Any, h: Any) -> tuple:
+        x, y = ctx.saved_tensors
+        return g * y * ctx.scale + h * x.size, None, (g * x).cumsum(0)
+
+
+class Written(AutogradFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ops.assign_add(x, ops.ones_like(x))
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return g
+
+
+def weighed(x: Any) -> Any:
+    first, second = Weighed.apply(x * 2, 3.0, x + 1)
+    return ops.square(first).sum() + second
+
+
+@on_mesh()
+def own_functions(mesh: Any) -> list[bool]:
+    found = []
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        for function in (lambda x: (Straight.apply(x * 1) * x).sum(), weighed):
+            wanted = ms.value_and_grad(function)(Tensor(X))
+            value, gradient = value_and_grad(function)(distribute_tensor(Tensor(X), mesh, [placement]))
+            found.append(close(whole(value), wanted[0].asnumpy()) and close(whole(gradient), wanted[1].asnumpy()))
+        x = distribute_tensor(Tensor(X.copy()), mesh, [placement])
+        plain = Tensor(X.copy())
+        wanted = Written.apply(plain)
+        found += [close(whole(Written.apply(x)), wanted.asnumpy()), close(whole(x), plain.asnumpy())]
+    return found
+
+
+def test_functions_with_a_backward_of_their_own(pool: Any) -> None:
+    assert pool.run(3, own_functions) == [[True] * 12] * 3

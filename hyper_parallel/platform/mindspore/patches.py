@@ -141,6 +141,12 @@ PATCHES = PatchSet(
             calling(entry_points.gathered_bprop),
             check=takes("self args kwargs"),
         ),
+        _patch(
+            "mindspore.common._grad_function._Function.apply",
+            "``forward`` and ``backward`` of a user's function get this rank's parts",
+            entry_points.gathered_apply,
+            check=takes("cls args kwargs"),
+        ),
         *(_operator(name, reflected) for name, reflected in entry_points.REFLECTED.items()),
         _patch(
             "mindspore.Tensor.__fallback__",

@@ -103,6 +103,20 @@ def gathered_bprop(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> 
     return type(found)._dispatch(None, function, args, kwargs)
 
 
+def gathered_apply(original: Any) -> classmethod:
+    """Stands for `_Function.apply`, a function of the user's with a backward of its own: it runs on gathered operands,
+    as any function without a rule. MindSpore gives forward and backward this rank's parts."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
+        call = functools.partial(original.__func__, cls)
+        if found is None or cls.__module__.startswith(("mindspore.", "hyper_parallel.")):
+            return call(*args, **kwargs)
+        return type(found)._dispatch(None, Unknown(Function(cls.__name__, call)), args, kwargs)
+
+    return classmethod(functools.wraps(original.__func__)(apply))
+
+
 # -------------------------------------------------------------------- plain parameters beside DTensors
 #: Operator -> the one that the right operand has for it.
 REFLECTED = {
