@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 
+from hyper_parallel.cli import msrun_worker
 from hyper_parallel.cli.output import UsageError
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.registry import ENVIRONMENT_VARIABLE
@@ -21,6 +28,8 @@ __all__ = ["PORT", "command_of", "run"]
 
 #: Of the first of several nodes, where nobody has chosen another.
 PORT = 29500
+#: How long msrun may take to end by itself once all ranks have ended well, in seconds.
+SECONDS_TO_END = 5.0
 
 
 def command_of(
@@ -74,15 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     framework = "mindspore" if platform.name == "mindspore" else "torch"
     if find_spec(framework) is None:
         raise UsageError(f"{framework} is not installed")
-    command = command_of(
-        framework,
-        arguments.processes,
-        script,
-        arguments.nodes,
-        arguments.node_rank,
-        arguments.address,
-        _port_of(arguments),
-    )
+    where = (arguments.nodes, arguments.node_rank, arguments.address, _port_of(arguments))
+    command = command_of(framework, arguments.processes, script, *where)
     if arguments.json:
         print(json.dumps({"command": command, "platform": platform.name}), flush=True)
     else:
@@ -90,7 +92,49 @@ def run(arguments: argparse.Namespace) -> int:
         print(printable(f"{chosen}{shlex.join(command)}"), file=sys.stderr, flush=True)
     if arguments.print_only:
         return 0
+    if framework == "mindspore" and arguments.nodes == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            command = command_of(framework, arguments.processes, [msrun_worker.__file__, folder, *script], *where)
+            return _run_msrun(command, folder, arguments.processes, environment)
     return subprocess.run(command, env=environment, check=False).returncode
+
+
+def _run_msrun(command: list[str], folder: str, processes: int, environment: dict[str, str]) -> int:
+    """Run a job of msrun on one node, and return its exit status: 0 where all ranks have ended with 0.
+
+    Args:
+        command: of msrun, which runs the script by `cli.msrun_worker`.
+        folder: where that leaves the status of each rank.
+        processes: how many ranks there are.
+        environment: of the job.
+    """
+    job, deadline = subprocess.Popen(command, env=environment), math.inf
+    try:
+        while job.poll() is None and time.monotonic() < deadline:
+            if deadline == math.inf and _ended_well(folder, processes):
+                deadline = time.monotonic() + SECONDS_TO_END
+            time.sleep(0.1)
+    except KeyboardInterrupt:  # msrun has it too, and ends the ranks
+        job.wait()
+        raise
+    if job.poll() is None:
+        _kill_tree(job.pid)
+    status = job.wait()
+    return 0 if _ended_well(folder, processes) else status
+
+
+def _ended_well(folder: str, processes: int) -> bool:
+    """Whether all ranks have ended with 0."""
+    ended = [path for path in Path(folder).iterdir() if not path.suffix]
+    return len(ended) == processes and all(path.read_text() == "0" for path in ended)
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process and its children, here msrun and MindSpore's scheduler."""
+    with suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for each in (pid, *map(int, children)):
+            os.kill(each, signal.SIGKILL)
 
 
 def _check_counts(arguments: argparse.Namespace) -> None:

@@ -40,6 +40,14 @@ try:
     step(x)
 except hp.CollectiveError as error:
     print(f"raised|{error.collective}|{error.ranks}|{error.missing}|{error}", flush=True)
+begin = time.monotonic()
+whole = hp.DTensor.from_local(x, mesh, [hp.Shard(0)])
+for again in (lambda: step(x), whole.full_tensor):
+    try:
+        again()
+    except hp.CollectiveError as error:
+        print(f"again|{error.missing}|{error}", flush=True)
+print(f"took|{time.monotonic() - begin}", flush=True)
 os._exit(0)
 """
 
@@ -51,6 +59,10 @@ def test_lost_rank_is_named() -> None:
         _, _, raised = ended[rank].out.partition("raised|")
         assert raised.startswith("all_reduce|(0, 1, 2)|(1,)|all_reduce of a Float32 tensor of shape (2, 8)"), ended
         assert f"failed on rank {rank}: rank 1 did not take part, and has ended, or hangs" in raised
+        # Each further collective with that rank is refused at once.
+        _, first, second = raised.split("again|")
+        assert first.startswith("(1,)|all_reduce of") and second.startswith("(1,)|all_gather of"), raised
+        assert "mccl is not asked again" in second and float(second.split("took|")[1]) < 5, raised
 
 
 class Store:
@@ -85,20 +97,48 @@ class Ending(Store):
         return super().get(key)
 
 
-def test_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def missing(store: Any, me: int, group: str, ranks: tuple[int, ...], report: str) -> Any:
+    """Of a rank that has not lost a group before."""
+    lost_ranks.LOST.clear()
+    return lost_ranks.find_missing_ranks(store, me, group, ranks, report, {})
+
+
+@pytest.fixture
+def nothing_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_ranks, "LOST", {})
     monkeypatch.setattr(lost_ranks, "GRACE", 0)  # what is there is found however little time there is
+
+
+@pytest.mark.usefixtures("nothing_lost")
+def test_missing_ranks() -> None:
     store = Store()
-    assert lost_ranks.find_missing_ranks(store, 2, "tp", (0, 1, 2), "in tp") == ({2: "in tp"}, (0, 1))
-    assert lost_ranks.find_missing_ranks(store, 0, "tp", (0, 2), "in tp") == ({0: "in tp", 2: "in tp"}, ())
+    assert missing(store, 2, "tp", (0, 1, 2), "in tp") == ({2: "in tp"}, (0, 1))
+    assert missing(store, 0, "tp", (0, 2), "in tp") == ({0: "in tp", 2: "in tp"}, ())
     # Rank 0 did not fail in this group, but in another.
-    assert lost_ranks.find_missing_ranks(store, 1, "dp", (0, 1), "in dp") == ({1: "in dp", 0: "in tp"}, (0,))
+    assert missing(store, 1, "dp", (0, 1), "in dp") == ({1: "in dp", 0: "in tp"}, (0,))
     # The program has initialised MindSpore itself.
-    assert lost_ranks.find_missing_ranks(None, 1, "tp", (0, 1), "in tp") is None
+    assert missing(None, 1, "tp", (0, 1), "in tp") is None
     # Rank 0 serves the store.
-    assert lost_ranks.find_missing_ranks(Broken(), 1, "tp", (0, 1), "in tp") == ({1: "in tp"}, (0,))
-    assert lost_ranks.find_missing_ranks(Broken(), 1, "tp", (1, 2), "in tp") is None
+    assert missing(Broken(), 1, "tp", (0, 1), "in tp") == ({1: "in tp"}, (0,))
+    assert missing(Broken(), 1, "tp", (1, 2), "in tp") is None
     ending = Ending(**store.values)
-    assert lost_ranks.find_missing_ranks(ending, 1, "tp", (0, 1, 2), "in tp") == ({1: "in tp", 0: "in tp"}, (2,))
+    assert missing(ending, 1, "tp", (0, 1, 2), "in tp") == ({1: "in tp", 0: "in tp"}, (2,))
+
+
+@pytest.mark.usefixtures("nothing_lost")
+def test_groups_of_missing_ranks() -> None:
+    """All groups with a rank that was missing are lost, and no others; where all ranks were there, none is."""
+    groups = {"world": (0, 1, 2, 3), "tp": (0, 1), "dp": (0, 2)}
+    assert lost_ranks.find_missing_ranks(Store(), 0, "alone", (0,), "in it", groups) == ({0: "in it"}, ())
+    assert not lost_ranks.LOST
+    found = lost_ranks.find_missing_ranks(Store(), 0, "tp", (0, 1), "in tp", groups)
+    assert found == ({0: "in tp"}, (1,)) == lost_ranks.LOST["world"]
+    lost_ranks.check_group("dp")
+    for name in ("world", "tp"):
+        with pytest.raises(RuntimeError, match="mccl is not asked again") as caught:
+            lost_ranks.check_group(name)
+        assert lost_ranks.is_communication_failure(caught.value)
+    assert lost_ranks.find_missing_ranks(Broken(), 0, "tp", (0, 1), "again", groups) == found
 
 
 @pytest.mark.parametrize(

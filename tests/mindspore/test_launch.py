@@ -213,6 +213,26 @@ def test_msrun(tmp_path: Path) -> None:
     check_leaving(output, 2)
 
 
+@pytest.mark.nightly
+def test_a_script_that_ends_at_once(tmp_path: Path) -> None:
+    """A rank that ends by `os._exit` takes no leave of msrun's scheduler."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + "\nimport os\nos._exit(0)\n")
+    main = "import sys; from hyper_parallel.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", main, "launch", "-n", "2", "--platform", "mindspore", str(script)]
+    ended = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=PATIENCE,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended
+    output = "".join(file.read_text() for file in tmp_path.glob("worker_*.log"))
+    assert all(f"rank {rank} passed" in output for rank in range(2)), output
+
+
 def test_incomplete_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "MS_ROLE", "MS_WORKER_NUM"):
         monkeypatch.delenv(name, raising=False)

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hyper_parallel.checkpoint import save
-from hyper_parallel.cli import launch, selftest
+from hyper_parallel.cli import launch, msrun_worker, selftest
 from hyper_parallel.cli.main import main, parser
 from hyper_parallel.cli.output import UsageError
 from hyper_parallel.cli.specifications import bytes_of, inputs_of, mesh_of, model_of, object_at, plan_of
@@ -105,6 +106,31 @@ def test_launch_gives_back_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(launch, "command_of", lambda *how: ran.append(how) or [sys.executable, str(script)])
     assert main(["launch", "-n", "3", "--platform", PLATFORM, "--", str(script), "--flag"]) == 7
     assert ran[0][1:3] == (3, [str(script), "--flag"])
+
+
+@pytest.mark.parametrize(("statuses", "wanted"), [((0, 0), 0), ((0, 3), 5), ((0,), 5)])
+def test_ranks_of_msrun_that_ended_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, statuses: tuple[int, ...], wanted: int
+) -> None:
+    """Where they have not taken leave, msrun waits for a scheduler that takes them for lost."""
+    for rank, status in enumerate(statuses):
+        (tmp_path / str(rank)).write_text(str(status))
+    waits = f"import subprocess, sys, time; time.sleep({3600 if wanted == 0 else 0.2}); sys.exit(5)"
+    children = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {waits!r}]))"
+    monkeypatch.setattr(launch, "SECONDS_TO_END", 0.5)
+    begin = time.monotonic()
+    assert launch._run_msrun([sys.executable, "-c", children], str(tmp_path), 2, dict(os.environ)) == wanted
+    assert time.monotonic() - begin < 60
+
+
+def test_a_rank_of_msrun_leaves_its_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for role, rank, code in (("MS_WORKER", "0", 4), ("MS_WORKER", "1", 0), ("MS_SCHED", "0", 9)):
+        environment = {**os.environ, "MS_ROLE": role, "RANK_ID": rank}
+        script = tmp_path / "script.py"
+        script.write_text(f"import os; os._exit({code})")
+        worker = [sys.executable, msrun_worker.__file__, str(tmp_path), str(script)]
+        assert subprocess.run(worker, env=environment, check=False).returncode == code
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.suffix == ""} == {"0": "4", "1": "0"}
 
 
 TINY = ["--model", "llama-tiny", "--length", "16"]

@@ -63,6 +63,8 @@ def device_target() -> str:
 
 def wait_for_group(group: str) -> None:
     """Return when all ranks of the group are here."""
+    if lost_ranks.LOST:
+        lost_ranks.check_group(group)
     if device_target() == "CPU":
         dist.all_reduce(ops.ones((1,), ms.float32), "sum", group)  # mccl's barrier serves the world only
     else:
@@ -145,6 +147,7 @@ class GroupVerbs:
             self._world = world = _adopt()
             if on_cpu and world.size > 1:
                 world.store = store_of_msrun(world.rank, world.size, world.group, meeting)
+                meet(world.store, world.size, meeting.total_seconds())  # see `_meet`
         elif number_in(environment, "WORLD_SIZE", 1, least=1) > 1:
             if not on_cpu:
                 _select_device(environment)
@@ -226,7 +229,10 @@ class GroupVerbs:
         if world is None:
             return None
         world.failed = True
-        return lost_ranks.find_missing_ranks(world.store, world.rank, group, ranks, report)
+        groups: dict[str, Sequence[int]] = {name: members for members, name in world.subgroups.items()}
+        if world.group is not None:
+            groups[world.group] = range(world.size)
+        return lost_ranks.find_missing_ranks(world.store, world.rank, group, ranks, report, groups)
 
     def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
         world = self._need_world()
