@@ -1,4 +1,4 @@
-"""Programs as users of MindSpore write them, of tests/mindspore/programs: in parallel they give what one device does."""
+"""Programs as users of MindSpore write them (tests/mindspore/programs): in parallel they give what one device gives."""
 
 from __future__ import annotations
 
