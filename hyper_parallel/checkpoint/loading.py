@@ -216,9 +216,14 @@ def read_into(target: Target, there: StoredTensor, files: Any, platform: Platfor
         return
     with platform.no_dispatch(), platform.no_grad():
         local_shape, dtype = platform.shape_of(x), platform.dtypes[there.dtype]
+        stored_shape = tuple(local_shape)
+        if target.singleton is not None and layout is not None:
+            held = tuple(_in_file(r, target.singleton, there) for r in held)
+        if target.singleton is not None:
+            stored_shape = _with_dims_of(stored_shape, target.singleton, there, 1)
 
         def fill(memory: Any) -> None:
-            local = np.frombuffer(memory, element_type(there.dtype)).reshape(local_shape)
+            local = np.frombuffer(memory, element_type(there.dtype)).reshape(stored_shape)
             for part in there.parts:
                 for rectangle in held:
                     _copy_overlap(rectangle, local, part, files)
@@ -230,6 +235,19 @@ def read_into(target: Target, there: StoredTensor, files: Any, platform: Platfor
             fill(values)
             platform.write(x, platform.to_dtype(platform.from_bytes(values, local_shape, dtype), x.dtype))
     platform.clear_cache(x)
+
+
+def _in_file(r: Rectangle, singleton: int, there: StoredTensor) -> Rectangle:
+    """A rectangle of a tensor, as one of the tensor in the checkpoint, which has `Target.singleton` or lacks it."""
+    fills = zip(r, (0, 1, 0), strict=True)
+    return Rectangle(*(_with_dims_of(values, singleton, there, fill) for values, fill in fills))
+
+
+def _with_dims_of(values: tuple[int, ...], dim: int, there: StoredTensor, fill: int) -> tuple[int, ...]:
+    """A number for each dimension, without that for ``dim`` or with ``fill`` there, as many as ``there`` has."""
+    if len(values) > len(there.shape):
+        return (*values[:dim], *values[dim + 1 :])
+    return (*values[:dim], fill, *values[dim:])
 
 
 def _copy_overlap(r: Rectangle, local: np.ndarray, part: Part, files: Any) -> None:

@@ -11,8 +11,9 @@ from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.index import Index, StoredTensor
 from hyper_parallel.checkpoint.near_names import near_name
 from hyper_parallel.checkpoint.nest import Kinds, joined, layout_of
+from hyper_parallel.checkpoint.optimizer_filling import fill_optimizer
 from hyper_parallel.checkpoint.values import KIND, decode
-from hyper_parallel.platform import OptimizerState, Platform
+from hyper_parallel.platform import Platform
 
 __all__ = ["Filling", "Target"]
 
@@ -26,10 +27,12 @@ class Target(NamedTuple):
     Attributes:
         tensor: plain or a DTensor.
         stored: name in the checkpoint.
+        singleton: dimension of size 1 that either the tensor or that of the checkpoint has, and the other lacks.
     """
 
     tensor: Any
     stored: str
+    singleton: int | None = None
 
 
 class _MisfitError(Exception):
@@ -51,6 +54,7 @@ class Filling:
         targets: in the order in which they were found.
         place: of the checkpoint, for messages.
         takes_meta: whether tensors without values are among them, which get memory later.
+        parameter_names: id of a tensor of the modules -> its name.
         check_files: raises CheckpointError unless a tensor is in the files, before memory is taken for it.
     """
 
@@ -70,8 +74,9 @@ class Filling:
         self._wrong: list[str] = []
         self._keys: set[str] = set()  # what the checkpoint has where something is missing
         self._wanted: dict[int, tuple[Any, list[str]]] = {}  # id of a tensor -> it, and all its names
-        self._finish: list[Any] = []
+        self._actions: list[Callable[[], None]] = []
         self._asked: set[str] = set()  # names of the checkpoint that something in the nest stands for
+        self._singletons: dict[int, int] = {}  # id of a parameter -> see `StateRole.singleton_dims`
         self._owned: list[str] = []  # prefixes below which nothing else may be
 
     # ---------------------------------------------------------------------- the nest
@@ -81,7 +86,7 @@ class Filling:
         Raises:
             ValueError: where something does not fit; all of it is listed.
         """
-        self._parameter_names = self._kinds.parameter_names(state)
+        self.parameter_names = self._kinds.parameter_names(state)
         result = self._visit(state, self.index.values, "")
         for x, names in self._wanted.values():
             self._choose(x, names)
@@ -93,15 +98,20 @@ class Filling:
         """Which tensors of the checkpoint are asked for, in short."""
         return hashlib.sha256("\n".join(target.stored for target in self.targets).encode()).hexdigest()
 
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Call ``action`` in `finish`."""
+        self._actions.append(action)
+
     def finish(self) -> None:
         """Called when the tensors have their values: gives objects and optimizers their state."""
-        for action in self._finish:
+        for action in self._actions:
             action()
 
     def _visit(self, x: Any, saved: Any, path: str) -> Any:
         kind = self._kinds.of(x, path)
         if kind == "module":
             self._owned.append(path)
+            self._singletons.update(_singletons(x, self.platform))
             for name, tensor in self.platform.saved_tensors(x):
                 self._want(tensor, joined(path, name))
             return x
@@ -111,7 +121,7 @@ class Filling:
         if kind == "optimizer":
             if self._is(saved, "optimizer", path):
                 self._owned.append(path)
-                _fill_optimizer(self, x, saved, path)
+                fill_optimizer(self, x, saved, path)
             return x
         if kind == "object":
             self._object(x, saved, path)
@@ -177,9 +187,9 @@ class Filling:
             if self._is(saved, "ranks", path):
                 states = [decode(saved["values"][i]) for i in saved["of"]]
                 if hasattr(x, "load_state_of_ranks"):
-                    self._finish.append(lambda: x.load_state_of_ranks(states, self._rank, self._world_size))
+                    self.at_end(lambda: x.load_state_of_ranks(states, self._rank, self._world_size))
                 elif len(states) == self._world_size:
-                    self._finish.append(lambda: x.load_state_dict(states[self._rank]))
+                    self.at_end(lambda: x.load_state_dict(states[self._rank]))
                 else:
                     self._wrong.append(
                         f"{path}: each of {len(states)} ranks has saved its own, and {self._world_size} load: give "
@@ -187,7 +197,7 @@ class Filling:
                     )
         elif self._is(saved, "object", path):
             state = self._visit_object(x.state_dict(), saved["state"], path)
-            self._finish.append(lambda: x.load_state_dict(state))
+            self.at_end(lambda: x.load_state_dict(state))
 
     def _visit_object(self, now: Any, saved: Any, path: str) -> Any:
         """As it was saved; tensors that the object has now are filled."""
@@ -227,14 +237,15 @@ class Filling:
         else:
             self.fill(x, stored[0], names[0])
 
-    def fill(self, x: Any, stored: str, name: str) -> None:
-        """Fill ``x`` with a tensor of the checkpoint, if shape and dtype fit."""
+    def fill(self, x: Any, stored: str, name: str, parameter: Any = None) -> None:
+        """Fill ``x`` with a tensor of the checkpoint, if shape and dtype fit. ``parameter``: whose state ``x`` is."""
         self._asked.add(stored)
         there, shape = self.index.tensors[stored], tuple(x.shape)
+        singleton = self.singleton(x if parameter is None else parameter, shape, there)
         layout = layout_of(x)
         if layout is not None and any(p.is_partial() for p in layout.placements):
             self._wrong.append(f"{name} is placed {list(layout.placements)}: a sum of what ranks hold cannot be filled")
-        elif there.shape != shape:
+        elif there.shape != shape and singleton is None:
             self._wrong.append(f"{name} has shape {shape} here, {there.shape} in the checkpoint")
         elif there.dtype not in self.platform.dtypes:
             self._wrong.append(f"{name} is of {there.dtype}, which {self.platform.name} does not have")
@@ -243,10 +254,18 @@ class Filling:
                 f"{name} is of {x.dtype} here, {there.dtype} in the checkpoint: load with convert_dtypes=True"
             )
         else:
-            self.targets.append(Target(x, stored))
+            self.targets.append(Target(x, stored, singleton))
 
-    def new_tensor(self, stored: str, layout: Any) -> Any:
-        """A new tensor to be filled, plain or of ``layout``."""
+    def singleton(self, parameter: Any, shape: tuple[int, ...], there: StoredTensor) -> int | None:
+        """`Target.singleton` of a tensor of that shape, a parameter or state of one."""
+        dim = self._singletons.get(id(parameter))
+        longer, shorter = (shape, there.shape) if len(shape) > len(there.shape) else (there.shape, shape)
+        if dim is None or len(longer) != len(shorter) + 1 or longer[dim] != 1:
+            return None
+        return dim if shorter == (*longer[:dim], *longer[dim + 1 :]) else None
+
+    def new_tensor(self, stored: str, layout: Any, parameter: Any = None) -> Any:
+        """A new tensor to be filled, plain or of ``layout``. ``parameter``: whose state it is."""
         found = self.index.find(stored)
         if found is None:
             raise CheckpointError(f"the index has a place for tensor {stored!r}, and no such tensor")
@@ -255,12 +274,14 @@ class Filling:
             raise _MisfitError(f"tensor {stored!r} is of {there.dtype}, which {platform.name} does not have")
         if self.check_files is not None:
             self.check_files(there)
-        dtype, shape = platform.dtypes[there.dtype], there.shape if layout is None else layout.local_shape
+        singleton = None if parameter is None else self.singleton(parameter, tuple(parameter.shape), there)
+        shape = there.shape if singleton is None else tuple(parameter.shape)
+        dtype, shape = platform.dtypes[there.dtype], shape if layout is None else layout.local_shape
         x = platform.factory("empty", shape, None, dtype)
         if layout is not None:
             x = platform.wrap(x, layout)
         self._asked.add(stored)
-        self.targets.append(Target(x, stored))
+        self.targets.append(Target(x, stored, singleton))
         return x
 
     def names_below(self, prefix: str) -> Iterator[str]:
@@ -307,6 +328,16 @@ class Filling:
         )
 
 
+def _singletons(root: Any, platform: Platform) -> Iterator[tuple[int, int]]:
+    """(id of a parameter, its dimension), as `StateRole.singleton_dims` says."""
+    known = platform.singleton_dims
+    for _, module in platform.named_modules(root):
+        names = next((known[cls] for cls in type(module).__mro__ if cls in known), {})
+        for name, p in platform.named_parameters(module):
+            if name in names:
+                yield id(p), names[name]
+
+
 def _some(problems: Sequence[str], line: Callable[[str], str] = str) -> list[str]:
     """Return a line for each of the first problems, and how many more there are."""
     more = len(problems) - _LISTED
@@ -319,76 +350,3 @@ def _items(saved: dict[str, Any]) -> dict[Any, Any] | None:
     if kind == "dict":
         return {decode(key): value for key, value in saved["items"]}
     return {"": saved, "module": {}}.get(kind) if isinstance(kind, str) else None
-
-
-def _fill_optimizer(filling: Filling, optimizer: Any, saved: dict[str, Any], path: str) -> None:
-    """Plan to fill the state of an optimizer, which may not have stepped yet."""
-    platform = filling.platform
-    now: OptimizerState = platform.optimizer_state(optimizer)
-    groups = saved["groups"]
-    if [len(group) for group in now.parameters] != [len(group["parameters"]) for group in groups]:
-        filling.wrong(
-            f"{path} has groups of {[len(group) for group in now.parameters]} parameters, the checkpoint of "
-            f"{[len(group['parameters']) for group in groups]}"
-        )
-        return
-    moments: dict[str, list[str]] = {}
-    by_parameter = sorted({p for group in groups for p in group["parameters"]}, key=len, reverse=True)
-    known = set(by_parameter)
-    for name in filling.names_below(path):
-        parameter, _, moment = name[len(path) + 1 if path else 0 :].rpartition(".")
-        if parameter in known:
-            moments.setdefault(parameter, []).append(moment)
-    names, rows, count = filling._parameter_names, iter(now.state), 0
-    state: list[dict[str, Any]] = []
-    for group, stored_group in zip(now.parameters, groups, strict=True):
-        for p, by_place in zip(group, stored_group["parameters"], strict=True):
-            name = names.get(id(p), str(count))
-            count += 1
-            row, new = next(rows), {}
-            # Without the module beside it, an optimizer's parameters have numbers for names.
-            source = name if name in known or (id(p) in names and not by_place.isdigit()) else by_place
-            if source not in known:
-                filling.lacks(joined(path, name))
-                state.append(row)
-                continue
-            if source not in saved["numbers"] and source not in moments and row.get("step", 0) == 0:
-                state.append(row)  # neither has stepped
-                continue
-            numbers = {n: decode(value) for n, value in saved["numbers"].get(source, {}).items()}
-            for moment in moments.get(source, ()):
-                stored = filling.index.find(joined(path, f"{source}.{moment}"))
-                here = joined(path, f"{name}.{moment}")
-                if platform.is_tensor(row.get(moment)):
-                    filling.fill(row[moment], stored or here, here)
-                    new[moment] = row[moment]
-                elif not row:
-                    new[moment] = _first_moment(filling, p, stored or here, here)
-                else:
-                    filling.asked(stored or here)
-                    filling.wrong(f"{here} is in the checkpoint, and {type(optimizer).__name__} has no such state")
-            for moment, value in row.items():
-                if moment not in new and platform.is_tensor(value):
-                    filling.lacks(joined(path, f"{name}.{moment}"))
-                    new[moment] = value
-                elif moment not in new:
-                    new[moment] = numbers.get(moment, value)
-            state.append({**numbers, **new})
-    options = [decode(group["options"]) for group in groups]
-    filling._finish.append(
-        lambda: platform.set_optimizer_state(optimizer, OptimizerState(now.parameters, options, state))
-    )
-
-
-def _first_moment(filling: Filling, p: Any, stored: str, name: str) -> Any:
-    """State of an optimizer that has not stepped yet: it lies as its parameter does."""
-    shape, layout = filling.index.tensors[stored].shape, layout_of(p)
-    if layout is not None and shape == layout.shape:
-        return filling.new_tensor(stored, layout)
-    if layout is not None and len(shape):
-        filling.wrong(
-            f"{name} has shape {shape}, its parameter {tuple(layout.shape)}, so that its placement is not known before "
-            "the first step: let the optimizer step once before loading"
-        )
-        return None
-    return filling.new_tensor(stored, None)

@@ -23,6 +23,8 @@ from hyper_parallel import (
     DTensor,
     Replicate,
     RowwiseParallel,
+    Shard,
+    distribute_parameter,
     fully_shard,
     get_platform,
     parallelize_module,
@@ -50,14 +52,20 @@ def on_torch() -> bool:
     return bool(get_platform().name.startswith("torch"))
 
 
-def make_model() -> Any:
-    """An embedding, a norm and two linear layers, whose names differ between the frameworks."""
+def make_model(kind: str) -> Any:
+    """An embedding, a norm and two linear layers, whose names differ between the frameworks; or convolutions, whose
+    weights have other shapes."""
     if on_torch():
         from torch import nn
 
+        if kind == "convolutions":
+            return nn.Sequential(nn.Conv1d(4, 6, 3), nn.ConvTranspose1d(6, 4, 2, bias=False))
         return nn.Sequential(nn.Embedding(7, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6))
     import mindspore as ms
 
+    if kind == "convolutions":
+        transposed = ms.nn.Conv1dTranspose(6, 4, 2, has_bias=False)
+        return ms.nn.SequentialCell(ms.nn.Conv1d(4, 6, 3, has_bias=True), transposed)
     cells = ms.nn.Embedding(7, 6), ms.nn.LayerNorm((6,)), ms.nn.Dense(6, 5), ms.nn.ReLU(), ms.nn.Dense(5, 6)
     return ms.nn.SequentialCell(*cells)
 
@@ -70,13 +78,16 @@ def values(seed: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarra
 class Job:
     """A model and an optimizer, spread over ranks or not, which steps with gradients that are given."""
 
-    def __init__(self, mesh: Any, optimizer: str, seed: int) -> None:
-        self.platform, self.model = get_platform(), make_model()
+    def __init__(self, mesh: Any, optimizer: str, seed: int, kind: str = "layers") -> None:
+        self.platform, self.model = get_platform(), make_model(kind)
         self.parameters = dict(self.platform.saved_tensors(self.model))
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         for name, x in values(seed, self.shapes).items():
             self._write(self.parameters[name], x)
-        if mesh is not None:
+        if kind == "convolutions":
+            distribute_parameter(self.model[0], "weight", mesh["tp"], [Shard(0)])
+            distribute_parameter(self.model[1], "weight", mesh["tp"], [Shard(1)])
+        elif mesh is not None:
             plan = {"2": ColwiseParallel(), "4": RowwiseParallel(), "0": RowwiseParallel(input_layouts=Replicate())}
             parallelize_module(self.model, mesh["tp"], plan)
             if mesh["dp"].size() > 1:
@@ -128,7 +139,7 @@ class Job:
                 return f"{float(x):.9g}"
             whole = x.full_tensor() if isinstance(x, DTensor) else x
             data = self.platform.bytes_of(self.platform.detach(whole))
-            return f"{tuple(whole.shape)} {hashlib.sha256(data).hexdigest()}"
+            return f"{[n for n in whole.shape if n != 1]} {hashlib.sha256(data).hexdigest()}"
 
         found = {name: digest(p) for name, p in self.parameters.items()}
         state = self.platform.optimizer_state(self.optimizer)
@@ -149,11 +160,11 @@ def mesh_of(shape: tuple[int, int]) -> Any:
     return spmd.device_mesh(*shape, names=("dp", "tp"))
 
 
-def save_job(shape: tuple[int, int], optimizer: str, directory: str) -> Any:
+def save_job(shape: tuple[int, int], optimizer: str, directory: str, kind: str = "layers") -> Any:
     mesh = mesh_of(shape)
     if mesh is None:
         return None
-    job = Job(mesh, optimizer, 1)
+    job = Job(mesh, optimizer, 1, kind)
     job.step(0), job.step(1)
     save({**job.state, "step": 2}, f"{directory}/saved", mesh=mesh)
     digests = job.digests()
@@ -161,12 +172,14 @@ def save_job(shape: tuple[int, int], optimizer: str, directory: str) -> Any:
     return digests, job.whole()
 
 
-def load_job(shape: tuple[int, int], optimizer: str, directory: str, name: str, again: str | None) -> Any:
+def load_job(
+    shape: tuple[int, int], optimizer: str, directory: str, name: str, again: str | None, kind: str = "layers"
+) -> Any:
     """What is loaded, and what comes of two more steps; saved again before them."""
     mesh = mesh_of(shape)
     if mesh is None:
         return None
-    job = Job(mesh, optimizer, 2)
+    job = Job(mesh, optimizer, 2, kind)
     assert load(job.state, f"{directory}/{name}", mesh=mesh)["step"] == 2
     digests = job.digests()
     if again is not None:
@@ -209,6 +222,21 @@ def test_from_mindspore(pool: Any, torch_pool: Any, tmp_path: Path) -> None:
     assert there == saved
     for name, x in trained.items():
         np.testing.assert_allclose(trained_there[name], x, rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+def test_convolutions(pool: Any, torch_pool: Any, tmp_path: Path) -> None:
+    """MindSpore's 1-D kernels have a dimension of size 1 that torch's lack: both load both, moments too."""
+    saved, trained = first(torch_pool.run(4, save_job, (1, 2), "AdamW", str(tmp_path), "convolutions"))
+    there, trained_there = first(
+        pool.run(4, load_job, (1, 4), "AdamW", str(tmp_path), "saved", "again", "convolutions")
+    )
+    back, trained_back = first(
+        torch_pool.run(4, load_job, (1, 3), "AdamW", str(tmp_path), "again", None, "convolutions")
+    )
+    assert there == saved and back == saved
+    for name, x in trained.items():
+        for other in (trained_there[name], trained_back[name]):
+            np.testing.assert_allclose(other.reshape(x.shape), x, rtol=1e-4, atol=2e-5, err_msg=name)
 
 
 def save_weights(shape: tuple[int, int], directory: str) -> Any:

@@ -34,6 +34,9 @@ class OptimizerState:
 class StateRole:
     """Modules and optimizers, as something to be saved, and tensors as bytes."""
 
+    #: Class of modules -> names of its parameters -> a dimension of size 1 that the parameter has in one framework and
+    #: lacks in the other: kernels of 1-D convolutions. A load takes files of both.
+    singleton_dims: Mapping[type, Mapping[str, int]] = MappingProxyType({})
     #: The framework's dtypes by their usual names ("float32", "bfloat16", "int64", "bool", ...): those of files.
     dtypes: Mapping[str, Any] = MappingProxyType({})
 

@@ -18,6 +18,7 @@ from hyper_parallel.platform.mindspore.torch_names import (
     FIRST_STEP,
     MOMENTUM,
     NUMBERS,
+    SINGLETON_DIMS,
     STATE,
     STATE_OF,
     UNCOUNTED,
@@ -50,6 +51,7 @@ class StateVerbs:
                     name = names.get(name, name)
                     yield f"{path}.{name}" if path else name, x
 
+    singleton_dims: Mapping[type, Mapping[str, int]] = SINGLETON_DIMS
     keeps_meta = False
 
     def give_memory(self, x: Any) -> None:

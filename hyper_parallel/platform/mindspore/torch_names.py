@@ -1,7 +1,7 @@
 """What torch calls the parameters of MindSpore's cells and the state of its optimizers: data alone.
 
 Where a name is missing here, both frameworks have the same. All of it lies in the same layout on both, (out, in) for
-linear layers too.
+linear layers too; kernels of 1-D convolutions have a dimension of size 1 more here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = [
     "FIRST_STEP",
     "MOMENTUM",
     "NUMBERS",
+    "SINGLETON_DIMS",
     "STATE",
     "STATE_OF",
     "UNCOUNTED",
@@ -35,6 +36,8 @@ CELLS: dict[type, dict[str, str]] = {
     nn.BatchNorm2d: _BATCH_NORM,
     nn.BatchNorm3d: _BATCH_NORM,
 }
+#: See `StateRole.singleton_dims`: (out, in, 1, width), where torch has (out, in, width).
+SINGLETON_DIMS: dict[type, dict[str, int]] = {nn.Conv1d: {"weight": 2}, nn.Conv1dTranspose: {"weight": 2}}
 
 
 class Moment(NamedTuple):

@@ -29,6 +29,9 @@ class StateVerbs(Platform):
         name: getattr(torch, name) for name in f"{_NAMES} {_FLOAT8}".split() if hasattr(torch, name)
     }
 
+    #: MindSpore's kernels are (out, in, 1, width).
+    singleton_dims: Mapping[type, Mapping[str, int]] = {nn.Conv1d: {"weight": 2}, nn.ConvTranspose1d: {"weight": 2}}
+
     def saved_tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """See `Platform.saved_tensors`."""
         for path, submodule in module.named_modules(remove_duplicate=False):
