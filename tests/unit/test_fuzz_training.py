@@ -38,7 +38,8 @@ def test_all_words_and_kinds_occur() -> None:
     assert {repr(r) for setup in setups for r in setup.reshard} == {"None", "True", "False", "2"}
     assert any(setup.two_meshes for setup in setups) and any(setup.by_last for setup in setups)
     assert {program.data for program in PROGRAMS} == {"parts", "same", "batch"}
-    assert any(program.cuts for program in PROGRAMS)
+    assert any(program.cuts for program in PROGRAMS) and any(model.drops for model in models)
+    assert {a[2] for program in PROGRAMS for a in program.actions if a[0] == "load"} == {"write", "whole", "sharded"}
 
 
 def test_limits_hold() -> None:
@@ -52,6 +53,14 @@ def test_limits_hold() -> None:
     assert {p.model.dtype for p in found} == {"float32"} and {p.optimizer for p in found} == {"sgd"}
     assert {p.model.writer for p in found} == {"", "teacher"}
     assert all(rows.stop > rows.start for p in found for setup in p.setups for rows in p.rows(setup))
+
+
+def test_further_ways_to_load() -> None:
+    """They come where others would have been, and the rest of a program stays."""
+    limits = TrainingLimits(loads=("write", "whole", "sharded", "set_data"))
+    found = [generate(seed, limits) for seed in range(600)]
+    assert {a[2] for p in found for a in p.actions if a[0] == "load"} == {*limits.loads}
+    assert [[a[:2] for a in p.actions] for p in found] == [[a[:2] for a in p.actions] for p in PROGRAMS]
 
 
 def test_rows_of_ranks() -> None:

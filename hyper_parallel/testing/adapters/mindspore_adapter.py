@@ -635,12 +635,32 @@ TRAINING_LIMITS: dict[str, Any] = {
     "dtypes": ("float32",),
     "without": frozenset({"cast", "empty"}),
     "writers": ("teacher", "counter", "buffer"),
-    # The others change nothing on CPU.
-    "ways": ("copy",),
+    # Other methods of tensors change nothing on CPU.
+    "ways": ("copy", "assign", "set_data"),
+    "loads": ("write", "whole", "sharded", "set_data", "load_param_into_net"),
     # Norms and gradients of embeddings have no kernels for no rows.
     "least": 1,
 }
 TRAINING_SHARE = 60
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "assign": ops.assign,
+    "set_data": lambda p, value: p.set_data(value),
+}
+
+
+def _load_each(module: Any, values: dict[str, tuple[Any, Any]]) -> None:
+    for p, value in values.values():
+        p.set_data(value)
+
+
+def _load_into_net(module: Any, values: dict[str, tuple[Any, Any]]) -> None:
+    state = {p.name: ms.Parameter(value, name=p.name) for p, value in values.values()}
+    not_loaded, unknown = ms.load_param_into_net(module, state)
+    if not_loaded or unknown:
+        raise ValueError(f"load_param_into_net leaves {not_loaded} out, and does not know {unknown}")
+
+
+LOADS = {"set_data": _load_each, "load_param_into_net": _load_into_net}
 
 
 def unruled_in_place(x: Any) -> Any:

@@ -163,7 +163,7 @@ def half(kind: str) -> nn.Cell:
         net[0].to_float(ms.float16)
         net[2].to_float(ms.float16)
         return scored(net)
-    return scored(ms.amp.auto_mixed_precision(net, "O1", ms.float16))
+    return scored(ms.amp.auto_mixed_precision(net, "auto", ms.float16))
 
 
 _PART = "ValueError: mindspore.recompute(FeedForward) gives no gradient of"
@@ -213,7 +213,7 @@ PROGRAMS: dict[str, Program] = {
         "`mindspore.recompute(use_reentrant=False)`", lambda: scored(Recomputed(use_reentrant=False)), block_plan
     ),
     "half precision of layers": _of_net("`Cell.to_float`", lambda: half("cells"), tolerance=3e-2),
-    "half precision by lists": _of_net("`auto_mixed_precision`, O1", lambda: half("O1"), tolerance=3e-2),
+    "half precision by lists": _of_net('`auto_mixed_precision(net, "auto")`', lambda: half("lists"), tolerance=3e-2),
     "writes in the forward": _of_net(
         "a counter and a running mean", lambda: scored(Counting()), lambda: mlp_plan("_backbone.net")
     ),

@@ -171,9 +171,11 @@ class Job:
         return {name: np.array(self.adapter.numpy(x)) for name, x in named.items()}
 
     def _write(self, values: dict[str, np.ndarray]) -> None:
-        """Write whole values into parameters and buffers."""
+        """Write whole values into the parameters and buffers of these names."""
         self._reshard_all()
         for name, x in models.held(self.root).items():
+            if name not in values:
+                continue
             part = values[name] if not isinstance(x, DTensor) else values[name][x._layout.local_index()]
             if part.size:
                 with self.platform.no_dispatch(), self.platform.no_grad():
@@ -230,6 +232,8 @@ class Job:
             weights = weights / np.asarray(self.now.data_ranks, self.dtype)
         mine = slice(0, ROWS) if one or program.data == "batch" else self.rows[self.rank]
         outputs: dict[str, tuple[Any, slice | None]] = {}
+        if program.model.drops:
+            adapter.seed(seed)
 
         def loss(given: Any) -> Any:
             sums = None

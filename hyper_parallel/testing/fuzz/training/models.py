@@ -51,6 +51,7 @@ def _made(model: Model) -> Any:
     if model.writer:
         root.writer = _writer(adapter, model)
     object.__setattr__(root, "order", [tuple(range(len(model.blocks)))])
+    object.__setattr__(root, "drops", model.drops)
     get_platform().replace_forward(root, lambda _: _forward)
     return root
 
@@ -68,7 +69,8 @@ def _forward(self: Any, x: Any) -> Any:
     if tied is not None:
         x = tied.embedding(x)
     for i in self.order[0]:
-        x = x + getattr(self, f"block{i}")(x)
+        y = getattr(self, f"block{i}")(x)
+        x = x + (get_adapter().dropout(y, 0.25) if self.drops else y)
     writer = getattr(self, "writer", None)
     if writer is not None:
         x = writer(x)
@@ -105,8 +107,10 @@ def _written(self: Any, x: Any) -> Any:
             if way == "add":
                 adapter.IN_PLACE["mul_"][0](p, 1 - rate)
                 adapter.IN_PLACE["add_"][0](p, adapter.detach(goal * rate))
-            else:
+            elif way == "copy":
                 adapter.IN_PLACE["copy_"][0](p, new)
+            else:
+                adapter.WRITES[way](p, new)
     if what == "teacher":
         return self.student(x) - self.teacher(x)
     if what == "counter":

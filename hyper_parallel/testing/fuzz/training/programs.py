@@ -34,8 +34,9 @@ class Model:
         bias: of linear layers.
         vocabulary: of the embedding, which is tied to the head; 0 for none.
         writer: what writes in forward: ``""``, ``"teacher"``, ``"counter"``, ``"book"``, ``"buffer"``.
-        way: how it writes: ``"copy"``, ``"add"``.
+        way: how it writes: ``"copy"``, ``"add"``, or one of the adapter's `WRITES`.
         dtype: of parameters and data.
+        drops: whether blocks are followed by dropout.
     """
 
     features: int
@@ -46,6 +47,7 @@ class Model:
     writer: str = ""
     way: str = "copy"
     dtype: str = "float64"
+    drops: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class TrainingLimits:
         dtypes: of models.
         without: words that the framework does not have.
         writers, ways: what may write in forward, and how.
+        loads: how values may be loaded.
         optimizers: names of the adapter's.
         least: how many rows each rank has at least.
     """
@@ -141,6 +144,7 @@ class TrainingLimits:
     without: frozenset[str] = frozenset()
     writers: tuple[str, ...] = ("teacher", "counter", "buffer", "book")
     ways: tuple[str, ...] = ("copy", "add")
+    loads: tuple[str, ...] = ("write", "whole", "sharded")
     optimizers: tuple[str, ...] = ("sgd", "momentum", "adamw")
     least: int = 0
 
@@ -171,7 +175,23 @@ def generate(seed: int, limits: TrainingLimits) -> Program:
             actions.append(("differ", *orders))
     if not any(word in ("step", "eval", "differ") for word, *_ in actions):
         actions.append(("step", int(rng.integers(1 << 30)), 1, 0.0))
+    model, actions = _later(seed, model, actions, data, limits)
     return Program(seed, model, setups, data, cuts, optimizer, tuple(actions), limits.least)
+
+
+def _later(
+    seed: int, model: Model, actions: list[Action], data: str, limits: TrainingLimits
+) -> tuple[Model, list[Action]]:
+    """What programs have had since seeds were written down: by numbers of its own, so that the rest stays."""
+    rng = np.random.default_rng((seed, 7724))
+    # Ranks with parts of their own, or with blocks of their own, draw other numbers than one device.
+    drops = data != "parts" and not any(word in ("choose", "differ") for word, *_ in actions) and rng.random() < 0.3
+    more = [how for how in limits.loads if how not in TrainingLimits().loads]
+    if more:
+        actions = [
+            (a[0], a[1], _draw(rng, tuple(more))) if a[0] == "load" and rng.random() < 0.5 else a for a in actions
+        ]
+    return replace(model, drops=bool(drops)), actions
 
 
 def _draw(rng: np.random.Generator, values: tuple[Any, ...]) -> Any:

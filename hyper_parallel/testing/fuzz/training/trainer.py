@@ -61,6 +61,8 @@ class Trainer(Job):
 
     def _eval(self, seed: int) -> None:
         x = self._batch(seed)[0]
+        if self.program.model.drops:
+            self.adapter.seed(seed)
         for what, part, rows in self._forwards():
             with self.platform.no_grad():
                 y = self.adapter.call(self.root, self._mine(self.adapter.tensor(x[part])))
@@ -153,7 +155,14 @@ class Trainer(Job):
             self._write(values)
             return
         self._reshard_all()
-        self._set(values, how == "whole")
+        if how in self.adapter.LOADS:
+            named = models.parameters(self.root)
+            self.adapter.LOADS[how](
+                self.root, {name: (p, self.adapter.tensor(values[name])) for name, p in named.items()}
+            )
+            self._write({name: values[name] for name in models.buffers(self.root)})
+        else:
+            self._set(values, how == "whole")
 
     def _set(self, values: dict[str, np.ndarray], whole: bool) -> None:
         """By `set_model_state_dict`, of whole values or of shards."""
