@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.paths import Paths
-from hyper_parallel.core.tensor_parallel.plan import did_you_mean
+from hyper_parallel.core.tensor_parallel.plan import LISTED, did_you_mean
 from hyper_parallel.debug.collective import Collective
 from hyper_parallel.debug.module_scopes import ModuleScopes
 from hyper_parallel.platform import get_platform
@@ -88,15 +88,13 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
 
 
 def unmatched_keys(plan: Any, paths: Sequence[str]) -> dict[str, str]:
-    """The keys of a plan that match no module, each with the paths that look like it."""
+    """The keys of a plan that match no module, the first of them with the paths that look like it."""
     if not isinstance(plan, Mapping):
         return {}
     known = Paths(paths)
-    return {
-        key: did_you_mean(key, paths).removeprefix("; ")
-        for key in plan
-        if isinstance(key, str) and not known.matching(key)
-    }
+    keys = [key for key in plan if isinstance(key, str) and not known.matching(key)]
+    near = {key: did_you_mean(key, paths).removeprefix("; ") for key in keys[:LISTED]}
+    return {key: near.get(key, "") for key in keys}
 
 
 class DryStep:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, RowwiseParallel
+from hyper_parallel import ColwiseParallel, RowwiseParallel, init_device_mesh, parallelize_module
 from hyper_parallel.core.tensor_parallel.paths import Paths, by_parent
 from hyper_parallel.planning import DryStep
 from tests.support.counted_calls import calls_of
@@ -65,6 +65,25 @@ def calls_of_a_plan(make: Callable[[int], tuple[nn.Module, dict[str, Any]]], cou
 def test_twice_as_many_patterns_take_twice_as_long(make: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> None:
     calls_of_a_plan(make, 8)  # what is looked up once
     few, many = calls_of_a_plan(make, 120), calls_of_a_plan(make, 240)
+    assert many <= 2.1 * few, (few, many)
+
+
+def test_many_keys_that_match_nothing() -> None:
+    """Near paths are looked for of those that are listed, in one warning."""
+
+    def calls(count: int) -> int:
+        model, mesh = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(count))), init_device_mesh("cpu", (1,))
+        plan = {f"layer{i}": ColwiseParallel() for i in range(count)}
+        with pytest.warns(UserWarning, match="the plan's 'layer0' matches no module") as caught:
+            called = calls_of(lambda: parallelize_module(model, mesh, plan))
+        (warning,) = caught
+        lines = str(warning.message).splitlines()
+        assert len(lines) == 21 and lines[-1] == f"... and {count - 20} more"
+        assert lines[1].startswith("the plan's 'layer1' matches no module")
+        return called
+
+    calls(30)
+    few, many = calls(200), calls(400)
     assert many <= 2.1 * few, (few, many)
 
 

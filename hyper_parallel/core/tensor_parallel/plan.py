@@ -21,6 +21,9 @@ from hyper_parallel.core.tensor_parallel.fused import check_fused
 from hyper_parallel.core.tensor_parallel.paths import Paths
 from hyper_parallel.core.tensor_parallel.style_names import style_by_name
 
+#: How many keys of a plan that match no module are listed, each with the paths that look like it.
+LISTED = 20
+
 Plan = ParallelStyle | str | dict[str, ParallelStyle | str]
 
 
@@ -77,6 +80,7 @@ def plan_facts(matches: list[Match], model: Any, mesh: DeviceMesh, src_data_rank
 def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> list[Match]:
     """What the plan names, in plan order."""
     matches: list[Match] = []
+    without: list[str] = []
     paths = Paths(modules)
     for pattern, given in plan.items():
         if not isinstance(pattern, str):
@@ -89,8 +93,10 @@ def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> lis
             )
         found = [(path, modules[path], style) for path in paths.matching(pattern)]
         if not found:
-            _report_no_match(pattern, modules)
+            without.append(pattern)
         matches += found
+    if without:
+        _report_no_match(without, modules)
     return matches
 
 
@@ -100,8 +106,13 @@ def did_you_mean(pattern: str, paths: Iterable[str]) -> str:
     return f"; the nearest paths are {', '.join(map(repr, near))}" if near else ""
 
 
-def _report_no_match(pattern: str, modules: dict[str, Any]) -> None:
-    message = f"the plan's {pattern!r} matches no module{did_you_mean(pattern, modules)}"
+def _report_no_match(patterns: list[str], modules: dict[str, Any]) -> None:
+    # Near paths of those that are listed alone: to look for them takes long in a large model.
+    first, *others = patterns[:LISTED]
+    rest = "".join(f"\nthe plan's {p!r} matches no module{did_you_mean(p, modules)}" for p in others)
+    if len(patterns) > LISTED:
+        rest += f"\n... and {len(patterns) - LISTED} more"
+    message = f"the plan's {first!r} matches no module{did_you_mean(first, modules)}{rest}"
     if is_strict():
         raise ValueError(message)
     warnings.warn(message, stacklevel=5)
