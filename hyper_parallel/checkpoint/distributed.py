@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from hyper_parallel import checkpoint
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.saving import AsyncSave
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["CheckpointException", "Stateful", "async_save", "load", "save"]
 

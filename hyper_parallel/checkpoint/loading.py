@@ -20,8 +20,8 @@ from hyper_parallel.checkpoint.saving import wait_for_saves
 from hyper_parallel.checkpoint.sums import shared_out
 from hyper_parallel.checkpoint.targets import Filling, Target
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES, TensorFile, element_type
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.rectangles import Rectangle, held_rectangles
+from hyper_parallel.core.layouts.rectangles import Rectangle, held_rectangles
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform, get_platform
 
 __all__ = ["Files", "compare_sums", "load", "read_into"]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hyper_parallel.checkpoint.nest import joined, layout_of
 from hyper_parallel.checkpoint.values import decode
 from hyper_parallel.platform import OptimizerState
 
-if TYPE_CHECKING:
-    from hyper_parallel.checkpoint.targets import Filling
-
 __all__ = ["fill_optimizer"]
 
 
-def fill_optimizer(filling: Filling, optimizer: Any, saved: dict[str, Any], path: str) -> None:
-    """Plan to fill the state of an optimizer, which may not have stepped yet."""
+def fill_optimizer(filling: Any, optimizer: Any, saved: dict[str, Any], path: str) -> None:
+    """Plan to fill the state of an optimizer, which may not have stepped yet. ``filling``: a `targets.Filling`."""
     platform = filling.platform
     now: OptimizerState = platform.optimizer_state(optimizer)
     groups = saved["groups"]
@@ -71,7 +68,7 @@ def fill_optimizer(filling: Filling, optimizer: Any, saved: dict[str, Any], path
     filling.at_end(lambda: platform.set_optimizer_state(optimizer, OptimizerState(now.parameters, options, state)))
 
 
-def _first_moment(filling: Filling, p: Any, stored: str, name: str) -> Any:
+def _first_moment(filling: Any, p: Any, stored: str, name: str) -> Any:
     """State of an optimizer that has not stepped yet: it lies as its parameter does."""
     there, layout = filling.index.tensors[stored], layout_of(p)
     shape = there.shape

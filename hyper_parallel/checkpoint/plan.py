@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.layouts.rectangles import Rectangle, held_rectangles
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.rectangles import Rectangle, held_rectangles
 
 __all__ = ["Wanted", "Writer", "entry_name", "share_out"]
 

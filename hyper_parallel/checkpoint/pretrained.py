@@ -24,7 +24,7 @@ from hyper_parallel.checkpoint.ranks import all_ranks, together
 from hyper_parallel.checkpoint.targets import Filling
 from hyper_parallel.checkpoint.tensor_files import Entry, TensorFile
 from hyper_parallel.checkpoint.weight_files import INDEX, WEIGHTS, in_files, read_weight_index
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform, get_platform
 
 __all__ = ["load_pretrained", "save_pretrained"]

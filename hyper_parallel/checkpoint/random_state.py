@@ -14,8 +14,8 @@ import numpy as np
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.random_groups import assign, groups_alike, groups_saved
 from hyper_parallel.checkpoint.ranks import LOADING
-from hyper_parallel.core.dtensor.operations import counter
-from hyper_parallel.core.dtensor.operations.random import keep_states
+from hyper_parallel.core.rules import counter
+from hyper_parallel.core.rules.random import keep_states
 from hyper_parallel.platform import Platform, get_platform
 
 __all__ = ["RandomState"]

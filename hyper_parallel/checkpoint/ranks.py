@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from hyper_parallel.checkpoint import disk
 from hyper_parallel.checkpoint.errors import CheckpointError
-from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.communication.collectives import all_gather_object
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.terminal import printable, printable_lines
 from hyper_parallel.platform.timeout import timeout_seconds

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.checkpoint.ranks import all_ranks
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
 
 __all__ = ["StatefulDistributedSampler"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from hyper_parallel.checkpoint.jobs import Job, prepare, write
 from hyper_parallel.checkpoint.ranks import ThroughFiles, all_ranks
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
 
 __all__ = ["AsyncSave", "async_save", "save", "wait_for_saves"]

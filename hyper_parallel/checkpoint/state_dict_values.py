@@ -9,9 +9,9 @@ from typing import Any
 from hyper_parallel.checkpoint.nest import layout_of
 from hyper_parallel.checkpoint.ranks import all_ranks
 from hyper_parallel.core.dtensor.api import distribute_tensor
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.placement_types import Replicate
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform
 
 __all__ = ["Source", "StateDictOptions", "given"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import hyper_parallel
+from hyper_parallel.platform import get_platform
+from hyper_parallel.public_names import HOME_OF
 
 #: Names of the classes of placements that other libraries have too.
 _PLACEMENTS = frozenset({"Partial", "Replicate", "Shard", "_StridedShard"})
@@ -20,7 +21,7 @@ def described_placement(value: Any) -> tuple[Any, ...] | None:
     """
     if type(value).__name__ not in _PLACEMENTS:
         return None
-    found: tuple[Any, ...] | None = hyper_parallel.get_platform().describe_native_placement(value)
+    found: tuple[Any, ...] | None = get_platform().describe_native_placement(value)
     return found
 
 
@@ -37,6 +38,6 @@ def import_hint(value: Any) -> str:
     cls = value if isinstance(value, type) else type(value)
     for base in cls.__mro__:
         name, home = base.__name__, base.__module__
-        if name in hyper_parallel.__all__ and home.partition(".")[0] != hyper_parallel.__name__:
+        if name in HOME_OF and home.partition(".")[0] != "hyper_parallel":
             return f"; this is {name} of {home}, which is not this library's: write `from hyper_parallel import {name}`"
     return ""

@@ -2,8 +2,8 @@
 `ProfilerRanges` names them in profiles, `visualize_sharding` shows who holds what, `cache_sizes` says what is kept."""
 
 from hyper_parallel.core.caches import cache_sizes
-from hyper_parallel.core.dtensor.communication.rank_check import check_ranks
-from hyper_parallel.core.dtensor.communication.recorder import CollectiveEvent
+from hyper_parallel.core.communication.rank_check import check_ranks
+from hyper_parallel.core.communication.recorder import CollectiveEvent
 from hyper_parallel.debug.comm_counts import CommCounts
 from hyper_parallel.debug.comm_mode import CommDebugMode
 from hyper_parallel.debug.profiler_ranges import ProfilerRanges

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication.recorder import CollectiveEvent, dim_name
+from hyper_parallel.core.communication.recorder import CollectiveEvent, dim_name
 
 __all__ = ["Collective", "bytes_on_the_wire", "collective_rows", "dtype_name"]
 

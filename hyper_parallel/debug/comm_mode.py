@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, CollectiveEvent
+from hyper_parallel.core.communication.recorder import LISTENERS, CollectiveEvent
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.debug import comm_tables
 from hyper_parallel.debug.comm_counts import CommCounts

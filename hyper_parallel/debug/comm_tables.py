@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hyper_parallel.core.dtensor.communication.recorder import CollectiveEvent
+from hyper_parallel.core.communication.recorder import CollectiveEvent
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.debug.module_tree import GLOBAL, SeenModule
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, CollectiveEvent, attributed_backwards
+from hyper_parallel.core.communication.recorder import LISTENERS, CollectiveEvent, attributed_backwards
 from hyper_parallel.debug.collective import Collective, collective_rows
 from hyper_parallel.debug.module_scopes import ModuleScopes
 from hyper_parallel.debug.text import format_bytes, format_seconds, format_table

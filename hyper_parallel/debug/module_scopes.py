@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication.recorder import current_module, set_module
+from hyper_parallel.core.communication.recorder import current_module, set_module
 
 __all__ = ["ModuleScopes"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.layouts.rectangles import held_rectangles
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.rectangles import held_rectangles
 from hyper_parallel.debug.svg import COLOURS, Svg
 
 __all__ = ["sharding_picture", "sharding_table", "visualize_sharding"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+from hyper_parallel.core.layouts.placement_types import Replicate, Shard
 from hyper_parallel.core.tensor_parallel.style import (
     ColwiseParallel,
     ParallelStyle,

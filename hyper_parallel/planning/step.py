@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.communication.recorder import LISTENERS, CollectiveEvent, attributed_backwards
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, CollectiveEvent, attributed_backwards
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.paths import Paths

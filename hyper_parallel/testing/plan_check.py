@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.debug.comm_trace import CommTrace
 from hyper_parallel.debug.module_scopes import ModuleScopes
 from hyper_parallel.debug.text import format_table

@@ -35,7 +35,7 @@ def device_mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     shape = shape or (world_size,)
     if math.prod(shape) > world_size:
         raise ValueError(f"a mesh of shape {shape} needs {math.prod(shape)} ranks, the job was given {world_size}")
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
     ranks = np.arange(math.prod(shape)).reshape(shape)
     mesh = DeviceMesh(None, ranks, mesh_dim_names=names)  # interned: asking again makes no further process groups

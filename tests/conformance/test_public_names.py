@@ -10,9 +10,9 @@ import hyper_parallel
 
 PATHS = {
     "hyper_parallel.platform": ["get_platform", "register_platform", "available_platforms", "Platform"],
-    "hyper_parallel.core.dtensor.device_mesh": ["DeviceMesh", "init_device_mesh"],
+    "hyper_parallel.core.mesh.device_mesh": ["DeviceMesh", "init_device_mesh"],
     "hyper_parallel.core.dtensor.dtensor": ["DTensor", "distribute_tensor", "distribute_module"],
-    "hyper_parallel.core.dtensor.placement_types": ["Placement", "Shard", "Replicate", "Partial"],
+    "hyper_parallel.core.layouts.placement_types": ["Placement", "Shard", "Replicate", "Partial"],
     "hyper_parallel.core.tensor_parallel.style": [
         "ParallelStyle",
         "ModuleStyle",

@@ -10,7 +10,7 @@ import pytest
 from mindspore import Tensor
 
 from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor
-from hyper_parallel.core.dtensor.operations import dispatch
+from hyper_parallel.core.operations import dispatch
 from hyper_parallel.testing.extent import everything
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.calls import CALLS, INPLACE_CALLS, MORE_CALLS, evaluate, operands

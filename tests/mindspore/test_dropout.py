@@ -23,7 +23,7 @@ from hyper_parallel import (
     manual_seed,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor.operations import random
+from hyper_parallel.core.rules import random
 from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.testing.extent import in_gate, on_ranks
 from hyper_parallel.testing.spmd import on_mesh

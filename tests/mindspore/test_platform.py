@@ -11,8 +11,8 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hyper_parallel import DTensor, Shard, distribute_tensor, get_platform, init_device_mesh
-from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
 from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.platform.mindspore.collectives import dense
 from hyper_parallel.platform.mindspore.op_table import OPS, VARIANTS
 

@@ -24,7 +24,7 @@ import json
 import torch
 from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, full, get_platform, init_device_mesh
 from hyper_parallel import ColwiseParallel, parallelize_module
-from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.communication import collectives
 
 get_platform().init_process_group()
 mesh = init_device_mesh(mesh_shape=(get_platform().world_size(),), mesh_dim_names=("tp",))

@@ -13,7 +13,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from hyper_parallel.core.dtensor.operations.rules import OPERATIONS, CanonicalOp
+from hyper_parallel.core.rules import OPERATIONS, CanonicalOp
 
 __all__ = ["PAGE", "main", "table", "with_table"]
 

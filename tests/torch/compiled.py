@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from hyper_parallel import CommDebugMode, DTensor, parallelize_module
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS
+from hyper_parallel.core.communication.recorder import LISTENERS
 from tests.torch.support import close
 
 _NAMES = {

@@ -26,7 +26,7 @@ from benchmarks.torch_groups import fake_group
 from benchmarks.torch_traffic import count_passes
 from benchmarks.torch_versions import DTENSORS, HYPER_PARALLEL, TUNED, Version, llama_versions, mlp_versions
 from benchmarks.traffic import Traffic
-from hyper_parallel.core.dtensor.operations.dispatch import dispatch
+from hyper_parallel.core.operations.dispatch import dispatch
 from hyper_parallel.core.tensor_parallel import uneven_shards
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 

@@ -21,7 +21,7 @@ from hyper_parallel import (
     fully_shard,
     loss_parallel,
 )
-from hyper_parallel.core.dtensor.operations.random import _SYNCHRONIZED
+from hyper_parallel.core.rules.random import _SYNCHRONIZED
 from hyper_parallel.integrations.huggingface import full_state_dict, parallelize_model
 from hyper_parallel.testing.spmd import device_mesh, on_mesh
 from tests.torch.huggingface_models import batch, build

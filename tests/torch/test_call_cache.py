@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import DTensor, Replicate, init_device_mesh
-from hyper_parallel.core.dtensor.operations.dispatch import CALLS
+from hyper_parallel.core.operations.dispatch import CALLS
 from tests.torch.support import close, randn
 
 

@@ -30,7 +30,7 @@ from hyper_parallel import (
     replicate,
     vocab_parallel_cross_entropy,
 )
-from hyper_parallel.core.dtensor.operations import class_shards
+from hyper_parallel.core.rules import class_shards
 from hyper_parallel.platform.torch.compiled import losses
 from hyper_parallel.platform.torch.compiled.moves import placed_classes
 from hyper_parallel.platform.torch.compiled.placed import settle

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import DTensor, Replicate, Shard, manual_seed
-from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.communication.collectives import all_gather_object
+from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters.torch_adapter import device, numpy, seed, tensor
 from hyper_parallel.testing.comparisons import floats, same

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from hyper_parallel import CollectiveError, DeviceMesh
-from hyper_parallel.core.dtensor.communication import collectives
+from hyper_parallel.core.communication import collectives
 from hyper_parallel.platform.fault_reports import leave_report
 from hyper_parallel.platform.timeout import timeout_seconds
 from hyper_parallel.platform.torch import lost_ranks
@@ -187,10 +187,10 @@ import gc, os, sys
 import torch
 import torch.distributed as dist
 import hyper_parallel as hp
-from hyper_parallel.core.dtensor import mesh_slices
-from hyper_parallel.core.dtensor.operations import dispatch
-from hyper_parallel.core.dtensor.layouts import layout
-from hyper_parallel.core.dtensor.communication import redistribute
+from hyper_parallel.core.mesh import slices as mesh_slices
+from hyper_parallel.core.operations import dispatch
+from hyper_parallel.core.layouts import layout
+from hyper_parallel.core.communication import redistribute
 from torch.distributed import distributed_c10d
 
 platform = hp.get_platform()

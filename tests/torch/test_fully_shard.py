@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import CommDebugMode, DTensor, Replicate, get_platform
+from hyper_parallel.core.communication.recorder import LISTENERS
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of, fully_shard
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device
 

@@ -30,7 +30,7 @@ from hyper_parallel import (
     parallelize_module,
     vocab_parallel_cross_entropy,
 )
-from hyper_parallel.core.dtensor.operations.vocab_parallel import vocab_parallel_of
+from hyper_parallel.core.rules.vocab_parallel import vocab_parallel_of
 from hyper_parallel.testing import spmd
 from tests.torch.support import close, device, randn
 

@@ -26,8 +26,8 @@ from hyper_parallel import (
     distribute_tensor,
     manual_seed,
 )
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.layouts.nesting import nest
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.testing.spmd import device_mesh, on_mesh
 from tests.torch.support import close, device, full, randn
 from tests.torch.test_optimizer_matrix import OPTIMIZERS, in_full_precision, modes

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import DTensor, Replicate, Shard, init_device_mesh, strict
-from hyper_parallel.core.dtensor.operations import dispatch as core_dispatch
-from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
+from hyper_parallel.core.operations import dispatch as core_dispatch
+from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from tests.torch.rows import MORE
 from tests.torch.support import device, randn

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard, get_platform, manual_seed
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
 from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, full, randn, shard

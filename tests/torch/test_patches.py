@@ -102,7 +102,7 @@ assert found == put, (found - put, put - found)
 assert [len(x) for x in lists] == [len(x) + 1 for x in plain_lists]
 
 from hyper_parallel.platform.torch.compiled.placed import Outside
-from hyper_parallel.core.dtensor.operations import dispatch
+from hyper_parallel.core.operations import dispatch
 assert Outside.run is not None and Outside.leave is not None
 own_file, before_skipped = dispatch.__file__, list(trace_rules.SKIP_DIRS)
 assert trace_rules.check_file(own_file).skipped and not trace_rules.check_file(api.__file__).skipped

@@ -255,7 +255,7 @@ def test_another_world(pool: Any) -> None:
 @on_mesh(2, 2, names=("dp", "tp"))
 def slices(mesh: Any) -> None:
     """The mesh of a DTensor is found as the dimension of another, without making groups."""
-    from hyper_parallel.core.dtensor.mesh_slices import MESHES
+    from hyper_parallel.core.mesh.slices import MESHES
 
     data = pickle.dumps(distribute_tensor(torch.arange(4.0), mesh["tp"], [Shard(0)]))
     known = mesh["tp"]

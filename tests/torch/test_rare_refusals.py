@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from hyper_parallel import DeviceMesh, Shard, distribute_tensor, fully_shard, register_sharding, replicate
 from hyper_parallel.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from hyper_parallel.core.dtensor.operations import custom_ops
-from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.operations import custom_ops
+from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.debug import CommDebugMode
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.dry import dry_world

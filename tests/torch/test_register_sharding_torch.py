@@ -8,7 +8,7 @@ import torch
 import torch.distributed.tensor as theirs
 
 from hyper_parallel import CommDebugMode, Partial, Replicate, Shard, distribute_tensor
-from hyper_parallel.core.dtensor.operations.listed_shardings import TensorSpec
+from hyper_parallel.core.operations.listed_shardings import TensorSpec
 from hyper_parallel.experimental import register_sharding
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.extent import on_ranks

@@ -25,8 +25,8 @@ from hyper_parallel import (
     parallelize_module,
     replicate,
 )
-from hyper_parallel.core.dtensor.communication import asynchronous
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS
+from hyper_parallel.core.communication import asynchronous
+from hyper_parallel.core.communication.recorder import LISTENERS
 from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn

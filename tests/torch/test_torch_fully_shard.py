@@ -30,7 +30,7 @@ from hyper_parallel import (
     init_device_mesh,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS
+from hyper_parallel.core.communication.recorder import LISTENERS
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.decoder import UNEVEN, Decoder, Sizes, batch, plan

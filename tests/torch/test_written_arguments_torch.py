@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import ColwiseParallel, DTensor, PackedShard, Partial, Replicate, Shard, parallelize_module
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters.torch_adapter import numpy, tensor
 from hyper_parallel.testing.comparisons import floats, same

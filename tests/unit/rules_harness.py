@@ -3,7 +3,7 @@
 Every way to run an operation that its `OpSharding` allows is simulated on meshes of several shapes: each mesh dimension
 shards one label, or keeps a partial sum, or replicates. The ranks are threads where the rule calls collectives. The
 splitting, the meaning of labels and terms, and the assembly of results are written here once more, on purpose
-independently of `core.dtensor.operations.strategy`.
+independently of `core.operations.strategy`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.operations.filling import bind_filled
-from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
-from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
+from hyper_parallel.core.layouts.chunking import chunk_sizes
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
+from hyper_parallel.core.rules import OPERATIONS
+from hyper_parallel.core.rules.filling import bind_filled
+from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.testing.summands import summands
 
 #: One mesh dimension of 2, 3 and 4 ranks, and two of 2 x 2, of which both may shard the same tensor dimension, either

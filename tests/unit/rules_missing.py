@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.operations.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import OpSharding
 from tests.unit.rules_cases import CASES
 from tests.unit.rules_harness import Case, check, expected_results, relabelled, ways
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor.communication.redistribute import plan_redistribution
-from hyper_parallel.core.dtensor.layouts.cuts import as_last_cut, cut_order, in_order
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
+from hyper_parallel.core.communication.redistribute import plan_redistribution
+from hyper_parallel.core.layouts.cuts import as_last_cut, cut_order, in_order
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
 from hyper_parallel.testing.extent import in_gate
 from tests.unit.rules_harness import mesh_of_rank
 

@@ -18,19 +18,12 @@ LAYERS = {
     "platforms": ["platform"],
     "torch": ["platform.torch"],
     "mindspore": ["platform.mindspore"],
-    "tools": ["core", "core.caches", "core.weak_table", "core.lookalikes"],
-    "placements": ["core.dtensor.placement_types"],
-    "layouts": ["core.dtensor.layouts"],
-    "communication": ["core.dtensor.communication"],
-    "mesh": [
-        "core.dtensor.device_mesh",
-        "core.dtensor.mesh_arrays",
-        "core.dtensor.mesh_groups",
-        "core.dtensor.mesh_roots",
-        "core.dtensor.mesh_slices",
-        "core.dtensor.native_meshes",
-    ],
-    "operations": ["core.dtensor.operations"],
+    "tools": ["core"],
+    "mesh": ["core.mesh"],
+    "layouts": ["core.layouts"],
+    "communication": ["core.communication"],
+    "rules": ["core.rules"],
+    "operations": ["core.operations"],
     "dtensor": ["core.dtensor"],
     "tensor_parallel": ["core.tensor_parallel"],
     "data_parallel": ["core.data_parallel"],
@@ -42,42 +35,57 @@ LAYERS = {
     "command line": ["cli", "__main__"],
     "testing": ["testing"],
     "adapters": ["testing.adapters"],
+    "table of names": ["public_names"],
     "names": [""],
     "names of experimental": ["experimental"],
     "names of mindspore": ["mindspore"],
     "names of torch": ["torch"],
 }
-_BELOW_OPERATIONS = {"contract", "platforms", "tools", "placements", "layouts", "communication", "mesh"}
-_BELOW_STYLES = {*_BELOW_OPERATIONS, "operations", "dtensor"}
+#: The floors of core, the lowest first: each may import those below it, for type checkers too.
+FLOORS = (
+    "tools",
+    "mesh",
+    "layouts",
+    "communication",
+    "rules",
+    "operations",
+    "dtensor",
+    "tensor_parallel",
+    "data_parallel",
+)
+_GROUND = {"contract", "platforms", "table of names"}
+
+
+def below(floor: str) -> set[str]:
+    """What a floor of core may import."""
+    return {*_GROUND, *FLOORS[: FLOORS.index(floor)]}
+
+
 #: The arrows: layer -> the layers that its modules may import. Their own they may import always.
 MAY_IMPORT = {
     "contract": set(),
+    "table of names": set(),
     "platforms": {"contract"},
     "torch": {"platforms", "contract"},
     "mindspore": {"platforms", "contract"},
-    "tools": {"names"},
-    "placements": {"tools"},
-    "layouts": {"tools", "placements"},
-    "communication": {"contract", "platforms", "tools", "placements", "layouts"},
-    "mesh": {"contract", "platforms", "tools", "communication"},
-    "operations": _BELOW_OPERATIONS,
-    "dtensor": {*_BELOW_OPERATIONS, "operations"},
-    "tensor_parallel": {*_BELOW_STYLES, "names"},  # its names are those of the package
-    "data_parallel": {*_BELOW_STYLES, "tensor_parallel"},
-    "integrations": {*_BELOW_STYLES, "tensor_parallel", "checkpoint"},
+    **{floor: below(floor) for floor in FLOORS},
+    "integrations": {*below("data_parallel"), "checkpoint"},
     "texts": {"platforms"},
-    "checkpoint": {*_BELOW_STYLES, "data_parallel", "texts"},
-    "debug": {*_BELOW_STYLES, "texts"},
-    "planning": {*_BELOW_STYLES, "tensor_parallel", "data_parallel", "integrations", "texts", "debug", "names"},
-    "command line": {*_BELOW_STYLES, "checkpoint", "texts", "debug", "planning", "testing", "adapters", "names"},
+    "checkpoint": {*below("tensor_parallel"), "data_parallel", "texts"},
+    "debug": {*below("tensor_parallel"), "texts"},
+    "planning": {*below("data_parallel"), "data_parallel", "integrations", "texts", "debug", "names"},
+    "command line": {
+        *below("tensor_parallel"),
+        *("checkpoint", "texts", "debug", "planning", "testing", "adapters", "names"),
+    },
     "testing": {
-        *_BELOW_STYLES,
-        *("tensor_parallel", "data_parallel", "checkpoint", "integrations", "texts", "debug", "planning"),
+        *below("data_parallel"),
+        *("data_parallel", "checkpoint", "integrations", "texts", "debug", "planning"),
         *("adapters", "names", "names of experimental"),
     },
     "adapters": {"names", "names of mindspore", "torch", "mindspore"},
-    "names": {"platforms", "contract"},  # the names of the package are resolved when they are first used
-    "names of experimental": _BELOW_STYLES,
+    "names": {"platforms", "contract", "table of names"},  # those of the package are resolved when they are first used
+    "names of experimental": below("tensor_parallel"),
     "names of mindspore": {"mindspore", "platforms"},
     "names of torch": {"torch", "platforms"},
 }
@@ -100,15 +108,16 @@ def layer_of(module: str) -> str:
 
 
 @cache
-def imports_of(text: str) -> tuple[tuple[int, str, str], ...]:
+def imports_of(text: str, for_types: bool) -> tuple[tuple[int, str, str], ...]:
     """See `imports`."""
-    return tuple(imports(ast.parse(text)))
+    return tuple(imports(ast.parse(text), for_types))
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """(line, module, name) of what is imported when the program runs, also inside functions and as a call."""
+def imports(tree: ast.AST, for_types: bool) -> Iterator[tuple[int, str, str]]:
+    """(line, module, name) of what is imported when the program runs, also inside functions and as a call; with
+    ``for_types``, for type checkers too."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") and not for_types:
             continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, "") for alias in node.names)
@@ -117,14 +126,14 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
             yield from ((node.lineno, node.module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
             yield from ((node.lineno, str(name.value), "") for name in node.args[:1] if isinstance(name, ast.Constant))
-        yield from imports(node)
+        yield from imports(node, for_types)
 
 
-def graph(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
+def graph(texts: Mapping[str, str], for_types: bool = False) -> dict[str, dict[str, int]]:
     """Module -> the modules that it imports, each with a line."""
     found: dict[str, dict[str, int]] = {module: {} for module in texts}
     for module, text in texts.items():
-        for line, package, name in imports_of(text):
+        for line, package, name in imports_of(text, for_types):
             target = f"{package}.{name}" if f"{package}.{name}" in texts else package
             if target in texts and target != module:
                 found[module].setdefault(target, line)
@@ -164,6 +173,12 @@ def test_every_import_goes_along_an_arrow() -> None:
     assert wrong_arrows(graph(sources())) == []
 
 
+def test_floors_of_core_lie_upon_each_other() -> None:
+    """Where something is imported for type checkers alone, too."""
+    core = {module: text for module, text in sources().items() if f"{module}.".startswith(f"{NAME}.core.")}
+    assert wrong_arrows(graph(core, for_types=True)) == []
+
+
 def test_no_imports_go_in_a_circle() -> None:
     assert circle(graph(sources())) == []
 
@@ -182,7 +197,7 @@ def test_the_arrows_themselves_go_one_way() -> None:
         ("core.dtensor.tensor", "from hyper_parallel.platform.torch import base", "dtensor may not import torch"),
         ("core.dtensor.api", "import_module('hyper_parallel.platform.torch.cpu')", "dtensor may not import torch"),
         (
-            "core.dtensor.layouts.layout",
+            "core.layouts.layout",
             "from hyper_parallel.core.dtensor import api",
             "layouts may not import dtensor",
         ),
@@ -202,9 +217,9 @@ def test_a_wrong_arrow_is_seen(module: str, line: str, arrow: str) -> None:
 @pytest.mark.parametrize(
     ("module", "other"),
     [
-        ("core.dtensor.operations.op_sharding", "core.dtensor.operations.dispatch"),
+        ("core.rules.op_sharding", "core.operations.dispatch"),
         ("platform.torch.tensor", "platform.torch.patches"),
-        ("core.dtensor.communication.recorder", "core.dtensor.communication.redistribute"),
+        ("core.communication.recorder", "core.communication.redistribute"),
     ],
 )
 def test_a_circle_is_seen(module: str, other: str) -> None:

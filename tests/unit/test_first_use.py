@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.core.dtensor import tensor
-from hyper_parallel.core.dtensor.communication.first_use import join_world
+from hyper_parallel.core.mesh.first_use import join_world
 from tests.support.in_threads import failures_in_threads
 
 

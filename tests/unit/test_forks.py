@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.core.dtensor.communication import recorder
+from hyper_parallel.core.communication import recorder
 from hyper_parallel.platform import forks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor.operations import random
+from hyper_parallel.core.rules import random
 
 
 class Mesh:

@@ -73,7 +73,7 @@ def test_the_first_day_shows_the_test_that_runs() -> None:
 
 
 def test_the_rule_of_the_first_day_is_where_the_page_says() -> None:
-    assert "whole(named(x), range(batch, len(x)))" in text("hyper_parallel/core/dtensor/operations/rules/norm.py")
+    assert "whole(named(x), range(batch, len(x)))" in text("hyper_parallel/core/rules/norm.py")
 
 
 def test_changelog_has_the_usual_form() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.operations.listed_shardings import TensorSpec, listed_op, listed_rule
-from hyper_parallel.core.dtensor.operations.strategy import solve
-from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.layouts.placement_types import Partial, Replicate, Shard
+from hyper_parallel.core.operations.listed_shardings import TensorSpec, listed_op, listed_rule
+from hyper_parallel.core.operations.strategy import solve
 from tests.unit.rules_harness import mesh_of_rank
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()

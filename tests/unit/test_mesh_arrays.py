@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor.mesh_arrays import check_ranks_of_mesh
+from hyper_parallel.core.mesh.arrays import check_ranks_of_mesh
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import hyper_parallel
 from hyper_parallel import mindspore
 from hyper_parallel.platform import PlatformError
+from hyper_parallel.public_names import HOME_OF
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +63,7 @@ def test_one_version(wheel: zipfile.ZipFile) -> None:
 
 
 def test_type_checkers_see_the_names_that_are_there() -> None:
-    """The imports under ``TYPE_CHECKING`` are those of ``_HOME_OF``: a name must be entered in both."""
+    """The imports under ``TYPE_CHECKING`` are those of ``HOME_OF``: a name must be entered in both."""
     blocks = [
         node
         for node in parsed("hyper_parallel/__init__.py").body
@@ -75,7 +76,7 @@ def test_type_checkers_see_the_names_that_are_there() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert seen == {name: (home, name) for name, home in hyper_parallel._HOME_OF.items()}
+    assert seen == {name: (home, name) for name, home in HOME_OF.items()}
 
 
 def test_the_program_that_is_type_checked_imports_every_public_name() -> None:

@@ -21,8 +21,8 @@ from hyper_parallel.checkpoint.saving import AsyncSave
 from hyper_parallel.checkpoint.tensor_files import TensorFile
 from hyper_parallel.cli import launch
 from hyper_parallel.cli.main import main
-from hyper_parallel.core.dtensor import native_meshes
-from hyper_parallel.core.dtensor.operations import counter
+from hyper_parallel.core.mesh import native as native_meshes
+from hyper_parallel.core.rules import counter
 from hyper_parallel.namesake import refuse_namesake
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
+from hyper_parallel.core.rules import OPERATIONS
 from tests.unit.rules_cases import CASES
 from tests.unit.rules_harness import Case, check, check_labels
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
+from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.testing.extent import in_gate
 from tests.unit.rules_cases import CASES
 from tests.unit.rules_missing import ACCEPTED, missing_in

@@ -6,8 +6,8 @@ import ast
 import re
 from pathlib import Path
 
-from hyper_parallel.core.dtensor.operations import rules
-from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
+from hyper_parallel.core import rules
+from hyper_parallel.core.rules import OPERATIONS
 from tests.support.rule_table import PAGE, table, with_table
 
 

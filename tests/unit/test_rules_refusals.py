@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.core.dtensor.operations.rules import OPERATIONS, rule
-from hyper_parallel.core.dtensor.operations.rules.labels import axes, axis, broadcast
+from hyper_parallel.core.rules import OPERATIONS, rule
+from hyper_parallel.core.rules.labels import axes, axis, broadcast
 
 _ALL = ("slice", None, None, None)
 _TENSOR = ("tensor", 0, 1, False)

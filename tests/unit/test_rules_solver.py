@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
-from hyper_parallel.core.dtensor.operations.strategy import Strategy, solve
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
+from hyper_parallel.core.operations.strategy import Strategy, solve
+from hyper_parallel.core.rules import OPERATIONS
 from tests.unit.rules_cases import CASES
 from tests.unit.rules_harness import Case, expected_results, mesh_of_rank, run, same
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hyper_parallel.core.dtensor.layouts import memory_order
-from hyper_parallel.core.dtensor.layouts.strides import (
+from hyper_parallel.core.layouts import memory_order
+from hyper_parallel.core.layouts.strides import (
     contiguous_strides,
     dense_strides,
     indexed_strides,
@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.layouts.strides import (
     reshaped_strides,
     spaced_strides,
 )
-from hyper_parallel.core.dtensor.operations.rules import OPERATIONS
+from hyper_parallel.core.rules import OPERATIONS
 
 X = np.arange(120.0).reshape(4, 5, 6)
 TENSORS = {

@@ -1,7 +1,7 @@
 """Operations that arrive at HyperParallel's dispatcher when one of their operands is distributed.
 
 `operation` makes a function one. Its first parameters are the operands, the others are static arguments, in the order
-of the table of canonical operations (`hyper_parallel.core.dtensor.operations.rules`): so all rows are made in one way.
+of the table of canonical operations (`hyper_parallel.core.rules`): so all rows are made in one way.
 """
 
 from __future__ import annotations

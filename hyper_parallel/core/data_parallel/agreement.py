@@ -17,12 +17,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.dtensor.communication.errors import RankMismatchError, names_of
-from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, Check
+from hyper_parallel.core.communication.errors import RankMismatchError, names_of
+from hyper_parallel.core.communication.rank_check import Check
+from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["Agreement", "Event", "Steps", "agreements_below"]
 

@@ -15,8 +15,8 @@ from hyper_parallel.core.data_parallel.second_order import refuse_second_order
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.replica import Replica
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-    from hyper_parallel.core.dtensor.layouts.layout import Layout
+    from hyper_parallel.core.layouts.layout import Layout
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["Arrangement", "Call", "State"]
 

@@ -13,11 +13,11 @@ from itertools import combinations
 from typing import Any
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.dtensor.communication.transitions import one_summand
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.communication.transitions import one_summand
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.layouts.placement_types import Replicate
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["is_distributed", "lies_across", "mixed_batch", "whole_for_all"]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
+from hyper_parallel.core.layouts.chunking import chunk_sizes
 
 __all__ = ["Block", "columns_of"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.communication import asynchronous
 from hyper_parallel.core.data_parallel.second_order import refuse_second_order
-from hyper_parallel.core.dtensor.communication import asynchronous
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
     from hyper_parallel.platform.contract.collectives import Work
 
 __all__ = ["Bucket", "Sent", "assign"]

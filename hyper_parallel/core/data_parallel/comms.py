@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.dtensor.communication import asynchronous
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, record
+from hyper_parallel.core.communication import asynchronous
+from hyper_parallel.core.communication.recorder import LISTENERS, record
 from hyper_parallel.platform.contract.collectives import FINISHED, Work
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["Comms"]
 

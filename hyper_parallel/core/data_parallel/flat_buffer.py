@@ -7,10 +7,10 @@ from itertools import repeat
 from operator import is_not
 from typing import Any
 
+from hyper_parallel.core.communication import asynchronous
 from hyper_parallel.core.data_parallel.blocks import Block, columns_of
 from hyper_parallel.core.data_parallel.comms import Comms
-from hyper_parallel.core.dtensor.communication import asynchronous
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform.contract.fast import Rows
 
 __all__ = ["FlatBuffer", "Reduction"]

@@ -15,13 +15,13 @@ from hyper_parallel.core.data_parallel.places import Slot
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.data_parallel.units import is_unit, make_unit, unit_of
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.chunking import chunk_sizes
-from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.layouts.nesting import nest
-from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.layouts.chunking import chunk_sizes
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.nesting import nest
+from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard, own_placement
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.operations.operands import refuse_foreign
 from hyper_parallel.core.weak_table import WeakTable
 
 __all__ = ["buffers_of", "fully_shard"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.communication.coalesce import sum_together
 from hyper_parallel.core.data_parallel.call import chosen
-from hyper_parallel.core.dtensor.communication.coalesce import sum_together
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, current_mesh, init_device_mesh, resolve_mesh
-from hyper_parallel.core.dtensor.mesh_arrays import rows_along
+from hyper_parallel.core.mesh.arrays import rows_along
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, current_mesh, init_device_mesh, resolve_mesh
 
 __all__ = ["DataParallelMeshDims", "data_parallel_mesh", "fewer_ranks"]
 

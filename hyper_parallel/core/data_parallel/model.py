@@ -19,7 +19,7 @@ from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.call import Call
     from hyper_parallel.core.data_parallel.unit import Unit
-    from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["RUNNING", "BackwardPass", "Model"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter, getitem, is_, setitem
 from typing import Any
 
-from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.layouts.layout import Layout
 
 __all__ = ["Places", "Slot", "found_there"]
 

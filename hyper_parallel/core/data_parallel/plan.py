@@ -9,9 +9,9 @@ from hyper_parallel.core.data_parallel.blocks import Block
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.places import Slot
 from hyper_parallel.core.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.placement_types import Replicate
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["Plan"]
 

@@ -13,13 +13,13 @@ from typing import Any
 from hyper_parallel.core.data_parallel.replica import MARK, REPLICA, Mark, Options, entered, replica_of
 from hyper_parallel.core.data_parallel.units import is_unit
 from hyper_parallel.core.dtensor.announcing import announce
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, current_mesh, init_device_mesh, resolve_mesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.layouts.nesting import nest
-from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
-from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.dtensor.undistributed import broadcast_tensors
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.nesting import nest
+from hyper_parallel.core.layouts.placement_types import Replicate
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, current_mesh, init_device_mesh, resolve_mesh
+from hyper_parallel.core.operations.operands import refuse_foreign
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract.modules import APPLIED
 

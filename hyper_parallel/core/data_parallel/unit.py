@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel.core.communication.recorder import LISTENERS, current_module
 from hyper_parallel.core.data_parallel.agreement import Steps
 from hyper_parallel.core.data_parallel.batches import is_distributed, mixed_batch, whole_for_all
 from hyper_parallel.core.data_parallel.borders import Guard, cast, watched
@@ -27,8 +28,7 @@ from hyper_parallel.core.data_parallel.together import Together
 from hyper_parallel.core.data_parallel.trees import tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
 from hyper_parallel.core.data_parallel.writes import counts_of
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module
-from hyper_parallel.core.dtensor.operations.random import BESIDE
+from hyper_parallel.core.rules.random import BESIDE
 from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
 from hyper_parallel.platform.contract import NOTHING_FASTER
 from hyper_parallel.platform.contract.autograd import named

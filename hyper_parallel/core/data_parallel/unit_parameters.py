@@ -10,6 +10,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.data_parallel.agreement import Steps
 from hyper_parallel.core.data_parallel.call import Call, chosen, versions_of
 from hyper_parallel.core.data_parallel.comms import Comms
@@ -18,8 +19,7 @@ from hyper_parallel.core.data_parallel.gradients import let_wait
 from hyper_parallel.core.data_parallel.places import Places
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.writes import Writes, counts_of
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["UnitParameters"]
 

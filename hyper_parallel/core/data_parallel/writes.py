@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.data_parallel.call import versions_of
-from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
+from hyper_parallel.core.observers import CHECKS
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer

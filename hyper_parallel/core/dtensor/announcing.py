@@ -6,8 +6,8 @@ import logging
 import math
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.undistributed import held_tensors
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform.logs import LOG
 
 __all__ = ["announce"]

@@ -7,15 +7,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication import collectives
-from hyper_parallel.core.dtensor.communication.shard_steps import by_rank
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
-from hyper_parallel.core.dtensor.layouts.cuts import in_order
-from hyper_parallel.core.dtensor.layouts.layout import Layout, requested_layout
-from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
+from hyper_parallel.core.communication import collectives
+from hyper_parallel.core.communication.shard_steps import by_rank
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.layouts.chunking import shard_sizes
+from hyper_parallel.core.layouts.cuts import in_order
+from hyper_parallel.core.layouts.layout import Layout, requested_layout
+from hyper_parallel.core.layouts.placement_types import Partial, Placement, Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.operations.operands import refuse_foreign
 
 
 def distribute_tensor(

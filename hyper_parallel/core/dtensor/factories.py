@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.api import shard_of
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layouts.layout import requested_layout
-from hyper_parallel.core.dtensor.operations import counter
-from hyper_parallel.core.dtensor.operations.random import synchronize, take_part
-from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.core.layouts.layout import requested_layout
+from hyper_parallel.core.layouts.placement_types import Placement
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.rules import counter
+from hyper_parallel.core.rules.random import synchronize, take_part
 
 #: What frameworks call types of devices besides.
 _DEVICE_NAMES = {"ascend": "npu", "gpu": "cuda"}

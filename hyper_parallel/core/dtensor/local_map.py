@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
-from hyper_parallel.core.dtensor.communication.parts import layout_of_parts, shapes_of_ranks
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, normalize_placements
-from hyper_parallel.core.dtensor.placement_types import Placement, Shard, own_placement, own_placements
+from hyper_parallel.core.communication.errors import tell_of_failure
+from hyper_parallel.core.communication.parts import layout_of_parts, shapes_of_ranks
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.layouts.layout import Layout, normalize_placements
+from hyper_parallel.core.layouts.placement_types import Placement, Shard, own_placement, own_placements
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.platform import Platform
 
 __all__ = ["local_map"]

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.dtensor.communication.redistribute import plan_redistribution
-from hyper_parallel.core.dtensor.communication.started import can_start, start_redistribution
-from hyper_parallel.core.dtensor.communication.transitions import Move, ReduceExtreme, ReduceProduct, Step
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, replicated_layout, requested_layout
-from hyper_parallel.core.dtensor.layouts.rectangles import held_rectangles
-from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.communication.redistribute import plan_redistribution
+from hyper_parallel.core.communication.started import can_start, start_redistribution
+from hyper_parallel.core.communication.transitions import Move, ReduceExtreme, ReduceProduct, Step
+from hyper_parallel.core.layouts.layout import Layout, replicated_layout, requested_layout
+from hyper_parallel.core.layouts.placement_types import Placement
+from hyper_parallel.core.layouts.rectangles import held_rectangles
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform
 
 

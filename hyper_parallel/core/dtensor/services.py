@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor import device_mesh
-from hyper_parallel.core.dtensor.communication import local_collectives, norms, transitions
-from hyper_parallel.core.dtensor.communication.coalesce import open_block
-from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
-from hyper_parallel.core.dtensor.layouts import memory_order, nesting
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, replicated_layout
-from hyper_parallel.core.dtensor.layouts.rectangles import Rectangle, held_rectangles
-from hyper_parallel.core.dtensor.layouts.strides import contiguous_strides
-from hyper_parallel.core.dtensor.operations import class_shards, logit_shards, modes, random, views
-from hyper_parallel.core.dtensor.operations.dispatch import dispatch
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Replicate, Shard, StridedShard, described
+from hyper_parallel.core import modes
+from hyper_parallel.core.communication import local_collectives, norms, transitions
+from hyper_parallel.core.communication.coalesce import open_block
+from hyper_parallel.core.communication.errors import tell_of_failure
+from hyper_parallel.core.layouts import memory_order, nesting
+from hyper_parallel.core.layouts.layout import Layout, get_layout, replicated_layout
+from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Replicate, Shard, StridedShard, described
+from hyper_parallel.core.layouts.rectangles import Rectangle, held_rectangles
+from hyper_parallel.core.layouts.strides import contiguous_strides
+from hyper_parallel.core.mesh import device_mesh
+from hyper_parallel.core.operations import views
+from hyper_parallel.core.operations.dispatch import dispatch
+from hyper_parallel.core.rules import class_shards, logit_shards, random
 from hyper_parallel.platform.registry import get_platform_for_device
 
 

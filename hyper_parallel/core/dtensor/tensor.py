@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.caches import Cache
-from hyper_parallel.core.dtensor.communication.first_use import FIRST_USE
-from hyper_parallel.core.dtensor.communication.parts import check_parts, is_wrong_on_a_rank, misfit_of
-from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_replicated
-from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view, redistribute, redistribute_local
-from hyper_parallel.core.dtensor.communication.transitions import ConvertCotangent, to_owner, to_summands
-from hyper_parallel.core.dtensor.communication.watching import watch_as_told
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements, requested_layout
-from hyper_parallel.core.dtensor.operations.operands import DTENSOR_CLASSES
-from hyper_parallel.core.dtensor.operations.views import CurrentLayout
-from hyper_parallel.core.dtensor.placement_types import (
+from hyper_parallel.core.communication.parts import check_parts, is_wrong_on_a_rank, misfit_of
+from hyper_parallel.core.communication.rank_check import check_replicated
+from hyper_parallel.core.communication.redistribute import partial_grad_view, redistribute, redistribute_local
+from hyper_parallel.core.communication.transitions import ConvertCotangent, to_owner, to_summands
+from hyper_parallel.core.communication.watching import watch_as_told
+from hyper_parallel.core.dtensor.redistribution import redistribute_as, redistribute_over
+from hyper_parallel.core.dtensor.services import Services
+from hyper_parallel.core.layouts.layout import Layout, get_layout, normalize_placements, requested_layout
+from hyper_parallel.core.layouts.placement_types import (
     PackedShard,
     Partial,
     Placement,
@@ -24,8 +22,11 @@ from hyper_parallel.core.dtensor.placement_types import (
     Shard,
     own_placements,
 )
-from hyper_parallel.core.dtensor.redistribution import redistribute_as, redistribute_over
-from hyper_parallel.core.dtensor.services import Services
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.mesh.first_use import FIRST_USE
+from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.operations.operands import DTENSOR_CLASSES
+from hyper_parallel.core.operations.views import CurrentLayout
 from hyper_parallel.platform import Platform
 
 _GIVEN = "the local tensor given to DTensor.from_local"

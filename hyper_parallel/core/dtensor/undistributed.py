@@ -8,12 +8,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication import collectives
-from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_values
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.operations.random import check_generators
-from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.communication import collectives
+from hyper_parallel.core.communication.rank_check import check_values
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.placement_types import Replicate
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.rules.random import check_generators
 from hyper_parallel.core.weak_table import WeakTable
 from hyper_parallel.platform import Platform
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-import hyper_parallel
+from hyper_parallel.public_names import HOME_OF
 
 if TYPE_CHECKING:
     from hyper_parallel.core.tensor_parallel.api import *  # noqa: F403
@@ -14,14 +15,14 @@ if TYPE_CHECKING:
 
 def _public() -> list[str]:
     """The public names that have their home here."""
-    return [name for name, home in hyper_parallel._HOME_OF.items() if home.startswith(__name__)]
+    return [name for name, home in HOME_OF.items() if home.startswith(__name__)]
 
 
 def __getattr__(name: str) -> Any:
     # Resolved when first used: importing the package imports no framework.
     if name not in _public():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(hyper_parallel, name)
+    return getattr(importlib.import_module(HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

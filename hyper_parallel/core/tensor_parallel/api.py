@@ -9,11 +9,11 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.announcing import announce
 from hyper_parallel.core.dtensor.api import check_src_data_rank
-from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.operations.random import draw_alike
 from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.dtensor.undistributed import broadcast_undistributed, check_whole_tensors, remember_plan
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.rules.random import draw_alike
 from hyper_parallel.core.tensor_parallel.compiled import share_inputs
 from hyper_parallel.core.tensor_parallel.forgotten_layers import guard_forgotten_layers
 from hyper_parallel.core.tensor_parallel.plan import Match, Plan, plan_facts, resolve_plan

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from hyper_parallel.core.communication.errors import tell_of_failure
+from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_undistributed
-from hyper_parallel.core.dtensor.communication.errors import tell_of_failure
-from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, current_module, run_in_module
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout, normalize_placements
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard, own_placements
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform, dtensor_class
 from hyper_parallel.core.dtensor.undistributed import check_first_call
+from hyper_parallel.core.layouts.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard, own_placements
 from hyper_parallel.core.lookalikes import import_hint
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.tensor_parallel.convert import Slots, convert_outputs, to_output, to_placement, too_few_inputs
 from hyper_parallel.core.tensor_parallel.distributed_batches import OtherMeshError, run_on_parts
 from hyper_parallel.core.tensor_parallel.planned_parameters import (

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.dtensor.communication.collectives import bind_all_reduce
-from hyper_parallel.core.dtensor.communication.redistribute import made_with, partial_grad_view
-from hyper_parallel.core.dtensor.communication.transitions import identity_reduce_grad, linear_key, summation
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.operations.logit_shards import part_of_classes
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.communication.collectives import bind_all_reduce
+from hyper_parallel.core.communication.redistribute import made_with, partial_grad_view
+from hyper_parallel.core.communication.transitions import identity_reduce_grad, linear_key, summation
 from hyper_parallel.core.dtensor.tensor import dtensor_class
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.rules.logit_shards import part_of_classes
 from hyper_parallel.core.tensor_parallel.base import LocalForward, is_placed
 from hyper_parallel.core.tensor_parallel.compiled import describe_weight
 from hyper_parallel.core.tensor_parallel.convert import to_output

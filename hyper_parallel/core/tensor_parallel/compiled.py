@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
+from hyper_parallel.core.layouts.chunking import shard_sizes
+from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.planned_parameters import planned_layouts
 from hyper_parallel.core.tensor_parallel.uneven_shards import agree_on_shape
 from hyper_parallel.platform.contract import Comparison, CompiledForward, CompiledInputs, Conversion, Cut

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from hyper_parallel.core.caches import Cache
-from hyper_parallel.core.dtensor.communication.errors import RankMismatchError
-from hyper_parallel.core.dtensor.communication.redistribute import redistribute
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
-from hyper_parallel.core.dtensor.layouts.layout import Layout, requested_layout
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard, own_placement
+from hyper_parallel.core.communication.errors import RankMismatchError
+from hyper_parallel.core.communication.redistribute import redistribute
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.chunking import shard_sizes
+from hyper_parallel.core.layouts.layout import Layout, requested_layout
+from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.lookalikes import import_hint
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.distributed_batches import OtherMeshError
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
 from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED, HANDED_OUT, compare_shapes

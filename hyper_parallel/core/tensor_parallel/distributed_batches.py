@@ -17,12 +17,12 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.layouts.nesting import nest
-from hyper_parallel.core.dtensor.operations.batch_parts import BATCH_PART, BatchPart
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.nesting import nest
+from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard, StridedShard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.rules.batch_parts import BATCH_PART, BatchPart
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
 
 __all__ = ["SUMMED_OVER", "OtherMeshError", "convert_part", "run_on_parts"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
-from hyper_parallel.core.dtensor.operations.logit_shards import remember_part_of_classes
-from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.chunking import shard_sizes
+from hyper_parallel.core.layouts.placement_types import Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.rules.logit_shards import remember_part_of_classes
 from hyper_parallel.core.tensor_parallel.attention import Match
 from hyper_parallel.core.tensor_parallel.base import is_styled
 from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel

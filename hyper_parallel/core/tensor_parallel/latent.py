@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.tensor_parallel.paths import by_parent
 from hyper_parallel.core.tensor_parallel.replicated import NoParallel
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel, linear_sizes

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.operations.class_shards import layout_of_logits, loss_of_shards
-from hyper_parallel.core.dtensor.operations.modes import loss_parallel
-from hyper_parallel.core.dtensor.operations.rules.labels import without
-from hyper_parallel.core.dtensor.operations.rules.loss import sharded_cross_entropy
-from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import Replicate
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.modes import loss_parallel
+from hyper_parallel.core.rules.class_shards import layout_of_logits, loss_of_shards
+from hyper_parallel.core.rules.labels import without
+from hyper_parallel.core.rules.loss import sharded_cross_entropy
 
 __all__ = ["loss_parallel", "vocab_parallel_cross_entropy"]
 

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from hyper_parallel.core.dtensor.communication.errors import explain_along
-from hyper_parallel.core.dtensor.communication.rank_check import CHECKS
-from hyper_parallel.core.dtensor.communication.recorder import LISTENERS, attributed, record
-from hyper_parallel.core.dtensor.communication.redistribute import partial_grad_view
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.communication.errors import explain_along
+from hyper_parallel.core.communication.recorder import LISTENERS, attributed, record
+from hyper_parallel.core.communication.redistribute import partial_grad_view
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.tensor_parallel.base import LocalForward
 from hyper_parallel.platform.contract import NOTHING_FASTER, LinearCollective
 

@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.operations.modes import is_strict
-from hyper_parallel.core.dtensor.operations.operands import refuse_foreign
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.dtensor.undistributed import held_tensors
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.layouts.placement_types import Placement, Replicate
 from hyper_parallel.core.lookalikes import import_hint
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.modes import is_strict
+from hyper_parallel.core.operations.operands import refuse_foreign
 from hyper_parallel.core.tensor_parallel.attention import Match, check_projections, head_norms
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.fused import check_fused

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 #: Attribute of a module that data parallelism has made a unit of.
 UNIT = "_hyper_parallel_unit"

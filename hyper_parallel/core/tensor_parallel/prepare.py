@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.tensor import dtensor_class
+from hyper_parallel.core.layouts.placement_types import Placement, Replicate
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, hook_of_style, mark_applied
 from hyper_parallel.core.tensor_parallel.compiled import describe_conversions
 from hyper_parallel.core.tensor_parallel.convert import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
 from hyper_parallel.core.tensor_parallel.compiled import describe
 from hyper_parallel.core.tensor_parallel.convert import as_single

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.dtensor.communication.redistribute import plan_redistribution
-from hyper_parallel.core.dtensor.communication.transitions import one_summand, summation
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.core.communication.redistribute import plan_redistribution
+from hyper_parallel.core.communication.transitions import one_summand, summation
 from hyper_parallel.core.dtensor.tensor import dtensor_class
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.base import LocalForward, is_placed
 from hyper_parallel.core.tensor_parallel.compiled import describe_weight
 from hyper_parallel.core.tensor_parallel.overlap import overlapped_first

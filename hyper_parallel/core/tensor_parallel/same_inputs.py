@@ -12,9 +12,10 @@ import hashlib
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hyper_parallel.core.dtensor.communication.rank_check import CHECKS, check_of
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.communication.rank_check import check_of
 from hyper_parallel.core.dtensor.undistributed import model_of
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, path_of
 from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED
 from hyper_parallel.core.weak_table import WeakTable

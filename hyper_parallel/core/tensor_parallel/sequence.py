@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.dtensor.communication.redistribute import parameter_view
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
-from hyper_parallel.core.dtensor.layouts.layout import Layout, get_layout
-from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.communication.redistribute import parameter_view
 from hyper_parallel.core.dtensor.tensor import dtensor_class
+from hyper_parallel.core.layouts.chunking import shard_sizes
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.base import LocalForward, ModuleStyle, check_flag, is_placed
 from hyper_parallel.core.tensor_parallel.compiled import describe
 from hyper_parallel.core.tensor_parallel.convert import check_tensor_dim

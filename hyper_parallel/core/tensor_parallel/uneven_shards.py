@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.dtensor.communication.rank_check import check_of
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
-from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Placement, Shard
+from hyper_parallel.core.communication.rank_check import check_of
+from hyper_parallel.core.layouts.chunking import shard_sizes
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.placement_types import Placement, Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 #: Attribute of a module: what of it was compared.
 COMPARED = "_hyper_parallel_compared"

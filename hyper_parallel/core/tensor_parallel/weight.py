@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.layouts.chunking import shard_sizes
-from hyper_parallel.core.dtensor.layouts.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import PackedShard, Placement, Replicate, Shard
+from hyper_parallel.core.layouts.chunking import shard_sizes
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
 from hyper_parallel.core.tensor_parallel.convert import as_single, to_placement
 from hyper_parallel.core.tensor_parallel.heads import as_heads, check_heads, sizes_of_heads

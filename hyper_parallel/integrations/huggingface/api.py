@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.api import check_src_data_rank
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.integrations.huggingface.attention import fit_heads

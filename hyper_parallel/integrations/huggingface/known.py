@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.dtensor.placement_types import Shard
+from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
 from hyper_parallel.integrations.huggingface.local import LocalParametersParallel

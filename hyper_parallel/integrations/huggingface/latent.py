@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle, hook_of_style, mark_applied
 from hyper_parallel.core.tensor_parallel.replicated import read_by_parts
 

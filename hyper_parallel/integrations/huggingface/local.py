@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.api import distribute_parameter
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.placement_types import Placement
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, mark_applied
 
 __all__ = ["LocalParametersParallel", "read_local_parameters"]

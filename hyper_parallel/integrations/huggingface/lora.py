@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, resolve_mesh
-from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
 from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.core.layouts.placement_types import Replicate, Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.attention import head_norms
 from hyper_parallel.core.tensor_parallel.base import APPLIED, ModuleStyle, ParallelStyle, is_styled

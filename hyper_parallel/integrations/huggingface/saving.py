@@ -12,7 +12,7 @@ from hyper_parallel import checkpoint
 from hyper_parallel.checkpoint.pretrained import load_arranged
 from hyper_parallel.checkpoint.ranks import all_ranks, together
 from hyper_parallel.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.integrations.huggingface.renamed import arrangement
 from hyper_parallel.platform import get_platform
 

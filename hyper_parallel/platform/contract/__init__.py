@@ -6,12 +6,12 @@ must bring:
 * `modules` - which modules are linear, embedding or norm layers; walking and changing a tree of modules; hooks;
 * `groups` - starting, groups of ranks, lost ranks;
 * `collectives` - on plain local tensors, outside autograd; what the backend lacks is reported by `supports` and
-  emulated once, in `core.dtensor.communication.collectives`;
+  emulated once, in `core.communication.collectives`;
 * `autograd` - one way to define a function with a forward and a backward;
 * `tensors` - types and checks, and the few local operations that redistribution and losses need;
 * `storage` - the memory of tensors: whose it is, whether it was written, and giving it back;
 * `interception` - a tensor class whose operations arrive at core's `Dispatch`, a guard that turns that off, and the
-  table that maps native operations to the canonical ones of `core.dtensor.operations.rules`;
+  table that maps native operations to the canonical ones of `core.rules`, of the rows of `dispatch`;
 * `devices` - this rank's device, factories, random numbers;
 * `observation` - what is seen of the program around core;
 * `compiled` - what a compiler of the framework is told of styles; optional;
@@ -40,10 +40,11 @@ from hyper_parallel.platform.contract.compiled import (
 )
 from hyper_parallel.platform.contract.core import Core
 from hyper_parallel.platform.contract.devices import DeviceRole
+from hyper_parallel.platform.contract.dispatch import Dispatch, NativeOp
 from hyper_parallel.platform.contract.dry import DryRole, Usage
 from hyper_parallel.platform.contract.fast import NOTHING_FASTER, Fast, LinearCollective
 from hyper_parallel.platform.contract.groups import GroupRole, NativeGroup, NativeMesh
-from hyper_parallel.platform.contract.interception import Dispatch, InterceptionRole, NativeOp
+from hyper_parallel.platform.contract.interception import InterceptionRole
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
 from hyper_parallel.platform.contract.observation import ObservationRole
 from hyper_parallel.platform.contract.state import OptimizerState, StateRole

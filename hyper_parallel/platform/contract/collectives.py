@@ -1,7 +1,7 @@
 """Collectives on plain local tensors, outside autograd.
 
 Core calls them in the same order on all ranks of a group. A backend must be able to gather; the other collectives are
-composed of that in `core.dtensor.communication.collectives` where a backend does not bring them, or denies them for
+composed of that in `core.communication.collectives` where a backend does not bring them, or denies them for
 some dtype in `CollectiveRole.supports`.
 """
 

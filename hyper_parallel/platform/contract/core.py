@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hyper_parallel.platform.contract.compiled import CompiledLosses
-from hyper_parallel.platform.contract.interception import Dispatch
+from hyper_parallel.platform.contract.dispatch import Dispatch
 
 __all__ = ["Core"]
 

@@ -17,7 +17,7 @@ from hyper_parallel.checkpoint.__main__ import main
 from hyper_parallel.checkpoint.index import read_index
 from hyper_parallel.checkpoint.ranks import Collective
 from hyper_parallel.checkpoint.tensor_files import TensorFile
-from hyper_parallel.core.dtensor.layouts.rectangles import held_rectangles
+from hyper_parallel.core.layouts.rectangles import held_rectangles
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.extent import on_ranks

@@ -21,9 +21,9 @@ from hyper_parallel import (
     parallelize_module,
     replicate,
 )
-from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
-from hyper_parallel.core.dtensor.mesh_slices import MESHES
-from hyper_parallel.core.dtensor.operations import random
+from hyper_parallel.core.communication.collectives import all_gather_object
+from hyper_parallel.core.mesh.slices import MESHES
+from hyper_parallel.core.rules import random
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same

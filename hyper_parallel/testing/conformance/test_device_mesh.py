@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel import DeviceMesh, DTensor, Partial, Shard, get_platform, init_device_mesh
-from hyper_parallel.core.dtensor.device_mesh import current_mesh
+from hyper_parallel.core.mesh.device_mesh import current_mesh
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 

@@ -29,7 +29,7 @@ from hyper_parallel import (
     get_platform,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import block_plan, compare, floats, same

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel import CollectiveError, check_ranks
-from hyper_parallel.core.dtensor.communication import collectives, errors
+from hyper_parallel.core.communication import collectives, errors
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.spmd import on_mesh
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hyper_parallel import CommDebugMode, DataParallelMeshDims, FSDPModule, Shard, fully_shard
+from hyper_parallel.core.communication import asynchronous
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of
-from hyper_parallel.core.dtensor.communication import asynchronous
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same

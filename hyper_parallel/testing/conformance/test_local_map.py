@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel import DTensor, PackedShard, Partial, Replicate, Shard, init_device_mesh, zeros
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.debug import visualize_sharding
 from hyper_parallel.experimental import local_map
 from hyper_parallel.testing.adapters import get_adapter

@@ -21,8 +21,8 @@ from hyper_parallel import (
     parallelize_module,
     vocab_parallel_cross_entropy,
 )
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.operations.modes import is_loss_parallel
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.modes import is_loss_parallel
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same
@@ -540,7 +540,7 @@ def test_mesh_with_two_dimensions(pool: Any) -> None:
 @spmd.on_mesh()
 def differs(mesh: Any) -> None:
     """Unequal parts without vocab_size: every rank says so, the first time."""
-    from hyper_parallel.core.dtensor.operations.class_shards import _COMPARED
+    from hyper_parallel.core.rules.class_shards import _COMPARED
 
     _COMPARED.pop(mesh, None)
     adapter = get_adapter()

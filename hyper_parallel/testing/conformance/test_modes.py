@@ -22,9 +22,9 @@ from hyper_parallel import (
     register_sharding,
     strict,
 )
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.operations import custom_ops, fallback
-from hyper_parallel.core.dtensor.operations.modes import is_implicit_replication, is_strict
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.modes import is_implicit_replication, is_strict
+from hyper_parallel.core.operations import custom_ops, fallback
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, local_parts, same

@@ -21,8 +21,8 @@ from hyper_parallel import (
     StridedShard,
     distribute_tensor,
 )
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.layouts.nesting import nest
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same

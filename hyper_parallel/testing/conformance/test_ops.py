@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import local_parts, same

@@ -24,9 +24,9 @@ from hyper_parallel import (
     overlap_collectives,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor.communication.redistribute import plan_redistribution
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.placement_types import Partial
+from hyper_parallel.core.communication.redistribute import plan_redistribution
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.layouts.placement_types import Partial
 from hyper_parallel.platform.contract import LinearCollective
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter

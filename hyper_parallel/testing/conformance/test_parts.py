@@ -20,7 +20,7 @@ from hyper_parallel import (
     StridedShard,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.experimental import local_map
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter

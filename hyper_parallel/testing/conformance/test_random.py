@@ -10,9 +10,9 @@ import pytest
 
 import hyper_parallel
 from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard, distribute_tensor, manual_seed
-from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.operations import random
+from hyper_parallel.core.communication.collectives import all_gather_object
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.rules import random
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats, local_parts, same

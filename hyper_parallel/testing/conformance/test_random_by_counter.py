@@ -14,9 +14,9 @@ import pytest
 import hyper_parallel
 from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard, manual_seed, strict
 from hyper_parallel.checkpoint import RandomState
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.operations import counter as requests
-from hyper_parallel.core.dtensor.operations import random
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.rules import counter as requests
+from hyper_parallel.core.rules import random
 from hyper_parallel.platform.contract import counter
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter

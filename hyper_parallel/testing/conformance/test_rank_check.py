@@ -26,7 +26,7 @@ from hyper_parallel import (
     manual_seed,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor.communication import rank_check
+from hyper_parallel.core.communication import rank_check
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.spmd import device_mesh, on_mesh
 

@@ -19,8 +19,8 @@ from hyper_parallel import (
 )
 from hyper_parallel.checkpoint import save
 from hyper_parallel.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from hyper_parallel.core.dtensor.communication.redistribute import redistribute
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.communication.redistribute import redistribute
+from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.debug import CommDebugMode
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats

@@ -20,7 +20,7 @@ from hyper_parallel import (
     distribute_tensor,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor.communication import recorder
+from hyper_parallel.core.communication import recorder
 from hyper_parallel.debug import CollectiveEvent
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats

@@ -18,7 +18,7 @@ from hyper_parallel import (
     compute_local_shape_and_global_offset,
     get_platform,
 )
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.platform.contract.collectives import CollectiveRole
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter

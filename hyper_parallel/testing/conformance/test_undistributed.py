@@ -25,7 +25,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.core.dtensor import undistributed
-from hyper_parallel.core.dtensor.operations import random
+from hyper_parallel.core.rules import random
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import compare, floats

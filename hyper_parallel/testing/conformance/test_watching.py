@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
-from hyper_parallel.core.dtensor.communication import recorder, watching
+from hyper_parallel.core.communication import recorder, watching
 from hyper_parallel.debug import ProfilerRanges
 from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS
 from hyper_parallel.platform.logs import LOG, VARIABLE

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel import DTensor
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
+from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.fuzz.parts import gradient_part, local_part

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.layouts.layout import Layout
+from hyper_parallel.core.layouts.layout import Layout
 
 __all__ = ["gradient_part", "local_part"]
 

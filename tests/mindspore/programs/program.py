@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from hyper_parallel import Shard, distribute_tensor, fully_shard, parallelize_module, replicate
-from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
+from hyper_parallel.core.communication.collectives import all_gather_object
 from hyper_parallel.mindspore import value_and_grad
 from tests.mindspore.nets import whole
 

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard
-from hyper_parallel.core.dtensor.communication.collectives import all_gather_object
-from hyper_parallel.core.dtensor.layouts.layout import get_layout
-from hyper_parallel.core.dtensor.operations import dispatch as dispatch_module
+from hyper_parallel.core.communication.collectives import all_gather_object
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.operations import dispatch as dispatch_module
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.fuzz.exchange import installed
 from tests.support.operator_table.side import Call, Side, side_of

@@ -1,7 +1,7 @@
 """Collectives inside of MindSpore's graphs, in pairs of forward and backward, on plain local tensors.
 
 Cells, because a graph takes its backward from `bprop`, and MindSpore parses the source of both: ``self`` must be called
-so, and what is decided in Python is an attribute. As in `core.dtensor.communication.transitions`, cotangents are whole
+so, and what is decided in Python is an attribute. As in `core.communication.transitions`, cotangents are whole
 for what all ranks have and parts for parts; those ending on ``ForParts`` have consumers each of which returns a
 summand.
 

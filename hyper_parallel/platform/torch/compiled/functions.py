@@ -1,7 +1,7 @@
 """Collectives that torch's compiler sees, in pairs of forward and backward, on plain local tensors.
 
 The operators are those below torch's functional collectives: Inductor knows them, and may reorder, bucket and fuse
-them. As in `core.dtensor.communication.transitions`, cotangents are whole for what all ranks have and parts for parts;
+them. As in `core.communication.transitions`, cotangents are whole for what all ranks have and parts for parts;
 the functions ending on ``for_parts`` have consumers each of which returns a summand.
 """
 

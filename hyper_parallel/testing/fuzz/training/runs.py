@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from hyper_parallel.core.communication.errors import RankMismatchError
 from hyper_parallel.core.data_parallel.agreement import agreement_of
-from hyper_parallel.core.dtensor.communication.errors import RankMismatchError
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.fuzz.exchange import AskedError, installed
 from hyper_parallel.testing.fuzz.training import models

@@ -1,0 +1,77 @@
+"""Collectives along one mesh dimension that are started now and waited for later, into buffers of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.communication import collectives
+from hyper_parallel.core.communication.errors import explain_along
+from hyper_parallel.core.communication.recorder import LISTENERS, record
+from hyper_parallel.platform.contract.collectives import FINISHED, Work
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+
+
+class _Started:
+    """`Work` whose failure because of a lost rank is a `CollectiveError`, and whose end is told."""
+
+    def __init__(self, work: Work, done: Callable[[], None] | None, *what: Any) -> None:
+        self._work, self._done, self._what = work, done, what
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once, as far as the framework says."""
+        ask = getattr(self._work, "is_completed", None)
+        return ask is not None and bool(ask())
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            explain_along(error, *self._what)
+            raise
+        if self._done is not None:
+            self._done()
+
+
+def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "") -> Work:
+    """Begin a collective of ``x`` along a mesh dimension of ``size`` ranks. Not differentiable.
+
+    What the backend cannot do natively is done before this returns. Both buffers are 1-D, contiguous and all of their
+    storage. Until `Work.wait` the result is left alone, and the operand may be read.
+
+    Args:
+        collective: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        out: buffer for the result: of ``size`` times the elements of ``x``, of a ``size``-th of them, of as many.
+        x: what this rank gives.
+        mesh: the mesh.
+        mesh_dim: along which dimension.
+        op: of a reduction: ``"sum"``, ``"avg"``, ...
+
+    Raises:
+        CollectiveError: there or in `Work.wait`, when a rank is lost.
+    """
+    platform, size = mesh.platform, mesh.shape[mesh_dim]
+    if size > 1 and 0 not in platform.shape_of(x) and platform.supports(collective, op, x):
+        done = record(collective, mesh, mesh_dim, x, op) if LISTENERS else None
+        what = collective, x, mesh, mesh_dim
+        try:
+            work = platform.start_collective(collective, out, x, op, mesh.platform_group(mesh_dim), size)
+        except RuntimeError as error:
+            explain_along(error, *what)
+            raise
+        if work is not FINISHED:
+            return _Started(work, done, *what)
+        if done is not None:
+            done()
+        return FINISHED
+    if collective == "all_gather":
+        result = collectives.bind_all_gather(mesh, mesh_dim, 0, platform.shape_of(x) * size)(x)
+    elif collective == "reduce_scatter":
+        result = collectives.bind_reduce_scatter(mesh, mesh_dim, 0, platform.shape_of(out) * size, op)(x)
+    else:
+        result = collectives.all_reduce(platform.clone(x), mesh, mesh_dim, op)
+    platform.write(out, result)
+    return FINISHED

@@ -1,0 +1,88 @@
+"""One all-reduce for the gradients of all small replicated parameters, as Megatron's ``_allreduce_layernorm_grads``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.communication import collectives
+from hyper_parallel.core.communication.recorder import recorded_as
+from hyper_parallel.platform.contract import NOTHING_FASTER
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+
+#: The blocks that are open, the innermost last. Not one a thread: backward runs its hooks in threads of its own.
+BLOCKS: list[coalesce_gradients] = []
+
+
+class coalesce_gradients:
+    """Inside, gradients of replicated parameters are all-reduced together, when the block ends.
+
+    This is about parameters that are replicated while the inputs of their module are sharded: norms under
+    `SequenceParallel`. Outside, backward does one all-reduce for each of them; the block does one for each mesh and
+    dtype. It sends each parameter once, however often the model, or several backward passes, have used it.
+
+    The gradients of these parameters are complete after the block, and their part of this backward is missing inside.
+    So whatever reads them - clipping, the optimizer, an exchange over a data-parallel mesh dimension - goes after the
+    block, and nothing that reads them by hooks on the accumulation of gradients may be in use, such as
+    ``DistributedDataParallel``. Parameters with ``register_post_accumulate_grad_hook``, and gradients that
+    ``torch.autograd.grad`` returns, are all-reduced at once as ever. On MindSpore, which returns gradients, what
+    `hyper_parallel.mindspore` returns inside the block is all-reduced together, and complete.
+
+    Example:
+        >>> from hyper_parallel import coalesce_gradients
+        >>> import torch
+        >>> w = torch.ones(3, requires_grad=True)
+        >>> with coalesce_gradients():
+        ...     (2 * w).sum().backward()
+        >>> w.grad
+        tensor([2., 2., 2.])
+
+    Source: Megatron-LM, ``finalize_model_grads`` (Korthikanti et al. 2022).
+    """
+
+    #: For each mesh, mesh dimensions and dtype: the parameters by their `id`, and the sums of their cotangents so far.
+    _waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], dict[int, tuple[Any, Any]]]
+
+    def take(self, parameter: Any, cotangent: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
+        """Whether the block, or data parallelism, will add the sum of ``cotangent`` over ``mesh_dims`` to the gradient
+        of ``parameter``."""
+        if parameter._collect is not None:
+            parameter._collect(cotangent, mesh, mesh_dims)
+            return True
+        if not (mesh.platform.fast or NOTHING_FASTER).can_delay_gradient(parameter):
+            return False
+        entries = self._waiting.setdefault((mesh, mesh_dims, cotangent.dtype), {})
+        # Uses of a parameter share a view, and so a cotangent, where an operation keeps it: that depends on kernels.
+        _, before = entries.get(id(parameter), (None, None))
+        entries[id(parameter)] = parameter, cotangent if before is None else before + cotangent
+        return True
+
+    def __enter__(self) -> coalesce_gradients:
+        self._waiting = {}
+        BLOCKS.append(self)
+        return self
+
+    def __exit__(self, kind: type | None, *exc_info: object) -> None:
+        BLOCKS.remove(self)
+        waiting, self._waiting = self._waiting, {}
+        if kind is not None:
+            return
+        for (mesh, mesh_dims, _), entries in waiting.items():
+            platform = mesh.platform
+            fast = platform.fast or NOTHING_FASTER
+            with platform.no_grad(), platform.no_dispatch(), recorded_as("backward"):
+                own = [cotangent for _, cotangent in entries.values()]
+                summed = collectives.together(own, platform, collectives.all_reduce_over, mesh, mesh_dims)
+                fast.add_to_gradients([parameter for parameter, _ in entries.values()], summed)
+
+
+def sum_together(cotangents: Sequence[Any], mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> list[Any]:
+    """The sums of plain tensors of one dtype over mesh dimensions, by one all-reduce along each."""
+    return collectives.together(cotangents, mesh.platform, collectives.all_reduce_over, mesh, mesh_dims)
+
+
+def open_block() -> coalesce_gradients | None:
+    """A further block inside of one; None outside."""
+    return coalesce_gradients() if BLOCKS else None

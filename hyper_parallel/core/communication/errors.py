@@ -1,0 +1,127 @@
+"""What is raised when a rank is lost during a collective, and when `check_ranks` finds that ranks differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+
+#: What local computations raise. Refusals are ValueErrors and TypeErrors: the same on all ranks.
+_LOCAL_ERRORS = (RuntimeError, IndexError, MemoryError, ArithmeticError)
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed because ranks did not do their part: they ended, hang, or do something else.
+
+    Every rank that waited in the collective raises it, no later than the time-out of the process group and a few
+    seconds; the error of the backend is its ``__cause__``. The process group may be unusable afterwards.
+
+    Attributes:
+        collective: what failed: ``"all_reduce"``, ``"all_gather"``, ...
+        ranks: global ranks that should have taken part.
+        missing: those of them that did not report that they were waiting too; None where that cannot be known.
+
+    Example:
+        >>> from hyper_parallel import CollectiveError
+        >>> issubclass(CollectiveError, RuntimeError)
+        True
+    """
+
+    def __init__(self, message: str, collective: str, ranks: tuple[int, ...], missing: tuple[int, ...] | None) -> None:
+        super().__init__(message)
+        self.collective = collective
+        self.ranks = ranks
+        self.missing = missing
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.args[0], self.collective, self.ranks, self.missing)
+
+
+class RankMismatchError(ValueError):
+    """Ranks have given what does not belong together or, inside `check_ranks`, were about to do different things. All
+    ranks raise it, before anything is done.
+
+    Attributes:
+        ranks: global ranks whose value is not that of the majority; without a majority, not that of the first rank.
+
+    Example:
+        >>> from hyper_parallel import RankMismatchError
+        >>> issubclass(RankMismatchError, ValueError)
+        True
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.args[0], self.ranks)
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """``"rank 3"`` or ``"ranks 1, 3"``."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def describe_dim(mesh: DeviceMesh, mesh_dim: int) -> str:
+    """``"along mesh dimension 0 ('tp')"``."""
+    return f"along mesh dimension {mesh.dim_label(mesh_dim)}"
+
+
+def explain_along(error: Exception, collective: str, local: Any, mesh: DeviceMesh, mesh_dim: int) -> None:
+    """`explain` for a collective of the local tensor ``local`` along a mesh dimension."""
+    platform = mesh.platform
+    tensor = f" of a {local.dtype} tensor of shape {tuple(platform.shape_of(local))}" if local is not None else ""
+    what = f"{collective}{tensor} {describe_dim(mesh, mesh_dim)}"
+    explain(error, collective, what, platform, mesh.platform_group(mesh_dim), mesh.ranks_along(mesh_dim))
+
+
+def explain(error: Exception, collective: str, what: str, platform: Any, group: Any, ranks: Sequence[int]) -> None:
+    """Return if ``error`` is of another kind than a rank that was lost.
+
+    Args:
+        error: what the platform's verb raised.
+        collective: its name.
+        what: the same with what it worked on, for messages.
+        platform, group, ranks: whose collective it was.
+
+    Raises:
+        CollectiveError: otherwise, from ``error``.
+    """
+    if not platform.is_communication_failure(error):
+        return
+    members = tuple(ranks)
+    report = f"{what} among {names_of(members)}"
+    found = platform.find_missing_ranks(group, members, report)
+    reports, missing = ({}, None) if found is None else found
+    silent = [rank for rank in missing or () if rank not in reports]
+    text = f"{report} failed on rank {platform.rank()}"
+    if missing is None:
+        text += "; which ranks did not take part is not known here"
+    elif silent:
+        text += f": {names_of(silent)} did not take part, and {'has' if len(silent) == 1 else 'have'} ended, or "
+        text += "hangs" if len(silent) == 1 else "hang"
+    elif not missing:
+        text += ": all of them are there, and have lost their connection or wait in different collectives"
+    lines = [text, *(f"rank {r} failed in {other}" for r, other in sorted(reports.items()) if other != report)]
+    lines.append(f"the backend says: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}")
+    raise CollectiveError("\n".join(lines), collective, members, missing) from error
+
+
+def tell_of_failure(error: Exception, what: str, mesh: DeviceMesh) -> None:
+    """Tell the other ranks of ``mesh`` about an error with which this rank leaves ``what``, so that they do not wait
+    for it. Returns when they have failed in the same way, or know."""
+    if not isinstance(error, _LOCAL_ERRORS) or isinstance(error, CollectiveError) or hasattr(error, _TOLD):
+        return
+    error.__dict__[_TOLD] = True  # the modules around it raise it too
+    if mesh.size() == 1 or mesh.get_coordinate() is None or mesh.platform.is_communication_failure(error):
+        return
+    groups = [mesh.platform_group(d) for d in range(mesh.ndim) if mesh.shape[d] > 1]
+    message = (str(error).strip() or repr(error)).splitlines()[0]
+    ranks = tuple(int(rank) for rank in mesh.ranks.ravel())
+    mesh.platform.tell_of_failure(groups, ranks, f"{what}: {type(error).__name__}: {message}")
+
+
+_TOLD = "_hyper_parallel_told"

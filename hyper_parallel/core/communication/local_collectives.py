@@ -1,0 +1,106 @@
+"""Collectives of the framework that a program calls on DTensors by itself, as in data parallelism written by hand.
+
+A DTensor is its local tensor, so such a collective acts on this rank's part: the gradients of the data-parallel ranks
+are averaged shard by shard. That is right where the ranks that take part hold the same part. What is known about them
+is the mesh: ranks of one mesh that differ in a dimension hold different shards, or different summands, along it. There
+the collective is refused, on all of them, since all know the layout and the ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hyper_parallel.core.caches import Cache
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.placement_types import Partial, Shard
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+
+_DIMS: dict[tuple, tuple[int, ...]] = Cache(1 << 12, "dimensions of groups")
+
+
+def dims_within(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of ``mesh`` in which the ``ranks`` that belong to it differ from each other.
+
+    Example:
+        >>> from hyper_parallel import init_device_mesh
+        >>> dims_within(init_device_mesh("cpu", (1,)), [0])
+        ()
+    """
+    key = (mesh, tuple(ranks))
+    dims = _DIMS.get(key)
+    if dims is None:
+        places = np.argwhere(np.isin(mesh.ranks, ranks))
+        dims = _DIMS[key] = tuple(d for d in range(mesh.ndim) if len(set(places[:, d].tolist())) > 1)
+    return dims
+
+
+def check_local_collective(
+    name: str, layout: Layout, ranks: Sequence[int], *, linear: bool = True, apart: bool = False, parts: bool = False
+) -> None:
+    """Raise where the collective ``name`` over ``ranks`` would be wrong on the local tensor of a DTensor.
+
+    Args:
+        name: for the message.
+        layout: of the DTensor.
+        ranks: global ranks that take part.
+        linear: whether it moves, adds or averages values: only these may be done to a partial sum.
+        apart: whether what each rank gives stays apart from what others give, in plain tensors: shards may then differ,
+            but not in size.
+        parts: whether it leaves another result on each rank.
+
+    Raises:
+        ValueError: on every rank that takes part.
+    """
+    mesh = layout.mesh
+    within = dims_within(mesh, ranks)
+    for mesh_dim, placement in enumerate(layout.placements):
+        where = (
+            f"{name} over ranks {list(ranks)} of a DTensor of shape {tuple(layout.shape)} placed "
+            f"{list(layout.placements)}: along mesh dimension {mesh.dim_label(mesh_dim)} of {mesh}"
+        )
+        if isinstance(placement, Partial):
+            if mesh_dim in within:
+                raise ValueError(
+                    f"{where} these ranks hold summands of one value: reduce it with redistribute(), which gives a "
+                    "replicated tensor, or take to_local()"
+                )
+            if not linear or placement.reduce_op not in ("sum", "avg"):
+                raise ValueError(f"{where} the value is to be reduced yet: redistribute() it first")
+        elif isinstance(placement, Shard) and mesh_dim in within:
+            if not apart:
+                raise ValueError(
+                    f"{where} these ranks hold different shards, which must not be mixed: use the group of a dimension "
+                    "over which the tensor is the same, such as mesh['dp'].get_group(), or full_tensor() for the "
+                    "whole tensor and to_local() for this rank's shard"
+                )
+            if len(layout.part_sizes(placement.dim)) > 1:
+                raise ValueError(
+                    f"{where} shards differ in size: use full_tensor(), or pad what to_local() gives to one size"
+                )
+        elif parts and mesh_dim in within:
+            raise ValueError(
+                f"{where} the tensor is the same on these ranks, which it would not be afterwards: use all_reduce or "
+                "broadcast, or give it to_local()"
+            )
+
+
+def check_rows(name: str, whole: Layout, part: Layout, count: int) -> None:
+    """Raise unless a tensor with layout ``whole`` is ``count`` tensors with layout ``part`` one after the other along
+    dimension 0, on local tensors as on global ones.
+
+    Raises:
+        ValueError: when placements differ, dimension 0 is sharded, or shapes do not fit.
+    """
+    fits = whole.mesh is part.mesh and whole.placements == part.placements and part.ndim > 0
+    fits = fits and not part.shard_mesh_dims(0) and tuple(whole.shape) == (count * part.shape[0], *part.shape[1:])
+    if not fits:
+        raise ValueError(
+            f"{name} with DTensors of shape {tuple(whole.shape)} placed {list(whole.placements)} and of shape "
+            f"{tuple(part.shape)} placed {list(part.placements)}: what it joins or cuts along dimension 0 of the local "
+            f"tensors is not the same of the global ones. Give it to_local() of both"
+        )

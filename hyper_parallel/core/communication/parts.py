@@ -1,0 +1,163 @@
+"""Parts that ranks bring: their sizes are exchanged, so that all ranks come to one answer."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hyper_parallel.core.communication.errors import RankMismatchError, explain, names_of
+from hyper_parallel.core.communication.rank_check import check_ranks, check_replicated
+from hyper_parallel.core.layouts.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.layouts.placement_types import Placement
+from hyper_parallel.core.observers import CHECKS
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+
+#: The most dimensions that a tensor of any framework has.
+_DIMS = 64
+Shape = tuple[int, ...]
+
+
+def numbers_of_ranks(numbers: Sequence[int], mesh: DeviceMesh, what: str) -> np.ndarray:
+    """Exchange numbers over the ranks of a mesh: one small all-gather for each mesh dimension of more than one rank.
+    As all that ranks compare, it is not recorded.
+
+    Args:
+        numbers: of this rank, as many as the other ranks give.
+        mesh: this rank is in it.
+        what: names the exchange where a rank is lost.
+
+    Returns:
+        An array of the shape of the mesh, and one dimension more for the numbers of a rank.
+    """
+    platform, mine, shape = mesh.platform, np.asarray(numbers, np.int64), (*mesh.shape, len(numbers))
+    if platform.sends_nothing:
+        return np.broadcast_to(mine, shape)
+    with platform.no_dispatch(), platform.no_grad():
+        x = platform.to_device(platform.host_tensor(mine))
+        for mesh_dim in reversed(range(mesh.ndim)):
+            if mesh.shape[mesh_dim] > 1:
+                group, ranks = mesh.platform_group(mesh_dim), mesh.ranks_along(mesh_dim)
+                try:
+                    x = platform.all_gather(x, group, len(ranks))
+                except RuntimeError as error:
+                    explain(error, "all_gather", what, platform, group, ranks)
+                    raise
+        return np.frombuffer(platform.bytes_of(x), np.int64).reshape(shape)
+
+
+def misfit_of(layout: Layout, local_shape: Shape) -> str | None:
+    """What is wrong with a part of ``local_shape`` on this rank, or None."""
+    if layout.mesh.get_coordinate() is None or tuple(layout.local_shape) == local_shape:
+        return None
+    return (
+        f"a tensor of global shape {tuple(layout.shape)} placed {list(layout.placements)} on {layout.mesh} has local "
+        f"shape {tuple(layout.local_shape)} on rank {layout.mesh.platform.rank()}, got {local_shape}"
+    )
+
+
+def is_wrong_on_a_rank(layout: Layout, dtype: str, wrong: bool) -> bool:
+    """Whether something is ``wrong`` on a rank of the mesh, or ranks differ in shape, placements or ``dtype``. All
+    ranks get the same answer, by `numbers_of_ranks`."""
+    digest = zlib.crc32(repr((tuple(layout.shape), layout.placements, dtype)).encode())
+    what = "the comparison of parts of one tensor"
+    rows = numbers_of_ranks((digest, wrong), layout.mesh, what).reshape(-1, 2)
+    return bool(rows[:, 1].any() or (rows[:, 0] != rows[0, 0]).any())
+
+
+def check_parts(local: Any, layout: Layout, misfit: str | None, what: str) -> None:
+    """Compare parts over the ranks of the mesh, and the values of what is replicated.
+
+    Args:
+        local: this rank's part.
+        layout: of the whole tensor.
+        misfit: as `misfit_of` says.
+        what: names the part in messages.
+
+    Raises:
+        RankMismatchError: on all ranks, where they differ.
+        ValueError: on all ranks, where all have the same misfit.
+    """
+    here = f" on rank {layout.mesh.platform.rank()}"
+    facts = {
+        "the global shape, which follows from the local one where it is not given": str(tuple(layout.shape)),
+        "the placements": str(list(layout.placements)),
+        "what does not fit": (misfit and misfit.replace(here, "")) or "nothing",
+        "the dtype": str(local.dtype),
+    }
+    with check_ranks(layout.mesh):
+        CHECKS[-1].agree("DTensor.from_local", facts)
+        if misfit is not None:
+            raise ValueError(misfit)
+        check_replicated(local, layout.mesh, layout.placements, what)
+
+
+def shapes_of_ranks(shapes: Sequence[Shape | None], mesh: DeviceMesh) -> list[dict[Shape, Shape | None]]:
+    """Exchange the shapes of several tensors over the ranks of a mesh, by `numbers_of_ranks`.
+
+    Args:
+        shapes: of this rank's tensors, as many as the other ranks have; None where this rank has none.
+        mesh: this rank is in it.
+
+    Returns:
+        For each tensor the shapes that it has, by the coordinate of the rank in the mesh.
+    """
+    numbers = np.full((len(shapes), 1 + _DIMS), -1)
+    for row, shape in zip(numbers, shapes, strict=True):
+        if shape is not None:
+            row[: 1 + len(shape)] = len(shape), *shape
+    what = "the exchange of the shapes of parts"
+    rows = numbers_of_ranks(numbers.ravel().tolist(), mesh, what).reshape(*mesh.shape, *numbers.shape)
+    places = list(np.ndindex(*mesh.shape))
+    return [
+        {at: None if rows[at][i, 0] < 0 else tuple(rows[at][i, 1 : 1 + rows[at][i, 0]].tolist()) for at in places}
+        for i in range(len(shapes))
+    ]
+
+
+def layout_of_parts(
+    parts: dict[Shape, Shape | None], placements: Sequence[Placement], mesh: DeviceMesh, what: str
+) -> Layout:
+    """The layout of a tensor of which the ranks of a mesh have parts. No rank communicates.
+
+    Args:
+        parts: as `shapes_of_ranks` gives them.
+        placements: of the tensor, as users give them.
+        mesh: of the parts.
+        what: names the tensor in messages.
+
+    Raises:
+        RankMismatchError: on all ranks, where a rank has no part or the parts do not make up a tensor.
+        ValueError: on all ranks, for placements that do not fit.
+    """
+    without = [int(mesh.ranks[at]) for at, part in parts.items() if part is None]
+    if without:
+        raise RankMismatchError(f"{what} is wrong on {names_of(without)}: the error there says how", tuple(without))
+    known = {at: part for at, part in parts.items() if part is not None}
+    first = known[(0,) * mesh.ndim]
+    normal = normalize_placements(placements, mesh, len(first), f"{what}, of local shape {first},")
+    odd = [at for at, part in known.items() if len(part) != len(first)]
+    if not odd:
+        shape = list(first)
+        for dim in range(len(first)):
+            cuts = {mesh_dim for mesh_dim, placement in enumerate(normal) if placement.is_shard(dim)}
+            shape[dim] = sum(
+                part[dim] for at, part in known.items() if all(i == 0 or d in cuts for d, i in enumerate(at))
+            )
+        layout = get_layout(mesh, normal, shape)
+        odd = [at for at, part in known.items() if layout.shape_at(at) != part]
+        if not odd:
+            return layout
+    ranks = [int(mesh.ranks[at]) for at in odd]
+    have = "; ".join(f"rank {int(mesh.ranks[at])}: {part}" for at, part in known.items())
+    wanted = "" if len(known[odd[0]]) != len(first) else f", where {names_of(ranks[:1])} has {layout.shape_at(odd[0])}"
+    raise RankMismatchError(
+        f"{what} is placed {list(normal)} on {mesh}, and the parts that the ranks have given are no parts of one tensor"
+        f"{'' if not wanted else f' of shape {tuple(layout.shape)}{wanted}'} ({have}): give the sizes that "
+        "distribute_tensor gives, or gather the parts inside the function and place the result Replicate()",
+        tuple(ranks),
+    )

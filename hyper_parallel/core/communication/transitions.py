@@ -1,0 +1,328 @@
+"""The differentiable steps between placements on one mesh dimension, and the views that reduce gradients.
+
+A step is a function of a local tensor. Its class says what it does to local data (``forward``) and which step the
+cotangent takes (``back``), which is differentiable in turn: so gradients of gradients are right too. The contract that
+all of them keep: the cotangent of a local tensor is the full gradient for `Replicate`, the shard of it for `Shard`, and
+for `Partial` the full gradient (what each summand receives). The steps from and to shards are in `shard_steps`.
+
+====================  =========================  =======================  ====================
+step                  placements                 forward                  step of the cotangent
+====================  =========================  =======================  ====================
+`Gather`              Shard(d) -> Replicate      all-gather               `Slice`
+`GatherForParts`      the same, partial view     all-gather               `ReduceScatter`
+`Slice`               Replicate -> Shard(d)      slice                    `Gather`
+`AllReduce`           Partial -> Replicate       all-reduce               `IdentityReduceGrad`
+`ReduceScatter`       Partial -> Shard(d)        reduce-scatter           `GatherForParts`
+`AllToAll`            Shard(a) -> Shard(b)       all-to-all               `AllToAll`
+`OneSummand`          Replicate -> Partial       value on one rank        `SummandGradient`
+`SummandGradient`     a gradient, see there      identity                 `OneSummand`
+`IdentityReduceGrad`  partial-gradient view      identity                 `AllReduce`
+====================  =========================  =======================  ====================
+
+What runs often has bound forms besides, properties that give a function of the tensor alone: with what `Platform.fast`
+brings they cost less, and give the same.
+
+Source: the f, g and g-bar functions of Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022): f is
+`IdentityReduceGrad`, g is `AllReduce`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.communication import collectives
+from hyper_parallel.core.communication.coalesce import BLOCKS
+from hyper_parallel.core.communication.recorder import dim_name
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.placement_types import Partial, Replicate
+from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
+from hyper_parallel.platform.contract.autograd import TensorFunction, named
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+
+
+class Step(ABC):
+    """A differentiable function of a local tensor; not to be changed.
+
+    Args:
+        platform: whose autograd records it.
+        where: which mesh dimension, for the name of the node in the graph: ``AllReduce_tp``.
+    """
+
+    def __init__(self, platform: Platform, where: str = "") -> None:
+        name = "_".join(filter(None, (type(self).__name__.strip("_"), where)))
+        self.platform, self._take = platform, _FUNCTIONS[platform, name]
+
+    def __call__(self, x: Any) -> Any:
+        """Take the step. Differentiable."""
+        return self._take(x, self)
+
+    @abstractmethod
+    def forward(self, ctx: Any, x: Any) -> Any:
+        """What it does to the data of ``x``, outside autograd. ``ctx`` takes what `backward` needs of it."""
+
+    @abstractmethod
+    def backward(self, ctx: Any, g: Any) -> Any:
+        """The cotangent of what the step was given, of the cotangent ``g`` of what it gave. Differentiable."""
+
+
+class _View(Step):
+    """The same data, with another cotangent."""
+
+    def __call__(self, x: Any) -> Any:
+        return self._take(x, self) if self.platform.requires_grad(x) else x
+
+    def forward(self, ctx: Any, x: Any) -> Any:
+        return x
+
+
+class ConvertCotangent(_View):
+    """Identity whose backward applies ``convert`` to the cotangent."""
+
+    def __init__(self, platform: Platform, convert: TensorFunction) -> None:
+        super().__init__(platform)
+        self.convert = convert
+
+    def backward(self, ctx: Any, g: Any) -> Any:
+        return self.convert(g)
+
+
+class IdentityReduceGrad(_View):
+    """Identity whose backward all-reduces over ``mesh_dims``: for consumers whose cotangents are summands. Get it with
+    `identity_reduce_grad`."""
+
+    def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> None:
+        super().__init__(mesh.platform, "_".join(dim_name(mesh, d) for d in mesh_dims))
+        self.mesh, self.mesh_dims = mesh, mesh_dims
+
+    def backward(self, ctx: Any, g: Any) -> Any:
+        for mesh_dim in self.mesh_dims:
+            g = summation(self.mesh, mesh_dim)(g)
+        return g
+
+    @cached_property
+    def of_parameter(self) -> TensorFunction:
+        """Bound, of a parameter, which `coalesce_gradients` may take part in; see `Platform.gradient_view`."""
+        platform, mesh, mesh_dims = self.platform, self.mesh, self.mesh_dims
+        reducers = [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
+
+        def reduce(x: Any, g: Any) -> Any:
+            if platform.requires_grad(g):
+                return self.backward(None, g)
+            if BLOCKS and BLOCKS[-1].take(x, g, mesh, mesh_dims):
+                return platform.zeros(platform.shape_of(g), g)
+            g = platform.clone(g)
+            for all_reduce in reducers:
+                g = all_reduce(g)
+            return g
+
+        return platform.gradient_view(reduce, (mesh, mesh_dims))
+
+
+class Move(Step):
+    """One change of placement on one mesh dimension.
+
+    Attributes:
+        mesh, mesh_dim: on which.
+        source, target: the placements before and after.
+        source_sizes, target_sizes: for `Shard`, how many elements of the sharded dimension each rank of the mesh
+            dimension holds; empty otherwise.
+        layout: layout after the step, None for a step on a cotangent.
+        back: the step of the cotangent.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        source: Any,
+        target: Any,
+        source_sizes: tuple[int, ...] = (),
+        target_sizes: tuple[int, ...] = (),
+        layout: Layout | None = None,
+    ) -> None:
+        super().__init__(mesh.platform, dim_name(mesh, mesh_dim))
+        self.mesh, self.mesh_dim, self.source, self.target, self.layout = mesh, mesh_dim, source, target, layout
+        self.source_sizes, self.target_sizes, self.size = source_sizes, target_sizes, mesh.shape[mesh_dim]
+
+    @property
+    @abstractmethod
+    def back(self) -> Step: ...
+
+    def move(self, x: Any) -> Any:
+        """The step of a DTensor: gives one of `layout`. To be called under `Platform.no_dispatch`."""
+        return self.platform.wrap(self(x), self.layout)
+
+    def bind(self) -> TensorFunction:
+        """The step as a function of the tensor alone that is called often, under `Platform.no_dispatch`."""
+        return self
+
+    def _reversed(self, kind: type[Move], source: Any = None, target: Any = None) -> Move:
+        """The step of this ``kind`` the other way round."""
+        source, target = source or self.target, target or self.source
+        return kind(self.mesh, self.mesh_dim, source, target, self.target_sizes, self.source_sizes)
+
+    def backward(self, ctx: Any, g: Any) -> Any:
+        g = self.back(g)
+        # A summand receives the full gradient. Of an average it receives 1/n of it, n equal copies make it whole.
+        if self.source.is_partial("avg"):
+            return g / self.size
+        return g * self.size if self.target.is_partial("avg") else g
+
+
+class AllReduce(Move):
+    """A sum or an average that all ranks get."""
+
+    @cached_property
+    def back(self) -> Step:
+        # A summand receives the full gradient, but what each rank then does with it is a part of the whole
+        # computation. So the cotangent of that gradient, in gradients of gradients, is a partial sum.
+        return identity_reduce_grad(self.mesh, (self.mesh_dim,))
+
+    def forward(self, ctx: Any, x: Any) -> Any:
+        return collectives.all_reduce(self.platform.clone(x), self.mesh, self.mesh_dim, self.source.reduce_op)
+
+    @cached_property
+    def in_place(self) -> TensorFunction:
+        """Bound, of a sum: into the tensor itself, which nobody else holds and whose operation does not need its value
+        in backward. Where the platform has hooks there is no node in the graph."""
+        write, fast = collectives.bind_all_reduce(self.mesh, self.mesh_dim), self.platform.fast or NOTHING_FASTER
+        in_place = _AllReduceInPlace(self.mesh, self.mesh_dim, self.source, self.target)
+        return fast.in_place_step(write, self.back) or in_place
+
+
+class _AllReduceInPlace(AllReduce):
+    def forward(self, ctx: Any, x: Any) -> Any:
+        return collectives.all_reduce(x, self.mesh, self.mesh_dim)
+
+
+def differs(x: Any, y: Any) -> Any:
+    """Where ``x`` is not ``y``; NaN is NaN."""
+    return (x != y) & ((x == x) | (y == y))
+
+
+class ReduceExtreme(AllReduce):
+    """The largest or the smallest of what the ranks have. Elements that tie share the cotangent evenly, as those of one
+    tensor do in amax."""
+
+    def __call__(self, x: Any) -> Any:
+        counts: list[Any] = []
+        y = self._take(x, self, getattr(x, "_ties", None), counts)
+        if counts and self.layout is not None and any(p.is_partial() for p in self.layout.placements):
+            y._ties = counts[0]  # there are more ranks to be compared
+        return y
+
+    def forward(self, ctx: Any, x: Any, ties: Any = None, counts: Any = None) -> Any:
+        platform, mesh, mesh_dim = self.platform, self.mesh, self.mesh_dim
+        y = collectives.all_reduce_extreme(x, mesh, mesh_dim, self.source.reduce_op)
+        if platform.is_floating_point(x):
+            if ties is None:
+                ties = platform.ones(platform.shape_of(x), x)
+            chosen = platform.masked_fill(ties, differs(x, y), 0.0)
+            count = collectives.all_reduce(platform.clone(chosen), mesh, mesh_dim)
+            ctx.save_for_backward(chosen / count)
+            counts.append(count)
+        return y
+
+    def backward(self, ctx: Any, g: Any) -> Any:
+        return self.back(g) * ctx.saved_tensors[0]
+
+
+class ReduceProduct(AllReduce):
+    """The product of what the ranks have: each receives the cotangent times the product of the others."""
+
+    def forward(self, ctx: Any, x: Any) -> Any:
+        platform, rank = self.platform, self.mesh.get_local_rank(self.mesh_dim)
+        shape = tuple(platform.shape_of(x))
+        column = x.reshape((1, *shape))
+        everyone = collectives.bind_all_gather(self.mesh, self.mesh_dim, 0, (1,) * self.size)(column)
+        parts = [part.reshape(shape) for part in platform.chunk(everyone, self.size, 0)]
+        others = platform.ones(shape, x)
+        for part in (*parts[:rank], *parts[rank + 1 :]):
+            others = others * part
+        ctx.save_for_backward(others)
+        return others * parts[rank]
+
+    def backward(self, ctx: Any, g: Any) -> Any:
+        return g * ctx.saved_tensors[0]
+
+
+class OneSummand(Move):
+    """What all ranks have as a sum, of which one rank has the value and the others zeros; of other reductions, all."""
+
+    @cached_property
+    def back(self) -> Step:
+        return self._reversed(SummandGradient)
+
+    def forward(self, ctx: Any, x: Any) -> Any:
+        if self.target.reduce_op != "sum" or self.mesh.get_local_rank(self.mesh_dim) == 0:
+            return self.platform.clone(x)
+        return self.platform.zeros(self.platform.shape_of(x), x)
+
+
+class SummandGradient(_View, Move):
+    """The gradient of summands as that of what all ranks have: what is computed from it counts once, see
+    `AllReduce.back`."""
+
+    @property
+    def back(self) -> Step:
+        return one_summand(self.mesh, self.mesh_dim)
+
+    def backward(self, ctx: Any, g: Any) -> Any:
+        return self.back(g)
+
+
+def _make_function(key: tuple[Platform, str]) -> Callable[..., Any]:
+    """``take(x, step, *more)``: a step, recorded under a name. ``more`` is for its `Step.forward`."""
+    platform, name = key
+    detach = platform.detach
+
+    def forward(ctx: Any, x: Any, step: Step, *more: Any) -> Any:
+        ctx.step = step
+        return step.forward(ctx, detach(x), *more)
+
+    return platform.autograd_function(named(name, forward), lambda ctx, g: ctx.step.backward(ctx, g))
+
+
+_FUNCTIONS: Table = Table(_make_function)
+#: (class, mesh, mesh dimension or dimensions, ...) -> the step.
+_STEPS: Table = Table(lambda key: key[0](*key[1:]), 1 << 12, "steps of sums")
+
+
+def summation(mesh: DeviceMesh, mesh_dim: int) -> AllReduce:
+    """The step from ``Partial()`` to ``Replicate()`` on a mesh dimension, made once."""
+    return _STEPS[AllReduce, mesh, mesh_dim, Partial(), Replicate()]
+
+
+def one_summand(mesh: DeviceMesh, mesh_dim: int) -> OneSummand:
+    """The step from ``Replicate()`` to ``Partial()`` on a mesh dimension, made once."""
+    return _STEPS[OneSummand, mesh, mesh_dim, Replicate(), Partial()]
+
+
+def identity_reduce_grad(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> IdentityReduceGrad:
+    """The partial-gradient view over some mesh dimensions, Megatron's f, made once."""
+    return _STEPS[IdentityReduceGrad, mesh, mesh_dims]
+
+
+def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
+    """The key under which a tensor keeps what linear layers read of it in place of `partial_grad_view`: the same, or
+    2-D with its leading dimensions as one."""
+    return mesh, mesh_dims, "linear"
+
+
+def to_owner(gradient: Any, layout: Layout) -> Any:
+    """See `platform.contract.Core.to_owner`. What is computed from it is the same on all ranks, and counts once."""
+    for mesh_dim in layout.summed_mesh_dims:
+        gradient = one_summand(layout.mesh, mesh_dim).back(gradient)
+    return gradient
+
+
+def to_summands(gradient: Any, layout: Layout) -> Any:
+    """See `platform.contract.Core.to_summands`. Each rank makes something else of it."""
+    dims = layout.summed_mesh_dims
+    return identity_reduce_grad(layout.mesh, dims)(gradient) if dims else gradient

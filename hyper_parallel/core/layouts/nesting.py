@@ -1,0 +1,97 @@
+"""Layouts of one tensor on several slices of a mesh: of which the local parts are distributed once more over another
+slice, or which more ranks hold alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hyper_parallel.core.layouts.cuts import as_last_cut, in_order
+from hyper_parallel.core.layouts.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+
+
+def nest(inner: Layout | None, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Layout:
+    """The layout of a tensor whose local part under ``inner`` is placed ``placements`` on ``mesh``.
+
+    Tensor parallelism has cut the tensor first, and every rank's part is then shared by the ranks of ``mesh``. Both
+    meshes are dimensions of one root mesh, and so is the mesh of the result. It follows from facts that all ranks
+    share, and communicates nothing.
+
+    Args:
+        inner: the layout on another mesh; None for a tensor that every rank has whole.
+        mesh: the mesh of the ranks that share each part.
+        placements: one for each dimension of ``mesh``, of the part.
+        shape: the global shape.
+
+    Raises:
+        ValueError: when ``shape`` is not that of ``inner``, the meshes have no common root or share a dimension, or the
+            placements do not go together: a `PackedShard` must be the first cut of its dimension.
+        TypeError: when a placement is none.
+
+    Example:
+        >>> from hyper_parallel import Shard, init_device_mesh
+        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        >>> inner = get_layout(mesh["tp"], (Shard(0),), (8, 4))
+        >>> nest(inner, mesh["dp"], [Shard(0)], (8, 4)).placements
+        (Shard(dim=0), Shard(dim=0))
+
+    Source: the two-dimensional parameters of ``torch.distributed.fsdp.fully_shard``.
+    """
+    what = f"the part of a tensor of shape {tuple(shape)}"
+    normal = normalize_placements(placements, mesh, len(shape), what)
+    if inner is None:
+        return get_layout(mesh, normal, shape)
+    if tuple(inner.shape) != tuple(shape):
+        raise ValueError(f"{inner} is not the layout of a tensor of shape {tuple(shape)}")
+    both = mesh._concatenate([mesh, inner.mesh])
+    found: list[Placement] = [Replicate()] * both.ndim
+    for own, its_placements in ((inner.mesh, inner.placements), (mesh, normal)):
+        for mesh_dim in in_order(its_placements, own.shape):
+            place, placement = both.index_of(own, mesh_dim), its_placements[mesh_dim]
+            if isinstance(placement, PackedShard):
+                _check_first(found, placement, inner)
+            elif isinstance(placement, Shard):
+                placement = as_last_cut(found, both.shape, place, placement.dim)
+            found[place] = placement
+    return get_layout(both, tuple(found), shape)
+
+
+def joined_meshes(layouts: Sequence[Layout | None]) -> dict[DeviceMesh, DeviceMesh]:
+    """For each mesh of the layouts, in their order, the one along all dimensions of those of the same root, if there is
+    one, else itself."""
+    meshes = list({layout.mesh: None for layout in layouts if layout is not None})
+    found: dict[DeviceMesh, DeviceMesh] = {}
+    for mesh in meshes:
+        same_root = [other for other in meshes if mesh.shares_root(other)]
+        found[mesh] = mesh._union(same_root) or mesh
+    return found
+
+
+def on_joined_meshes(layouts: Sequence[Layout | None]) -> list[Layout | None]:
+    """The layouts on one mesh where theirs are slices of one, with the same local tensors: along the dimensions that a
+    slice lacks, its tensors are the same on all ranks."""
+    joined = joined_meshes(layouts)
+    return [layout and _replicated_elsewhere(layout, joined[layout.mesh]) for layout in layouts]
+
+
+def _replicated_elsewhere(layout: Layout, mesh: DeviceMesh) -> Layout:
+    if mesh is layout.mesh:
+        return layout
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for mesh_dim, placement in enumerate(layout.placements):
+        placements[mesh.index_of(layout.mesh, mesh_dim)] = placement
+    return get_layout(mesh, tuple(placements), layout.shape)
+
+
+def _check_first(others: Sequence[Placement], packed: PackedShard, inner: Layout) -> None:
+    """Raise ValueError where ``others`` have cut the dimension of a packed shard: its parts are those of the whole."""
+    if any(p.is_shard(packed.dim) for p in others):
+        raise ValueError(
+            f"{packed!r} must be the first cut of tensor dimension {packed.dim}, which a tensor of shape "
+            f"{tuple(inner.shape)} placed {list(inner.placements)} on {inner.mesh} has cut already: use "
+            f"Shard({packed.dim}), or shard another dimension"
+        )

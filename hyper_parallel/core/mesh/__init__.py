@@ -1,0 +1,1 @@
+"""Device meshes: ranks, names, slices and process groups."""

@@ -1,0 +1,258 @@
+"""How a plan makes results that are views on a single device (`CanonicalOp.memory`) behave like views here.
+
+There are three cases. The operation shares memory here too: the framework does what is needed. It had to move data: the
+result is a copy, which `views.follow` ties to its base. Or some rank has one row or none, so that the framework may
+answer otherwise for the shard than for the whole: then strides tracked on the tensors say whether a copy is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.memory_order import UNKNOWN, bind_noted_strides, whole_strides
+from hyper_parallel.core.layouts.strides import (
+    contiguous_strides,
+    dense_strides,
+    indexed_strides,
+    is_contiguous,
+)
+from hyper_parallel.core.operations.views import follow, part, share
+from hyper_parallel.core.rules import CanonicalOp
+from hyper_parallel.platform.indexing import decode_index
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.operations.strategy import Strategy
+
+#: What stands for the strides of a view where the result is a copy.
+_COPY: Any = "copy"
+
+#: ``after(operands, result)``.
+After = Callable[[tuple, Any], None]
+
+
+class Aliasing:
+    """What a plan does before and after its local operation.
+
+    Attributes:
+        copies: ``copies(operand 0)`` says whether the local operation is to be run on a copy of it; None: never.
+        after: ``after(operands, result)``, of DTensors, to be called with interception off; None: nothing.
+        is_view: whether the result shares the memory of operand 0, or may.
+    """
+
+    __slots__ = ("after", "copies", "is_view")
+
+    def __init__(self, copies: Callable[[Any], bool] | None, after: After | None, is_view: bool = False) -> None:
+        self.copies, self.after, self.is_view = copies, after, is_view
+
+
+def aliasing_of(
+    op: CanonicalOp, layouts: tuple, static_args: Any, strategy: Strategy, name: str, made: bool = False
+) -> Aliasing | None:
+    """What plans of ``op``, which does not write in place, have to do; None when it is nothing.
+
+    Args:
+        op: the operation.
+        layouts: of the operands, None for one that is no tensor.
+        static_args: the static arguments.
+        strategy: how it runs.
+        name: of the native operation, for messages.
+        made: whether something else than the native operation makes the results, which then share no memory.
+    """
+    if not layouts or layouts[0] is None:
+        return None
+    shape, result_shapes = tuple(layouts[0].shape), [tuple(x.shape) for x in strategy.results]
+    index = op.view_index and op.view_index(static_args, shape, result_shapes)
+    tell = [x.tells_strides for x in strategy.results]
+    view = _View(op, static_args, shape, result_shapes, tell, index) if index or op.view_strides else None
+    if view is not None and (made or is_moved(layouts[0], strategy.operands[0])):
+        return Aliasing(None, _following(view, layouts[0], name))
+    if all(x.tells_strides for x in (*layouts, *strategy.results) if x is not None):
+        return None if view is None else _TELLING.get(op.memory)
+    return _carrying(op, layouts, strategy) if view is None else _tracking(view, layouts[0])
+
+
+@dataclass(frozen=True)
+class _View:
+    """A call whose results share the memory of operand 0 on a single device, or may.
+
+    Attributes:
+        op: the operation.
+        static_args: its static arguments.
+        shape: of operand 0.
+        result_shapes: of the results.
+        tell: `Layout.tells_strides` of the results.
+        index: see `CanonicalOp.view_index`.
+    """
+
+    op: CanonicalOp
+    static_args: Any
+    shape: tuple
+    result_shapes: list
+    tell: list[bool]
+    index: tuple | None
+
+    @property
+    def always(self) -> bool:
+        """Whether no result is ever a copy."""
+        return self.op.memory == "shared"
+
+    def tracked(self, own: Any) -> tuple:
+        """`DTensor._strides` of each result, from those of operand 0: None where its parts tell them, or it is
+        contiguous; `_COPY` for one that has to be a copy."""
+        if own is UNKNOWN:
+            return (UNKNOWN,) * len(self.result_shapes)
+        own = contiguous_strides(self.shape) if own is None else own
+        if self.op.view_strides is not None:
+            found = [self.op.view_strides(self.static_args, self.shape, own, after) for after in self.result_shapes]
+        else:
+            found = [indexed_strides(self.shape, own, index) for index in self.index or ()]
+        return tuple(
+            _COPY if new is None else None if tells or is_contiguous(after, new) else new
+            for after, tells, new in zip(self.result_shapes, self.tell, found, strict=True)
+        )
+
+
+def is_moved(have: Layout, read: Layout | None) -> bool:
+    """Whether what is read is not in the memory of a tensor of layout ``have``."""
+    return read is not None and any(
+        size > 1 and before is not after
+        for size, before, after in zip(have.mesh.shape, have.placements, read.placements, strict=True)
+    )
+
+
+# ---------------------------------------------------------------------------- the shards tell
+def _share(operands: tuple, result: Any) -> None:
+    x = operands[0]
+    for y in result if isinstance(result, (tuple, list)) else (result,):
+        share(x, y)
+        if x._strides is UNKNOWN:
+            y._strides = UNKNOWN
+
+
+def _share_where_viewed(operands: tuple, result: Any) -> None:
+    x, platform = operands[0], operands[0]._layout.mesh.platform
+    if x._strides is UNKNOWN:
+        if x is not result:
+            part(x, result)
+    elif is_contiguous(platform.shape_of(x), platform.strides(x)) or platform.same_memory(x, result):
+        share(x, result)
+
+
+#: `CanonicalOp.memory` -> what is to be done where the framework's answer for a shard is that for the whole.
+_TELLING = {"shared": Aliasing(None, _share, True), "viewable": Aliasing(None, _share_where_viewed, True)}
+
+
+# ---------------------------------------------------------------------------- data had to move
+def _following(view: _View, layout: Layout, name: str) -> After:
+    backs: list[Any] = [None] * len(view.result_shapes)
+    if view.index is not None and not any(p.is_partial() for p in layout.placements):
+        backs = [_back_to(index, view.shape) for index in view.index]
+
+    noted = bind_noted_strides(layout)
+
+    def after(operands: tuple, result: Any) -> None:
+        x = operands[0]
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        own = noted(x)
+        if own is UNKNOWN and not view.always:
+            part(x, result)
+            return
+        found = view.tracked(own)
+        if _COPY in found:
+            return
+        for y, strides in zip(results, found, strict=True):
+            if strides is not None:
+                y._strides = strides
+        follow(x, results, backs, name)
+
+    return after
+
+
+def _back_to(encoded: tuple, shape: tuple) -> Callable[[Any, Any], None]:
+    """What writes a view to its base, of which it has the elements at an encoded index."""
+    index = decode_index(encoded, ())
+
+    def write(base: Any, view: Any) -> None:
+        base[index] = view.reshape(shape) if index == (...,) else view
+
+    return write
+
+
+# ---------------------------------------------------------------------------- the shards do not tell
+def _tracking(view: _View, layout: Layout) -> Aliasing:
+    local = layout.mesh.platform.strides if layout.tells_strides else None
+
+    def tracked(own: Any) -> tuple:
+        return view.tracked(own if local is None or own is UNKNOWN else whole_strides(layout, own))
+
+    known = Table(tracked)
+
+    def copies(x: Any) -> bool:
+        strides = x._strides if local is None else x._strides or local(x)
+        return known[strides][0] is _COPY or (strides is UNKNOWN and not view.always)
+
+    def after(operands: tuple, result: Any) -> None:
+        x = operands[0]
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        own = x._strides if local is None else x._strides or local(x)
+        for y, strides in zip(results, known[own], strict=True):
+            if strides is _COPY or y is x:
+                continue
+            if strides is UNKNOWN and not view.always:
+                part(x, y)
+                continue
+            if strides is not None:
+                y._strides = strides
+            share(x, y)
+
+    return Aliasing(copies if not view.always else None, after, True)
+
+
+def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing | None:
+    """For an operation that gives no view: where its result does not lie in memory in row-major order."""
+    given = [(i, x) for i, x in enumerate(layouts) if x is not None and x.ndim]
+    if (
+        not given
+        or op.memory == "fresh"
+        or (op.memory == "ordered" and not given[0][1].mesh.platform.keeps_memory_order)
+    ):
+        return None
+    first, count = given[0][0], len(strategy.results)
+    shape = tuple(strategy.results[0].shape)
+    decides = op.memory == "ordered" and tuple(layouts[first].shape) == shape  # where it is not stretched
+    telling = [(i, bind_noted_strides(x)) for i, x in given if x.tells_strides and tuple(x.shape) == shape]
+
+    def after(operands: tuple, result: Any) -> None:
+        tracked = False
+        for x in operands:
+            if getattr(x, "_strides", None) is not None:
+                tracked = True
+        own = getattr(operands[first], "_strides", None)
+        for i, noted in telling:
+            if (strides := noted(operands[i])) is not None:
+                tracked, own = True, strides if i == first else own
+        if not tracked:
+            return
+        if count > 1:
+            for y in result[:count]:  # the last ones may be unknown to the rule
+                y._strides = UNKNOWN
+            return
+        strides = _ORDERS[shape, own] if decides and own is not UNKNOWN else UNKNOWN
+        if strides is not None:
+            result._strides = strides
+
+    return Aliasing(None, after)
+
+
+def _order(key: tuple[tuple[int, ...], Any]) -> Any:
+    shape, strides = key
+    dense = None if strides is None else dense_strides(shape, strides)
+    return None if dense is None or is_contiguous(shape, dense) else dense
+
+
+#: (shape, `DTensor._strides` of an operand of that shape) -> those of a new tensor in the same order.
+_ORDERS: Table = Table(_order, 1 << 12, "orders in memory")

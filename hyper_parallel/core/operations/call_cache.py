@@ -1,0 +1,159 @@
+"""Calls that look like an earlier one run without sorting or looking at their arguments again.
+
+Most operations of a model are called with the same layouts and numbers in every step. What the row of the op table and
+the rule make of these is kept under them; `call_key` says what two calls must have in common.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.operations.operands import DTENSOR_CLASSES
+from hyper_parallel.core.rules import CanonicalOp
+
+_VALUES = frozenset({bool, int, float, str})
+#: What stands in a key for False and True, before named arguments, and for an argument that cannot be compared.
+_TRUTHS = (object(), object())
+_NAMED: Any = object()
+_OTHER: Any = object()
+
+Take = Callable[[tuple, dict], tuple]
+Run = Callable[[Any, tuple, dict], Any]
+
+
+def call_key(func: Any, args: tuple, kwargs: dict) -> tuple:
+    """The key under which a call of one operation is remembered: calls with the same key have the same plan.
+
+    ``func`` is the native function, None where that makes no difference.
+    """
+    classes = DTENSOR_CLASSES
+    positional = [x._layout if type(x) in classes else x if type(x) is int else _key_of(x) for x in args]
+    if not kwargs:
+        return (func, *positional)
+    # A float that is given by name is no operand, so its value counts, and the sign of a zero.
+    named = [(float, x, math.copysign(1, x)) if type(x) is float else _key_of(x) for x in kwargs.values()]
+    return (func, *positional, _NAMED, *kwargs, *named)
+
+
+def _key_of(x: Any) -> Any:
+    """A float counts by its type, not by its value: it is an operand of an element-wise operation."""
+    kind = type(x)
+    if kind is bool:
+        return _TRUTHS[x]  # True equals 1
+    if kind in DTENSOR_CLASSES:
+        return x._layout
+    if kind is float:
+        return float
+    if x is None or kind is int or kind is str:
+        return x
+    if isinstance(x, (tuple, list)):
+        kinds = set(map(type, x))
+        if kinds <= {int}:
+            return tuple(x)
+        if kinds <= DTENSOR_CLASSES:
+            return tuple([y._layout for y in x])
+    return _OTHER
+
+
+def remembered_call(
+    key: tuple, op: CanonicalOp, args: tuple, kwargs: dict, operands: tuple, plan: Any, static_args: Any
+) -> Run | None:
+    """``run(func, args, kwargs)`` for all calls of this key; None where the key does not tell how they run.
+
+    Args:
+        key: `call_key` of this call.
+        op: the canonical operation.
+        args: its positional arguments.
+        kwargs: its named arguments.
+        operands: what the row made of them.
+        plan: how the operation runs.
+        static_args: the static arguments.
+    """
+    if not (op.elementwise or op.repeatable) or any(k is _OTHER for k in key) or not _is_value(static_args):
+        return None
+    take: Take
+    places: list[int | str]
+    if args and isinstance(args[0], (tuple, list)) and _same_elements(operands, args[0]):
+        take, places = _elements, [0]
+    else:
+        found = _places(op, operands, args, kwargs)
+        if found is None:
+            return None
+        places = found
+        take = _all if places == [*range(len(args))] else _from(places)
+    # The value of a float or a DTensor that is no operand may count, and the key has only its type or layout.
+    if any(type(x) is float or type(x) in DTENSOR_CLASSES for i, x in enumerate(args) if i not in places):
+        return None
+    if any(type(x) in DTENSOR_CLASSES for name, x in kwargs.items() if name not in places):
+        return None
+    if not plan.only_local:
+        return lambda func, args, kwargs: plan(func, take(args, kwargs), static_args)
+    return _bind_local(plan, take, static_args if plan.static_args is None else plan.static_args)
+
+
+def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
+    """For a plan that only reads tensors, runs the native operation and wraps the result."""
+    call, no_dispatch, wrap, result = plan.call, plan.no_dispatch, plan.wrap, plan.result
+    wrap_several, reads, copies, after = plan.wrap_several, plan.reads, plan.copies, plan.after
+    clone = plan.mesh.platform.clone
+
+    def run(func: Any, args: tuple, kwargs: dict) -> Any:
+        with no_dispatch():
+            y = call(func, args if take is _all else take(args, kwargs), static_args)
+            return wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
+
+    def read_and_run(func: Any, args: tuple, kwargs: dict) -> Any:
+        operands = args if take is _all else take(args, kwargs)
+        with no_dispatch():
+            local_operands = [*operands]
+            for i, read in reads:
+                local_operands[i] = read(operands[i])
+            if copies is not None and copies(operands[0]):
+                local_operands[0] = clone(local_operands[0])
+            y = call(func, local_operands, static_args)
+            y = wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
+            if after is not None:
+                after(operands, y)
+            return y
+
+    return run if not reads and after is copies is None else read_and_run
+
+
+def _is_value(x: Any) -> bool:
+    """Whether ``x`` is made of numbers, strings and None, so that keeping it keeps no tensor of the call alive."""
+    return all(map(_is_value, x)) if type(x) is tuple else x is None or type(x) in _VALUES
+
+
+def _all(args: tuple, kwargs: dict) -> tuple:
+    return args
+
+
+def _elements(args: tuple, kwargs: dict) -> tuple:
+    return tuple(args[0])
+
+
+def _from(places: list[Any]) -> Take:
+    """A function that takes the operands from these places in the arguments."""
+    return lambda args, kwargs: tuple([args[p] if type(p) is int else kwargs[p] if p else None for p in places])
+
+
+def _places(op: CanonicalOp, operands: tuple, args: tuple, kwargs: dict) -> list[int | str] | None:
+    """The position or name of the argument that each operand is, an empty name for an operand None. None where that is
+    not clear, because one object was given twice, or because an operand is none of the arguments."""
+    count = len(operands)
+    if op.elementwise and _same_elements(operands, args[:count]):
+        return [*range(count)]
+    given: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
+    places: list[int | str] = []
+    for x in operands:
+        found = [""] if x is None else [place for place, y in given if y is x]
+        if len(found) != 1:
+            return None
+        places += found
+    return places
+
+
+def _same_elements(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

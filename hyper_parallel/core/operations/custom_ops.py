@@ -1,0 +1,105 @@
+"""Sharding rules that users add for operations that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.operations.listed_shardings import listed_op, listed_rule, plain
+from hyper_parallel.core.operations.operands import name_of
+from hyper_parallel.core.rules import OPERATIONS, CanonicalOp, Rule
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.contract import NativeOp
+
+_CUSTOM: dict[Any, NativeOp] = {}
+
+
+def register_sharding(op: Any, rule: Rule | None = None, bind: Callable[..., tuple[tuple, tuple]] | None = None) -> Any:
+    """Tell how an operation that the library does not know may be sharded.
+
+    With a rule, which says for all meshes and placements what may be cut; or, as torch has it, as a decorator of a
+    function that lists the ways to run on one mesh dimension.
+
+    Args:
+        op: native operation, as it arrives at dispatch: the framework's function object, or its name. For the
+            decorator also several, such as ``torch.ops.aten._softmax.default``, in a list.
+        rule: ``rule(shapes, static_args) -> OpSharding``, see `hyper_parallel.core.rules.op_sharding`.
+            None gives the decorator. What is decorated is called as the operation, with objects that have ``shape``,
+            ``ndim`` and ``dtype`` for tensors, and returns pairs (placements of the results, placements of the
+            arguments, None for what is no tensor). Running on whole tensors is always possible and needs no entry.
+            Dimensions are cut together where they have one size, or sizes that the number of ranks divides.
+        bind: ``bind(*args, **kwargs) -> (operands, static_args)`` tells tensor operands from the other arguments; the
+            operation is then called as ``op(*operands, *static_args)``. Default: all arguments are operands.
+
+    Returns:
+        None, or with ``rule=None`` the decorator, which returns the function.
+
+    Raises:
+        ValueError: when the operation has a rule already; when the backend serves it itself, so that a rule would never
+            be asked; when the operation is called, for a list of placements that does not fit it.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import OpSharding, Replicate, Shard, register_sharding
+        >>> def cross(shapes, static_args):  # vectors in the last dimension, which must be whole
+        ...     labels = (*range(len(shapes[0]) - 1), None)
+        ...     return OpSharding(operands=(labels, labels), results=(labels,), result_shapes=(shapes[0],))
+        >>> register_sharding(torch.ops.aten.linalg_cross.default, cross)
+        >>> @register_sharding(torch.ops.aten.erfinv.default)
+        ... def erfinv(x):
+        ...     return [([Shard(dim)], [Shard(dim)]) for dim in range(x.ndim)]
+
+    Source: ``torch.distributed.tensor.experimental.register_sharding``; rules have labels in place of placements.
+    """
+    if rule is None:
+        return lambda function: _register_listed(op if isinstance(op, list) else [op], function)
+    _check_free(op)
+    name = _new_name(op)
+    OPERATIONS[name] = CanonicalOp(name, rule)
+
+    def bind_call(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+        if bind is not None:
+            return bind(*args, **kwargs)
+        if kwargs:
+            raise TypeError(f"{name_of(func)} was called with keywords: give register_sharding a bind that sorts them")
+        return args, ()
+
+    platform = get_platform()
+
+    def call(func: Any, operands: tuple, static_args: tuple) -> Any:
+        return func(*plain(operands, platform), *static_args)
+
+    _CUSTOM[op] = NativeOp(name, bind_call, call)
+    return None
+
+
+def _register_listed(ops: list[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    platform = get_platform()
+    for op in ops:
+        _check_free(op)
+    for op in ops:
+        name = _new_name(op)
+        OPERATIONS[name] = CanonicalOp(name, listed_rule(op, function, platform))
+        row = listed_op(name, platform)
+        for one in (op, *platform.other_names(op)):
+            _CUSTOM.setdefault(one, row)
+    return function
+
+
+def _check_free(op: Any) -> None:
+    """Raise ValueError where a rule for ``op`` would be a second one, or never be asked."""
+    platform = get_platform()
+    if op in _CUSTOM or op in platform.op_table or name_of(op) in platform.op_table:
+        raise ValueError(f"{name_of(op)} has a sharding rule already")
+    reason = platform.why_no_rule(op)
+    if reason is not None:
+        raise ValueError(f"a sharding rule for {name_of(op)} would never be called: {reason}")
+
+
+def _new_name(op: Any) -> str:
+    return f"custom:{name_of(op)}:{len(_CUSTOM)}"
+
+
+def find_custom_op(func: Any) -> NativeOp | None:
+    """The operation registered for ``func`` or for its name."""
+    return (_CUSTOM.get(func) or _CUSTOM.get(name_of(func))) if _CUSTOM else None

@@ -1,0 +1,332 @@
+"""Running an operation on distributed tensors: look the plan up, run on the locals, wrap the result.
+
+The hot path is one dictionary look-up under the operands' layouts and static arguments, the reads that the plan names
+(usually none), the native operation and the wrap. Everything else happens once per plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.caches import Cache, Table
+from hyper_parallel.core.communication.rank_check import check_replicated
+from hyper_parallel.core.communication.redistribute import partial_grad_view, redistribute
+from hyper_parallel.core.layouts.layout import Layout, replicated_layout
+from hyper_parallel.core.layouts.memory_order import bind_order
+from hyper_parallel.core.layouts.placement_types import Replicate
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.modes import is_implicit_replication
+from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.operations.aliasing import Aliasing, aliasing_of
+from hyper_parallel.core.operations.call_cache import call_key, remembered_call
+from hyper_parallel.core.operations.custom_ops import find_custom_op
+from hyper_parallel.core.operations.fallback import run_gathered, tell_of_failure_in
+from hyper_parallel.core.operations.operands import (
+    DTENSOR_CLASSES,
+    common_mesh,
+    mixed_error,
+    name_of,
+    operand_key,
+    refuse_foreign,
+)
+from hyper_parallel.core.operations.strategy import Strategy, Unsized, solve
+from hyper_parallel.core.operations.views import after_write, apart, before_write, forget_value
+from hyper_parallel.core.rules import OPERATIONS, CanonicalOp
+from hyper_parallel.core.rules.filling import bind_dense, bind_filled
+from hyper_parallel.core.rules.loss_operands import distribute_targets
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.platform.contract import NativeOp
+
+_MAX_PLANS, _MAX_CALLS = 1 << 16, 1 << 14
+_PLANS: dict[tuple, _Plan] = Cache(_MAX_PLANS, "plans of operations")
+
+
+class _Plan:
+    """How an operation with given layouts runs; calling it runs it.
+
+    Attributes:
+        mesh: the mesh of the operands.
+        call: the native operation as its row of the op table calls it.
+        replacement: what a rule calls in its place, or None.
+        reads: (index of operand, function that reads it) for the operands that are not simply their local tensor.
+        plain: indices of plain tensors that are promoted for that.
+        mixes: index of a plain tensor with dimensions, which only `implicit_replication` allows, or None.
+        static_args: static arguments of the local call, None to use the call's own.
+        operand_layouts, results: layouts after the reads.
+        inplace: whether operand 0 is written.
+        copies: says of operand 0 whether the local operation is to be run on a copy of it, or None; see `aliasing`.
+        after: what is to be noted of operands and result, or None; see `aliasing`.
+        only_local: whether the reads, the native operation, the wrap, `copies` and `after` are all that is to be done.
+    """
+
+    def __init__(
+        self,
+        op: NativeOp,
+        canonical: CanonicalOp,
+        layouts: tuple[Layout | None, ...],
+        plain: tuple[int, ...],
+        sharding: OpSharding,
+        strategy: Strategy,
+        static_args: Any,
+        mesh: DeviceMesh,
+        name: str,
+    ) -> None:
+        self.mesh = mesh
+        self.call = op.call
+        self.replacement = sharding.call
+        if sharding.native_if is not None and sharding.native_if(strategy.operands):
+            self.replacement = None
+        self.reads = tuple(
+            (i, _bind_read(have, target, dims, None if op.in_place else canonical))
+            for i, (have, target, dims) in enumerate(
+                zip(layouts, strategy.operands, strategy.partial_grad_dims, strict=True)
+            )
+            if target is not None
+            and (target is not have or dims)
+            and not (i in sharding.unread and have is not None and target is have.cotangent)
+        )
+        self.plain = tuple(i for i in plain if any(i == r[0] for r in self.reads))
+        self.mixes = next((i for i in plain if (layout := layouts[i]) is not None and layout.ndim), None)
+        self.operand_layouts = strategy.operands
+        self.results = strategy.results
+        self.inplace = op.in_place
+        localized = sharding.localize
+        if mesh.get_coordinate() is not None:
+            if sharding.filled:
+                self.call = bind_filled(self.call, sharding, strategy.operands, mesh.platform)
+            if not op.in_place and canonical.memory != "shared":  # a view has its base's history in autograd
+                self.call = bind_dense(self.call, strategy.results, mesh.platform)
+        self.static_args = None if localized is None else localized(static_args, strategy.operands, strategy.results)
+        unsized = any(isinstance(result, Unsized) for result in strategy.results)
+        aliasing = None
+        if not (self.inplace or unsized):
+            aliasing = aliasing_of(canonical, layouts, static_args, strategy, name, self.replacement is not None)
+        aliasing = aliasing or Aliasing(None, None)
+        if aliasing.is_view:
+            self.reads = tuple((i, _bind_alias(strategy.operands[i], mesh)) for i, _ in self.reads)
+        self.copies, self.after = aliasing.copies, aliasing.after
+        more = self.inplace or self.replacement or self.plain
+        self.only_local = not more and self.mixes is None
+        self.result: Any = self.results[0] if self.results else None
+        self.no_dispatch, self.wrap = mesh.platform.no_dispatch, _wrap_sized if unsized else mesh.platform.wrap
+
+    def wrap_several(self, results: Any) -> Any:
+        """Several results, in the tuple or list that the operation returned. The last ones may be unknown to the rule,
+        numbers such as the seed of an operation: they stay as they are."""
+        count = len(self.results)
+        wrapped = map(self.wrap, results[:count], self.results)
+        return type(results)(wrapped if len(results) == count else [*wrapped, *results[count:]])
+
+    def __call__(self, func: Any, operands: tuple, static_args: Any) -> Any:
+        if self.static_args is not None:
+            static_args = self.static_args
+        if self.inplace:
+            before_write(operands[0])
+        with self.no_dispatch():
+            if self.mixes is not None:
+                refuse_foreign(operands[self.mixes], self.mesh.platform, name_of(func))
+                if not is_implicit_replication():
+                    raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
+                if CHECKS:
+                    what = f"operand {self.mixes} of {name_of(func)}, which is a plain tensor"
+                    check_replicated(operands[self.mixes], self.mesh, (Replicate(),) * self.mesh.ndim, what)
+            local_operands = self._read(operands) if self.reads else operands
+            if self.inplace and getattr(operands[0], "_family", None) is not None:  # a plain parameter has none
+                local_operands = apart(operands, local_operands, self.mesh.platform)
+            if self.copies is not None and self.copies(operands[0]):
+                local_operands = (self.mesh.platform.clone(local_operands[0]), *local_operands[1:])
+            if self.replacement is None:
+                result = self.call(func, local_operands, static_args)
+            else:
+                result = self.replacement(
+                    self.mesh.platform,
+                    lambda operands, static_args: self.call(func, operands, static_args),
+                    local_operands,
+                    static_args,
+                    self.operand_layouts,
+                    self.results,
+                )
+            if not self.inplace:
+                several = isinstance(result, (tuple, list))
+                result = self.wrap_several(result) if several else self.wrap(result, self.result)
+                if self.after is not None:
+                    self.after(operands, result)
+                return result
+            forget_value(operands[0], self.mesh.platform)
+        after_write(operands[0])
+        return operands[0]
+
+    def _read(self, operands: tuple) -> tuple:
+        """The operands as the plan wants them."""
+        new = list(operands)
+        for i in self.plain:
+            new[i] = self._promote(new[i])
+        for i, read in self.reads:
+            new[i] = read(new[i])
+        return tuple(new)
+
+    def _promote(self, x: Any) -> Any:
+        """A plain tensor, the same on every rank, as a DTensor."""
+        platform = self.mesh.platform
+        promoted = platform.wrap(platform.alias(x), replicated_layout(self.mesh, platform.shape_of(x)))
+        promoted._origin = x
+        return promoted
+
+
+def _wrap_sized(local: Any, result: Layout | Unsized) -> Any:
+    """`Platform.wrap` of what maybe tells its size only now."""
+    platform = result.mesh.platform
+    return platform.wrap(local, result.sized(platform.shape_of(local)) if isinstance(result, Unsized) else result)
+
+
+def _bind_read(
+    have: Layout | None, layout: Layout, partial_dims: tuple[int, ...], op: CanonicalOp | None
+) -> Callable[[Any], Any]:
+    """How a plan reads a DTensor: with ``layout``, and through `partial_grad_view` where its cotangent is partial.
+
+    Args:
+        have: the layout that it has.
+        layout, partial_dims: see there.
+        op: the operation whose results lie in memory in an order that depends on that of its operands, if it is one.
+    """
+    requires_grad = layout.mesh.platform.requires_grad
+
+    def read(x: Any) -> Any:
+        if x._layout is not layout:
+            x = redistribute(x, layout)
+        return partial_grad_view(x, partial_dims) if partial_dims and requires_grad(x) else x
+
+    if op is None or op.memory == "fresh" or have is None or have is layout:
+        return read
+    order = bind_order(have, layout, op.may_give_view)
+    return read if order is None else lambda x: order(x, read(x))
+
+
+def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """How a plan reads a DTensor of which it makes a view. The layouts differ at most in mesh dimensions of size 1, so
+    no data moves, and the result must share memory as it does on any number of ranks."""
+    wrap, alias = mesh.platform.wrap, mesh.platform.alias
+    return lambda x: x if x._layout is layout else wrap(alias(x), layout)
+
+
+class _Dispatch:
+    """Runs native operations of which some argument is a DTensor; called by the platform's interception."""
+
+    def __call__(self, op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run ``func(*args, **kwargs)``, of which ``op`` is the row of the op table, or None when it has none."""
+        return _RUNS[op](func, args, kwargs)
+
+    def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
+        """The same for one row, as ``run(func, args, kwargs)``."""
+        return _RUNS[op]
+
+    def result_shapes(self, name: str, shapes: tuple, static_args: Any) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the results of a canonical operation on tensors of these shapes."""
+        sharding = OPERATIONS[name].rule(shapes, static_args)
+        assert sharding is not None, f"{name} has no rule for {shapes}, {static_args}"
+        return sharding.result_shapes
+
+
+def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
+    if op is None:
+        return _run_without_row
+    calls = CALLS[op] = Cache(_MAX_CALLS, "calls of operations")
+    find, by_function, varies, classes = calls.get, op.binds_by_function, op.varies, DTENSOR_CLASSES
+
+    def run(func: Any, args: tuple, kwargs: dict) -> Any:
+        try:
+            if varies is not None and varies():
+                return _run_first(op, func, args, kwargs, None)
+            which = func if by_function else None
+            count = 0 if kwargs else len(args)
+            if count == 2 and type(args[0]) in classes and type(args[1]) in classes:
+                key: tuple = (which, args[0]._layout, args[1]._layout)  # `call_key`, most often
+            elif count == 1 and type(args[0]) in classes:
+                key = (which, args[0]._layout)
+            else:
+                key = call_key(which, args, kwargs)
+            remembered = find(key)
+            if remembered is not None:
+                return remembered(func, args, kwargs)
+            return _run_first(op, func, args, kwargs, key)
+        except Exception as error:
+            tell_of_failure_in(error, func, args, kwargs)
+            raise
+
+    return run
+
+
+#: row of the op table -> `call_key` -> `remembered_call`.
+CALLS: dict[NativeOp, dict[tuple, Callable[[Any, tuple, dict], Any]]] = {}
+_RUNS = Table(_make_run, _MAX_PLANS)
+
+
+def _run_without_row(func: Any, args: tuple, kwargs: dict) -> Any:
+    op = find_custom_op(func)
+    if op is not None:
+        return _RUNS[op](func, args, kwargs)
+    try:
+        return run_gathered(func, args, kwargs)
+    except Exception as error:
+        tell_of_failure_in(error, func, args, kwargs)
+        raise
+
+
+def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | None) -> Any:
+    """Run a call that is not remembered yet, and remember it under ``key``, unless that is None or the call cannot be
+    remembered."""
+    canonical = OPERATIONS.get(op.name)
+    if canonical is None:
+        raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is no canonical operation")
+    operands, static_args = op.bind(func, args, kwargs)
+    layouts = tuple([operand_key(x) for x in operands])
+    if canonical.elementwise:
+        layout_key: tuple = (op, layouts)
+    else:
+        if canonical.loss:
+            operands = distribute_targets(operands)
+            layouts = tuple([operand_key(x) for x in operands])
+        layout_key = (op, layouts, static_args)
+    plan = _PLANS.get(layout_key)
+    if plan is None:
+        plan = None if canonical.gathers else _make_plan(op, canonical, func, operands, layouts, static_args)
+        if plan is None:
+            return run_gathered(func, args, kwargs, op)
+        _PLANS[layout_key] = plan
+    if key is not None:
+        remembered = remembered_call(key, canonical, args, kwargs, operands, plan, static_args)
+        if remembered is not None:
+            CALLS[op][key] = remembered
+    return plan(func, operands, static_args)
+
+
+#: What `Platform.make_dtensor_class` gets.
+dispatch = _Dispatch()
+
+
+def _make_plan(
+    op: NativeOp, canonical: CanonicalOp, func: Any, operands: tuple, layouts: tuple, static_args: Any
+) -> _Plan | None:
+    mesh = common_mesh(layouts, func)
+    if mesh is None:
+        return None
+    if not canonical.elementwise:  # these need no more of a local tensor than that it is empty
+        mesh.require_member(name_of(func))
+    plain = tuple(i for i, key in enumerate(layouts) if isinstance(key, tuple))
+    for i in plain:
+        refuse_foreign(operands[i], mesh.platform, name_of(func))
+        if layouts[i] and not is_implicit_replication():
+            raise mixed_error(func, layouts, i)
+    known = tuple(replicated_layout(mesh, key) if isinstance(key, tuple) else key for key in layouts)
+    shapes = tuple(None if layout is None else tuple(layout.shape) for layout in known)
+    sharding = canonical.rule(shapes, static_args)
+    if sharding is None:
+        return None
+    strategy = solve(sharding, known, mesh, pinned=0 if op.in_place else None)
+    if strategy is None:
+        raise ValueError(
+            f"{name_of(func)} cannot write into a tensor placed {list(layouts[0].placements)} on {mesh}: the other "
+            "operands do not fit that placement. Redistribute it first, or use the operation that returns a new tensor"
+        )
+    return _Plan(op, canonical, known, plain, sharding, strategy, static_args, mesh, name_of(func))

@@ -1,0 +1,149 @@
+"""Shardings of an operation listed placement by placement, as torch's ``register_sharding`` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from hyper_parallel.core.layouts.placement_types import Placement, own_placements
+from hyper_parallel.core.operations.operands import DTENSOR_CLASSES, name_of
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.platform import Platform
+from hyper_parallel.platform.contract import NativeOp
+
+__all__ = ["TensorSpec", "listed_op", "listed_rule", "plain"]
+
+
+class TensorSpec(NamedTuple):
+    """What stands for a tensor when a function is asked for shardings: the global one, without data.
+
+    Attributes:
+        shape: global shape.
+        dtype: dtype of the framework.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor."""
+        return self.shape if dim is None else self.shape[dim]
+
+
+class _Slot(NamedTuple):
+    """The place of a tensor among the arguments."""
+
+    at: int
+
+
+def listed_op(name: str, platform: Platform) -> NativeOp:
+    """The row of such an operation: operands are the tensors among the arguments, in lists too; static arguments are
+    the rest, and the dtypes."""
+
+    def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
+        operands: list[Any] = []
+
+        def slot(value: Any) -> Any:
+            if platform.is_tensor(value):
+                operands.append(value)
+                return _Slot(len(operands) - 1)
+            if isinstance(value, (list, tuple)):
+                return type(value).__name__, tuple(map(slot, value))
+            return value
+
+        template = tuple(map(slot, args)), tuple((key, slot(value)) for key, value in kwargs.items())
+        with platform.no_dispatch():
+            return tuple(operands), (template, tuple(x.dtype for x in operands))
+
+    def call(func: Any, operands: tuple, static_args: tuple) -> Any:
+        args, kwargs = filled(static_args[0], plain(operands, platform))
+        return func(*args, **kwargs)
+
+    return NativeOp(name, bind, call)
+
+
+def plain(operands: Sequence[Any], platform: Platform) -> tuple[Any, ...]:
+    """Local operands as plain tensors: a backward that users have written gets what it saved, with interception on."""
+    return tuple(platform.alias(x) if type(x) in DTENSOR_CLASSES else x for x in operands)
+
+
+def filled(template: tuple, operands: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a call, with ``operands`` in the places of its tensors."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, _Slot):
+            return operands[value.at]
+        if isinstance(value, tuple) and len(value) == 2 and value[0] in ("list", "tuple"):
+            return (list if value[0] == "list" else tuple)(map(fill, value[1]))
+        return value
+
+    args, kwargs = template
+    return tuple(map(fill, args)), {key: fill(value) for key, value in kwargs}
+
+
+def listed_rule(
+    op: Any, function: Callable[..., Sequence[tuple[Sequence, Sequence]]], platform: Platform
+) -> Callable[[tuple, tuple], OpSharding | None]:
+    """The rule made of ``function``, which gives (placements of the results, placements of the arguments) for each way
+    to run ``op`` on one mesh dimension."""
+
+    def rule(shapes: tuple, static_args: tuple) -> OpSharding | None:
+        template, dtypes = static_args
+        specs = [TensorSpec(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        results = _result_shapes(op, template, specs, platform)
+        if results is None:
+            return None
+        args, kwargs = filled(template, specs)
+        flat = [*_flat(args), *_flat(tuple(kwargs.values()))]
+        choices = []
+        for outputs, inputs in function(*args, **kwargs):
+            given = own_placements(tuple(inputs))
+            if len(given) == len(flat):
+                given = tuple(p for p, value in zip(given, flat, strict=True) if isinstance(value, TensorSpec))
+            made = own_placements(tuple(outputs))
+            listed = (*made, *given)
+            if (len(given), len(made)) != (len(specs), len(results)) or not all(
+                isinstance(p, Placement) for p in listed
+            ):
+                raise ValueError(
+                    f"the sharding registered for {name_of(op)} lists {list(outputs)} for {len(results)} result(s) and "
+                    f"{list(inputs)} for {len(flat)} argument(s): give one placement for each tensor, and None for "
+                    "each argument that is none"
+                )
+            choices.append((given, made))
+        return OpSharding(
+            operands=tuple((None,) * spec.ndim for spec in specs),
+            results=tuple((None,) * len(shape) for shape in results),
+            result_shapes=results,
+            choices=tuple(choices),
+        )
+
+    return rule
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)) and not isinstance(value, TensorSpec):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _result_shapes(op: Any, template: tuple, specs: Sequence[TensorSpec], platform: Platform) -> Any:
+    """Global shapes of the results, by running the operation without data; None where the framework cannot."""
+    stand_ins = [platform.meta_tensor(spec.shape, spec.dtype) for spec in specs]
+    if any(x is None for x in stand_ins):
+        return None
+    args, kwargs = filled(template, stand_ins)
+    try:
+        with platform.no_dispatch(), platform.no_grad():
+            result = op(*args, **kwargs)
+    except (NotImplementedError, RuntimeError):
+        return None
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return tuple(tuple(platform.shape_of(x)) for x in results)

@@ -1,0 +1,337 @@
+"""From what a rule says to what each operand must look like: the solver between `rules` and `dispatch`.
+
+For each mesh dimension it weighs the ways in which the operation can run there and takes the one that moves the least
+data: everything replicated; one label sharded; or, for a sum of products, the partial sums kept partial.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.communication.redistribute import redistribution_cost
+from hyper_parallel.core.layouts.chunking import chunk_sizes
+from hyper_parallel.core.layouts.cuts import cut_order
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.rules.op_sharding import Label, OpSharding
+
+
+@dataclass(frozen=True)
+class Unsized:
+    """What is known of the layout of a result before the data say how large it is.
+
+    Attributes:
+        mesh, placements: as in a layout.
+        shape: global shape, with None for the sizes of whole dimensions that the data say.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int | None, ...]
+
+    def sized(self, local_shape: tuple[int, ...]) -> Layout:
+        """The layout of a result of which this rank has a part of ``local_shape``."""
+        sizes = zip(self.shape, local_shape, strict=True)
+        return get_layout(self.mesh, self.placements, tuple(here if size is None else size for size, here in sizes))
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What an operation needs and gives.
+
+    Attributes:
+        operands: for each operand the layout it is read with, None for an operand that is no tensor.
+        partial_grad_dims: for each operand the mesh dimensions over which its gradient comes back partial: there it is
+            read through `partial_grad_view`.
+        results: the layout of each result, or `Unsized`.
+    """
+
+    operands: tuple[Layout | None, ...]
+    partial_grad_dims: tuple[tuple[int, ...], ...]
+    results: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One way to run on one mesh dimension: ``label`` is sharded as ``shard`` says, if any is. Where not all ranks
+    compute the same (``splits``), each gives a part of the gradients of replicated operands."""
+
+    operands: tuple[Placement | None, ...]
+    results: tuple[Placement, ...]
+    label: Label | None = None
+    shard: Shard | None = None
+    splits: bool = True
+
+    @property
+    def packed(self) -> bool:
+        return isinstance(self.shard, PackedShard)
+
+
+def solve(
+    sharding: OpSharding,
+    layouts: tuple[Layout | None, ...],
+    mesh: DeviceMesh,
+    pinned: int | None = None,
+    packed: bool = True,
+) -> Strategy | None:
+    """Choose a strategy.
+
+    Args:
+        sharding: the rule's answer.
+        layouts: the layouts that the operands have; a promoted plain tensor counts as replicated.
+        mesh: the mesh of all of them.
+        pinned: index of an operand that is written in place and must keep its layout.
+        packed: whether operands may be read as packed shards.
+
+    Returns:
+        The strategy, or None when ``pinned`` cannot keep its layout.
+    """
+    # Of an operand whose values are not read only the shape matters: no need to reduce it first.
+    layouts = tuple(
+        layout.cotangent if i in sharding.unread and layout is not None else layout for i, layout in enumerate(layouts)
+    )
+    # An order of cuts that is not the natural one is kept where all of its cuts are. A label with some of them only is
+    # cut in the natural order instead.
+    natural: set[Label] = set()
+    while True:
+        chosen = _choose(sharding, layouts, mesh, pinned, natural, packed)
+        if chosen is None:
+            return None
+        misfits = _without_order(chosen, mesh)
+        if not misfits:
+            break
+        natural |= misfits
+    operands = tuple(
+        None if layout is None else layout.with_placements(tuple(c.operands[i] or Replicate() for c in chosen))
+        for i, layout in enumerate(layouts)
+    )
+    is_native = sharding.call is None or (sharding.native_if is not None and sharding.native_if(operands))
+    if not is_native and any(c.packed for c in chosen):
+        # What replaces the local call may ask at which index the shard begins.
+        return solve(sharding, layouts, mesh, pinned, packed=False)
+    partial = tuple(
+        ()
+        if i in sharding.unread
+        else tuple(d for d, c in enumerate(chosen) if c.splits and c.operands[i] is Replicate() and mesh.shape[d] > 1)
+        for i in range(len(layouts))
+    )
+    results = tuple(
+        (Unsized if None in shape else get_layout)(mesh, tuple(c.results[i] for c in chosen), shape)
+        for i, shape in enumerate(sharding.result_shapes)
+    )
+    return Strategy(operands, partial, results)
+
+
+def _choose(
+    sharding: OpSharding,
+    layouts: tuple[Layout | None, ...],
+    mesh: DeviceMesh,
+    pinned: int | None,
+    natural: set[Label],
+    packed: bool,
+) -> list[_Choice] | None:
+    """The cheapest choice for each mesh dimension, with the labels ``natural`` cut in the natural order."""
+    kept = None if pinned is None else layouts[pinned]
+    shards_of_label: dict[Label, int] = {}
+    chosen: list[_Choice] = []
+    for mesh_dim in range(mesh.ndim):
+        choices = [
+            c
+            for c in _choices(sharding, layouts, mesh_dim, mesh.shape[mesh_dim], natural)
+            if _can_split(sharding, layouts, c, shards_of_label.get(c.label, 1) * mesh.shape[mesh_dim])
+            and all(_go_together(c, other, natural) for other in chosen)
+            and (packed or not c.packed)
+            and (kept is None or c.operands[pinned or 0] is c.results[0] is kept.placements[mesh_dim])
+        ]
+        if not choices:
+            return None
+        best = min(choices, key=lambda c: _cost(c, layouts, mesh_dim))
+        chosen.append(best)
+        if best.label is not None:
+            shards_of_label[best.label] = shards_of_label.get(best.label, 1) * mesh.shape[mesh_dim]
+    return chosen
+
+
+def _go_together(one: _Choice, other: _Choice, natural: set[Label]) -> bool:
+    """Whether two mesh dimensions can run so: one of them is packed at most, and what that cuts the other cuts further
+    only where it is the same label, in the order that some operand has: not where parts are taken apart."""
+    packed, rest = (one, other) if one.packed else (other, one)
+    if not packed.packed:
+        return True
+    cut_twice = any(
+        isinstance(p, Shard) and q is not None and q.is_shard(p.dim)
+        for p, q in zip(packed.operands, rest.operands, strict=True)
+    )
+    return not rest.packed and not (cut_twice and (packed.label != rest.label or packed.label in natural))
+
+
+def _without_order(chosen: list[_Choice], mesh: DeviceMesh) -> set[Label]:
+    """The labels that are cut in no possible order."""
+    found: set[Label] = set()
+    for label in {c.label for c in chosen if c.label is not None}:
+        placements = tuple(c.shard if c.shard and c.label == label else Replicate() for c in chosen)
+        if cut_order(placements, mesh.shape, 0) is None:
+            found.add(label)
+    return found
+
+
+def _choices(
+    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, mesh_size: int, natural: set[Label]
+) -> list[_Choice]:
+    replicated = tuple(None if labels is None else Replicate() for labels in sharding.operands)
+    choices = [
+        _Choice(replicated, (Replicate(),) * len(sharding.results), splits=False),
+        *(_listed(sharding, layouts, mesh_dim, i) for i in range(len(sharding.choices))),
+        *(_sharded(sharding, label, shard) for label, shard in _sharded_labels(sharding, layouts, mesh_dim, natural)),
+        _unpacked(sharding, layouts, mesh_dim, mesh_size),
+        *(_partial(sharding, layouts, mesh_dim, reduce_op) for reduce_op in ("sum", "avg")),
+    ]
+    return [choice for choice in choices if choice is not None]
+
+
+def _listed(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, i: int) -> _Choice | None:
+    """The i-th of `OpSharding.choices`, where an operand lies so and the dimensions that it cuts are cut at the same
+    places. Nothing is made a sum for it."""
+    operands, results = sharding.choices[i]
+    operands = tuple(
+        p.with_dim(p.dim % layout.ndim) if isinstance(p, Shard) and layout is not None else p
+        for p, layout in zip(operands, layouts, strict=True)
+    )
+    have = [
+        layout is not None and layout.placements[mesh_dim] is p for p, layout in zip(operands, layouts, strict=True)
+    ]
+    if any(isinstance(p, Partial) and not lies_so for p, lies_so in zip(operands, have, strict=True)):
+        return None
+    if not any(lies_so and p is not Replicate() for p, lies_so in zip(operands, have, strict=True)):
+        return None
+    shapes = (*(layout.shape for layout in layouts if layout is not None), *sharding.result_shapes)
+    sizes = {s[p.dim % len(s)] for p, s in zip((*operands, *results), shapes, strict=True) if isinstance(p, Shard)}
+    ranks = next(layout.mesh.size() for layout in layouts if layout is not None)
+    if len(sizes) > 1 and any(size % ranks for size in sizes):
+        return None
+    made = zip(results, sharding.result_shapes, strict=True)
+    whole = all(p is Replicate() for p in (*operands, *results))
+    return _Choice(
+        operands,
+        tuple(p.with_dim(p.dim % len(s)) if isinstance(p, Shard) else p for p, s in made),
+        None if whole else ("listed", i),
+        splits=not whole,
+    )
+
+
+def _sharded_labels(
+    sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, natural: set[Label]
+) -> list[tuple[Label, Shard]]:
+    """The labels that some operand has sharded, with how it is: parts and strides count, not the dim."""
+    found: list[tuple[Label, Shard]] = []
+    for labels, layout in zip(sharding.operands, layouts, strict=True):
+        if labels is not None and layout is not None and isinstance(p := layout.placements[mesh_dim], Shard):
+            label = labels[p.dim]
+            shard = Shard(0) if label in natural and isinstance(p, StridedShard) else p.with_dim(0)
+            if label is not None and (label, shard) not in found:
+                found.append((label, shard))
+    return found
+
+
+def _unpacked(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, size: int) -> _Choice | None:
+    """Packed shards taken apart: each part is sharded along a dimension of a result."""
+    packed = layouts[0].placements[mesh_dim] if layouts and layouts[0] is not None else None
+    for dim, sizes, result_dim in sharding.unpack:
+        if packed is PackedShard(dim, sizes):
+            after = tuple(shape[result_dim] for shape in sharding.result_shapes)
+            if sizes == after or all(n % size == 0 for n in (*sizes, *after)):
+                results = (Shard(result_dim),) * len(after)
+                return _Choice((packed,), results, ("unpacked", dim), packed.with_dim(0))
+    return None
+
+
+def _sharded(sharding: OpSharding, label: Label, shard: Shard) -> _Choice | None:
+    to_partial: set[int] = set()
+    results: tuple[Placement, ...]
+    if all(label in labels for labels in sharding.results):
+        results = tuple(shard.with_dim(labels.index(label)) for labels in sharding.results)
+    else:  # contracted
+        called = sharding.reduce == "call" or label in sharding.combined
+        if not called and (sharding.reduce is None or any(label in labels for labels in sharding.results)):
+            return None
+        # In a sum of products whose products are split, a term that is not split must count once: it becomes Partial.
+        split = [any(label in (sharding.operands[i] or ()) for i in term) for term in sharding.terms]
+        to_partial = {t[0] for t, is_split in zip(sharding.terms, split, strict=True) if not (is_split or called)}
+        contracted = Replicate() if called else Partial(sharding.reduce or "sum")
+        results = tuple(shard.with_dim(own.index(label)) if label in own else contracted for own in sharding.results)
+    operands = tuple(
+        None
+        if labels is None
+        else shard.with_dim(labels.index(label))
+        if label in labels
+        else Partial()
+        if i in to_partial
+        else Replicate()
+        for i, labels in enumerate(sharding.operands)
+    )
+    return _Choice(operands, results, label, shard)
+
+
+def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, reduce_op: str) -> _Choice | None:
+    kind = Partial(reduce_op)
+    have = [layout is not None and layout.placements[mesh_dim] is kind for layout in layouts]
+    if not sharding.terms or not any(have[i] for term in sharding.terms for i in term):
+        return None
+    # Of several summands in a product all but one are to be reduced first: the largest is spared.
+    sizes = [0 if layout is None else math.prod(layout.shape) for layout in layouts]
+    summands = {max((i for i in term if have[i]), key=sizes.__getitem__, default=term[0]) for term in sharding.terms}
+    operands = tuple(
+        None if labels is None else kind if i in summands else Replicate() for i, labels in enumerate(sharding.operands)
+    )
+    return _Choice(operands, (kind,) * len(sharding.results))
+
+
+def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], choice: _Choice, shards: int) -> bool:
+    """Whether the dimensions of a label, which may differ in size, are cut at the same places, and whether every rank
+    gets an element where the operation cannot do without."""
+    label = choice.label
+    if label is None:
+        return True
+    shapes = (*(None if x is None else x.shape for x in layouts), *sharding.result_shapes)
+    sizes = [
+        size
+        for labels, shape in zip((*sharding.operands, *sharding.results), shapes, strict=True)
+        if labels is not None and shape is not None
+        for own, size in zip(labels, shape, strict=True)
+        if own == label
+    ]
+    if not choice.packed:
+        if label in sharding.nonempty and any(0 in chunk_sizes(size, shards) for size in sizes):
+            return False
+        whole_units = [number for own, number in sharding.units if own == label]
+        return len({*sizes, *whole_units}) == 1 or all(size % shards == 0 for size in (*sizes, *whole_units))
+    return len(set(sizes)) <= 1 and label not in sharding.nonempty and label not in sharding.filled
+
+
+def _cost(choice: _Choice, layouts: tuple[Layout | None, ...], mesh_dim: int) -> tuple[float, float]:
+    moved = 0.0
+    for placement, layout in zip(choice.operands, layouts, strict=True):
+        if layout is not None and placement is not None and placement is not layout.placements[mesh_dim]:
+            # On its own mesh dimension: what the others need does not depend on this choice.
+            before, after = _alone(layout, mesh_dim, layout.placements[mesh_dim]), _alone(layout, mesh_dim, placement)
+            # The order of cuts changes by way of whole tensors.
+            between = [before, _alone(layout, mesh_dim, Replicate()), after] if before is after else [before, after]
+            try:
+                moved += sum(itertools.starmap(redistribution_cost, itertools.pairwise(between)))
+            except ValueError:
+                return (math.inf, 0.0)
+    # Between equal costs the one that computes less.
+    return (moved, 0.0 if choice.label is not None else 1.0)
+
+
+def _alone(layout: Layout, mesh_dim: int, placement: Placement) -> Layout:
+    """The tensor placed so on one mesh dimension and replicated on the others."""
+    if isinstance(placement, StridedShard):
+        placement = Shard(placement.dim)
+    placements: list[Placement] = [Replicate()] * layout.mesh.ndim
+    placements[mesh_dim] = placement
+    return layout.with_placements(placements)

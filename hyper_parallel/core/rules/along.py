@@ -1,0 +1,57 @@
+"""Operations along dimensions that must be whole, independent along all others."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.rules.labels import axes, axis, named, replaced, unary, whole, without
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.registry import rule
+
+
+@rule(
+    "along_dims",
+    static_args="dims that must be whole, number of results",
+)
+def along_dims(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Results of the shape of x: cumprod, sort, cummax. A rank without elements computes with some: for none a backend
+    may record nothing (cumprod), and this rank would leave out what the others communicate in gradients of
+    gradients."""
+    x, (dims, results) = shapes[0], static_args[:2]
+    labels = whole(named(x), axes(dims, len(x)))
+    return unary(labels, labels, x, results, filled=labels)
+
+
+@rule("along_linear", static_args="dims that must be whole, shape of the result or None for that of x")
+def along_linear(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Linear along whole dimensions, which may get another size: cumsum, flip, roll, tril, Fourier transforms,
+    differences. A rank without elements computes with some, as for `along_dims`."""
+    x, (dims, shape) = shapes[0], static_args[:2]
+    shape, dims = x if shape is None else shape, axes(dims, len(x))
+    if without(shape, dims) != without(x, dims):
+        return None
+    labels = whole(named(x), dims)
+    return unary(labels, labels, shape, terms=((0,),), filled=labels)
+
+
+@rule("topk", static_args="k, dim; two results")
+def topk(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """The k largest or smallest along a dimension: values and indices."""
+    x, (k, dim) = shapes[0], static_args[:2]
+    dim = axis(dim, len(x))
+    if not 0 <= k <= (x[dim] if x else 1):
+        return None
+    labels = whole(named(x), (dim,))
+    return unary(labels, labels, replaced(x, dim, k) if x else (), results=2)
+
+
+@rule("quantile", "x, quantiles or None for a number", "dim or None for all, keepdim")
+def quantile(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Quantiles along a dimension that is whole; those asked for come first in the result, and can be sharded."""
+    x, wanted, (dim, keepdim) = shapes[0], (*shapes, None)[1], static_args[:2]
+    reduced = axes(dim, len(x))
+    labels, asked = whole(named(x), reduced), () if wanted is None else named(wanted, "q")
+    return OpSharding(
+        operands=(labels, None if wanted is None else asked)[: len(shapes)],
+        results=((*asked, *without(labels, reduced, keepdim)),),
+        result_shapes=((*(wanted or ()), *without(x, reduced, keepdim, 1)),),
+        filled=labels,
+    )

@@ -1,0 +1,48 @@
+"""Scaled dot-product attention."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.rules.labels import broadcast
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.registry import rule
+
+
+@rule(
+    "attention",
+    "q, k, v (..., heads, length, features), mask or None",
+    "is_causal, dropout probability",
+    repeatable=True,
+    memory="fresh",
+)
+def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Scaled dot-product attention, independent for each batch element and head. With fewer key and value heads than
+    query heads, each serves as many consecutive query heads, so both are cut at the same places where the number of
+    shards divides them."""
+    q, k, v, mask = (*shapes, None)[:4]
+    if any(x is None or len(x) < 2 for x in (q, k, v)) or q[-1] != k[-1] or k[-2] != v[-2]:
+        return None
+    if len(static_args) > 1 and static_args[1]:
+        # The noise is drawn inside the native operation: only on gathered operands is it that of a single device.
+        return None
+    scores = (q[-2], k[-2])
+    if mask is not None and (len(mask) < 2 or any(n not in (1, m) for n, m in zip(mask[-2:], scores, strict=True))):
+        return None
+    q_batch, k_batch, v_batch = q[:-2], k[:-2], v[:-2]
+    if q_batch and k_batch and v_batch and k_batch[-1] == v_batch[-1] and 1 < k_batch[-1] < q_batch[-1]:
+        if q_batch[-1] % k_batch[-1]:
+            return None
+        # They get the label of the query heads: broadcast as if there were as many.
+        k_batch, v_batch = (*k_batch[:-1], q_batch[-1]), (*v_batch[:-1], q_batch[-1])
+    common = broadcast((q_batch, k_batch, v_batch, None if mask is None else mask[:-2]), "b")
+    if common is None:
+        return None
+    shape, labels, batches = common
+    operands = tuple(None if batch is None else (*batch, None, None) for batch in batches)
+    return OpSharding(
+        operands=operands[: len(shapes)],
+        results=((*labels, None, None),),
+        result_shapes=((*shape, q[-2], v[-1]),),
+        # For an empty batch torch takes another kernel, with another backward graph: the collectives of the gradients
+        # would come in another order than on the other ranks.
+        filled=labels,
+    )

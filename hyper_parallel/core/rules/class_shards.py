@@ -1,0 +1,98 @@
+"""Which classes a rank has of plain logits whose classes are sharded, and whether those of the ranks fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from hyper_parallel.core.communication.rank_check import check_of
+from hyper_parallel.core.layouts.chunking import chunk_sizes
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.mesh.slices import MESHES
+from hyper_parallel.core.rules.labels import axis, without
+from hyper_parallel.core.rules.loss import class_dim
+from hyper_parallel.platform.contract import ClassShards
+
+#: Functions that compute a loss of such logits, and who is told of each.
+_LOSSES: list[Callable[..., Any]] = []
+_WATCHERS: list[Callable[[Callable[..., Any]], None]] = []
+
+#: (dim, vocab_size, classes of this rank if that is None) for which the ranks of a mesh have compared their shapes.
+_COMPARED: WeakKeyDictionary[DeviceMesh, set[tuple[int, int | None, int]]] = WeakKeyDictionary()
+
+
+def loss_of_shards(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function that computes a loss of such logits."""
+    _LOSSES.append(function)
+    for watcher in _WATCHERS:
+        watcher(function)
+    return function
+
+
+def watch_losses_of_shards(watcher: Callable[[Callable[..., Any]], None]) -> None:
+    """See `platform.contract.CompiledLosses`. Modules of losses are imported when they are needed, before or after the
+    DTensor class is made."""
+    _WATCHERS.append(watcher)
+    for function in _LOSSES:
+        watcher(function)
+
+
+def layout_of_logits(
+    local: tuple[int, ...], mesh: DeviceMesh, dim: int | None, vocab_size: int | None
+) -> tuple[Layout, int]:
+    """The layout of logits of which this rank has those of shape ``local``, and where their classes are."""
+    if not local:
+        raise ValueError("local_logits need a dimension of classes, got a tensor without dimensions")
+    shape, dim = list(local), class_dim(local) if dim is None else axis(dim, len(local))
+    rank, size = mesh.get_local_rank(0), mesh.shape[0]
+    compared = _COMPARED.setdefault(mesh, set())
+    key = (dim, vocab_size, shape[dim] if vocab_size is None else 0)
+    total = shape[dim] * size if vocab_size is None else vocab_size
+    part, misfit = chunk_sizes(total, size)[rank], ""
+    if shape[dim] != part:
+        misfit = (
+            f"rank {rank} of {size} holds {part} of {total} classes, and its local_logits of shape {tuple(shape)} have "
+            f"{shape[dim]} in dimension {dim}: give vocab_size= where the parts are not equal, and dim=-1 where the "
+            "classes come last"
+        )
+    if key not in compared:
+        # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
+        facts = {
+            "the samples of local_logits": f"{without(shape, (dim,))} beside dim={dim}",
+            "the number of classes: give vocab_size= where the parts are not equal": str(total),
+            "what does not fit": misfit or "nothing",
+        }
+        check_of(mesh).agree("vocab_parallel_cross_entropy", facts)
+    if misfit:
+        raise ValueError(misfit)
+    compared.add(key)  # not before: where parts do not fit, the ranks' keys differ
+    shape[dim] = total
+    return get_layout(mesh, (Shard(dim),), shape), dim
+
+
+def mesh_with_id(number: int) -> DeviceMesh | None:
+    """See `platform.contract.Core`."""
+    return next((mesh for mesh in MESHES.values() if id(mesh) == number), None)
+
+
+def class_shards(
+    mesh: DeviceMesh, own: int, dim: int | None = None, vocab_size: int | None = None
+) -> ClassShards | None:
+    """See `platform.contract.Core`."""
+    if mesh.ndim != 1 or mesh.get_coordinate() is None:
+        return None
+    size, rank = mesh.size(), mesh.get_local_rank(0)
+    total = own * size if vocab_size is None else vocab_size
+    sizes = chunk_sizes(total, size)
+    if 0 in sizes:
+        return None
+
+    def compare(_: str, shape: tuple[int, ...]) -> None:
+        layout_of_logits(shape, mesh, dim, vocab_size)
+
+    # Where this rank's part does not fit, which the others do not know, the comparison says so on all.
+    first = sum(sizes[:rank]) if sizes[rank] == own else 0
+    return ClassShards(mesh.platform_group(0), size, total, first, own, compare)

@@ -1,0 +1,84 @@
+"""Softmax and its logarithms over sharded classes. The logits are not gathered.
+
+What is saved for backward is the logits themselves, which their producer has anyway, and two numbers for each sample;
+probabilities are computed again. Backward of softmax and log_softmax sums once over the classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.rules.classes import Classes, ClassFunctions
+from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract.autograd import named
+
+
+class ClassSoftmax(ClassFunctions):
+    """The functions on one platform. Results have the dtype of the statistics: float32, or float64 for float64
+    logits."""
+
+    def __init__(self, platform: Platform) -> None:
+        super().__init__(platform)
+        self._softmax = self._of_logits(
+            "Softmax",
+            platform.shifted_exp,
+            lambda p, g, classes: p * (g - self._full_sum(p * g, classes)),
+        )
+        self._log_softmax = self._of_logits(
+            "LogSoftmax",
+            lambda x, largest, exponentials: (x - largest) - platform.log(exponentials),
+            lambda p, g, classes: g - p * self._full_sum(g, classes),
+        )
+        self._log_sum_exp = self._of_logits(
+            "LogSumExp",
+            lambda x, largest, exponentials: largest + platform.log(exponentials),
+            lambda p, g, classes: p * self._for_parts(g, classes),
+        )
+
+    def softmax(self, x: Any, classes: Classes) -> Any:
+        """Softmax over the classes: this rank's part, of the shape of ``x``."""
+        return self._along(self._softmax, x, classes)
+
+    def log_softmax(self, x: Any, classes: Classes) -> Any:
+        """Log-softmax over the classes: this rank's part, of the shape of ``x``."""
+        return self._along(self._log_softmax, x, classes)
+
+    def log_sum_exp(self, x: Any, classes: Classes) -> Any:
+        """log(sum(exp(x))) over the classes, whose dimension has size 1 then; the same on all ranks that share them."""
+        if not classes.sample_count:
+            return self._noting(self.platform.sum_along(x, classes.dim), x, True)
+        padded = self._with_a_class(x, classes)
+        y = self._log_sum_exp(padded, *self._sums_of_exponentials(padded, classes, finite=True), classes)
+        return y if classes.size else self._noting(y, x)
+
+    def _along(self, function: Any, x: Any, classes: Classes) -> Any:
+        if not classes.sample_count:
+            return self._noting(self.platform.clone(x), x, True)
+        padded = self._with_a_class(x, classes)
+        y = function(padded, *self._sums_of_exponentials(padded, classes), classes)
+        return y if classes.size else self._noting(self._resize(y, classes.dim, 0, 0.0), x)
+
+    def _of_logits(
+        self, name: str, value: Callable[[Any, Any, Any], Any], cotangent: Callable[[Any, Any, Classes], Any]
+    ) -> Callable[..., Any]:
+        """A differentiable function of logits, given `_sums_of_exponentials` of them and the classes.
+
+        Args:
+            name: what the graph calls it.
+            value: ``value(x, largest, exponentials)``.
+            cotangent: ``cotangent(p, g, classes)`` is that of logits whose softmax is ``p``, for the result's ``g``.
+        """
+        platform = self.platform
+
+        def forward(ctx: Any, x: Any, largest: Any, exponentials: Any, classes: Classes) -> Any:
+            ctx.classes = classes
+            ctx.save_for_backward(x, largest, exponentials)
+            return value(platform.detach(x), largest, exponentials)
+
+        def backward(ctx: Any, g: Any) -> Any:
+            x, largest, exponentials = ctx.saved_tensors
+            p = self._softmax(x, largest, exponentials, ctx.classes)
+            return platform.to_dtype(cotangent(p, g, ctx.classes), x.dtype)
+
+        return platform.autograd_function(named(name, forward), backward)

@@ -1,0 +1,49 @@
+"""Dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.layouts.memory_order import ones_like_whole
+from hyper_parallel.core.rules import counter
+from hyper_parallel.core.rules.batch_parts import Place, place_of
+from hyper_parallel.core.rules.labels import named, unary
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.random import is_held_alike, synchronize, take_part
+from hyper_parallel.core.rules.registry import rule
+
+
+@rule(
+    "dropout",
+    static_args="p, training, maybe a seed, a stream of numbers of its own, and whether of channels",
+    memory="ordered",
+)
+def dropout(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Product of x and noise. Element for element it is that of a single device, the same on every rank: so the
+    operation is linear in x, and the summands of a partial sum all get the same."""
+    labels = named(shapes[0])
+    return unary(labels, labels, shapes[0], terms=((0,),), call=_drop)
+
+
+def _drop(
+    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
+) -> Any:
+    """Every rank draws the noise of the whole tensor from its generator, all generators being in the same state, and
+    uses its part of it. That costs memory of the global size for a moment and keeps the generators in step. Ranks with
+    the same part take it from the first of them, unless the noise comes from where nothing else is drawn from.
+
+    On request, noise of single elements is drawn by counter: each rank draws its part only."""
+    x, layout = operands[0], operand_layouts[0]
+    p, training, *more = static_args
+    if not training:
+        return native(operands, static_args)
+    synchronize(layout.mesh)
+    drops, of_channels = 0 < p < 1, any(more[2:])
+    place = place_of(layout, "dropout") if drops else Place(tuple(layout.shape), layout.local_ranges())
+    if drops and not of_channels and counter.draws_by_counter(layout.mesh) and not platform.is_meta(x):
+        kept = counter.numbers("uniform", layout, platform.dtypes["float32"], place) >= p
+        return x * (platform.to_dtype(kept, platform.dtype_of(x)) * (1 / (1 - p)))
+    alike = drops and is_held_alike(layout) and not any(stream is not None for stream in more[1:2])
+    if not alike and tuple(layout.local_shape) == place.shape:
+        return native(operands, static_args)
+    return x * take_part(native((ones_like_whole(x, layout, place.shape),), static_args), layout, alike, place)

@@ -1,0 +1,104 @@
+"""Element-wise operations: dimensions broadcast, everything can be sharded."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from hyper_parallel.core.layouts.strides import contiguous_only
+from hyper_parallel.core.rules.labels import all_elements, broadcast
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.registry import Rule, rule
+
+
+def _elementwise(shapes: tuple, terms: tuple[tuple[int, ...], ...] = ()) -> OpSharding | None:
+    common = broadcast(shapes)
+    if common is None:
+        return None
+    shape, labels, operands = common
+    return OpSharding(operands=operands, results=(labels,), result_shapes=(shape,), terms=terms)
+
+
+def _in_place(function: Rule) -> Rule:
+    """The same rule for an operation that writes its result over operand 0, which must have the result's shape."""
+
+    @functools.wraps(function)
+    def in_place(shapes: tuple, static_args: Any) -> OpSharding | None:
+        sharding = function(shapes, static_args)
+        if sharding is None or shapes[0] is None or sharding.result_shapes[0] != tuple(shapes[0]):
+            return None
+        return sharding
+
+    return in_place
+
+
+def _sum_terms(shapes: tuple) -> tuple[tuple[int, ...], ...]:
+    # A Python scalar would be added once by every rank: with one among the operands, partial sums must be reduced.
+    return () if None in shapes else tuple((i,) for i in range(len(shapes)))
+
+
+@rule("pointwise", "any number", elementwise=True, memory="ordered")
+def pointwise(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """Any element-wise function: relu, pow, where, masked_fill, comparisons, conversion to integers."""
+    return _elementwise(shapes)
+
+
+rule("pointwise_", "any number", elementwise=True)(_in_place(pointwise))
+
+
+@rule("add", "any number", elementwise=True, memory="ordered")
+def add(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """A sum of its operands, each with a constant factor."""
+    return _elementwise(shapes, _sum_terms(shapes))
+
+
+rule("add_", "any number", elementwise=True)(_in_place(add))
+
+
+@rule("mul", "any number", elementwise=True, memory="ordered")
+def mul(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """A product of its operands."""
+    return _elementwise(shapes, (tuple(i for i, shape in enumerate(shapes) if shape is not None),))
+
+
+@rule("mul_", "any number", elementwise=True)
+@_in_place
+def mul_(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """`mul`, in place. The result is partial exactly if operand 0 is, since it has its placement."""
+    return _elementwise(shapes, ((0,),))
+
+
+@rule("div", "a, b", "rounding mode or None", repeatable=True, memory="ordered")
+def div(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """A quotient: linear in the dividend, unless it is rounded."""
+    rounding = static_args[0] if static_args else None
+    return _elementwise(shapes, ((0,),) if rounding is None and shapes[0] is not None else ())
+
+
+rule("div_", "a, b", "rounding mode or None", repeatable=True)(_in_place(div))
+
+
+@rule("contiguous", elementwise=True, memory="contiguous", view_strides=contiguous_only)
+@rule("alias", elementwise=True, memory="shared", view_index=all_elements)
+@rule("linear_unary", elementwise=True, memory="ordered")
+def linear_unary(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """Linear in the only operand: neg, clone, conversion to a floating dtype (`linear_unary`), detach (`alias`)."""
+    return _elementwise(shapes, ((0,),))
+
+
+@rule("linear_", "x, and any number", elementwise=True)
+@_in_place
+def linear_(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """Operand 0 becomes a linear function of itself and the others: ``copy_`` is 0 * self + source."""
+    return _elementwise(shapes, _sum_terms(shapes))
+
+
+@rule("like", elementwise=True, memory="ordered")
+def like(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """A tensor with the shape of x whose values do not depend on x. No terms, since ones are not a partial sum; and x
+    is not read, so it need not be reduced either."""
+    if len(shapes) != 1 or shapes[0] is None:
+        return None
+    sharding = _elementwise(shapes)
+    return None if sharding is None else replace(sharding, unread=(0,))

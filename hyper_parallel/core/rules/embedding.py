@@ -1,0 +1,57 @@
+"""Embedding look-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.rules.labels import named
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.registry import rule
+
+
+@rule("embedding", "ids, weight (vocabulary, features)", "padding_idx or None", repeatable=True, memory="fresh")
+def embedding(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """``weight[ids]``, which is ``one_hot(ids) @ weight``: linear in the weight, with the vocabulary contracted."""
+    ids, weight = shapes
+    if len(weight) != 2:
+        return None
+    batch = named(ids)
+    return OpSharding(
+        operands=(batch, ("v", "f")),
+        results=((*batch, "f"),),
+        result_shapes=((*ids, weight[1]),),
+        terms=((1,),),
+        reduce="sum",
+        call=look_up,
+        native_if=lambda layouts: layouts[1].shard_count(0) == 1,
+    )
+
+
+def look_up(
+    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
+) -> Any:
+    """Look up the ids that this rank has and give zeros for the others, so that the results of all ranks add up."""
+    ids, weight = operands
+    vocabulary, size = operand_layouts[1].shape[0], operand_layouts[1].local_shape[0]
+    if size == vocabulary:
+        return native(operands, static_args)
+    rows = ids - operand_layouts[1].local_offset[0]
+    elsewhere = (rows < 0) | (rows >= size)
+    # Ids outside the whole vocabulary stay as they are: the look-up does with them what it does on a single device.
+    known = (ids >= 0) & (ids < vocabulary)
+    if size == 0:
+        # A row to look up, which keeps the result connected to the weight: its backward may communicate.
+        weight = platform.cat([weight, platform.zeros((1, operand_layouts[1].local_shape[1]), weight)], 0)
+    found = native(
+        (platform.masked_fill(rows, elsewhere & known, 0), weight),
+        (_local_padding(static_args[0], operand_layouts[1]), *static_args[1:]),
+    )
+    return platform.masked_fill(found, platform.unsqueeze(elsewhere, -1), 0.0)
+
+
+def _local_padding(padding: int | None, weight: Any) -> int | None:
+    """The row without gradient, as a row of this rank's shard, None when it lies elsewhere."""
+    if padding is None:
+        return None
+    row = padding % weight.shape[0] - weight.local_offset[0]
+    return row if 0 <= row < weight.local_shape[0] else None

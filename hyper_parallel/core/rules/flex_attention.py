@@ -1,0 +1,40 @@
+"""Attention whose scores functions of the program change, which are told the batch element and the head."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.rules.attention import attention
+from hyper_parallel.core.rules.labels import Labels
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.registry import rule
+
+
+@rule(
+    "flex_attention",
+    "q, k, v (batch, heads, length, features), then any number of tensors that the functions read whole",
+    "which of batch and heads must be whole, number of statistics",
+)
+def flex_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Attention with scores that functions change, independent for each batch element and head; and so many statistics
+    of the scores, each a number for each query. The local call is told which batch elements and heads it has: the
+    static arguments that it gets end on their (start, length), in pieces where shards are packed."""
+    fixed, statistics = static_args[:2]
+    found = attention(shapes[:3], (False, 0.0))
+    if found is None or any(len(x) != 4 for x in shapes[:3]):
+        return None
+    gone = {label for label, whole in zip(found.results[0], fixed, strict=False) if whole}
+
+    def shardable(labels: Labels) -> Labels:
+        return tuple(None if label in gone else label for label in labels)
+
+    read = tuple(None if x is None else (None,) * len(x) for x in shapes[3:])
+    out, shape = shardable(found.results[0]), found.result_shapes[0]
+    return OpSharding(
+        operands=(*(shardable(x or ()) for x in found.operands), *read),
+        results=(out, *(out[:3],) * statistics),
+        result_shapes=(shape, *(shape[:3],) * statistics),
+        localize=_own_pieces,
+    )
+
+
+def _own_pieces(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+    return (*static_args, result_layouts[0].local_ranges()[:2])

@@ -1,0 +1,361 @@
+"""Taking elements out and writing them: slices, ints, index tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hyper_parallel.core.layouts.strides import FULL_SLICE, without_dots
+from hyper_parallel.core.rules.labels import (
+    Labels,
+    Shape,
+    axis,
+    broadcast,
+    named,
+    replaced,
+    unary,
+    whole,
+)
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.own_part import Cut, Taking, Writing, whole_along
+from hyper_parallel.core.rules.registry import rule
+from hyper_parallel.core.rules.selection import rows_at_mask
+
+_LINEAR = ((0,),)
+
+
+@dataclass(frozen=True)
+class _Indexing:
+    """What ``x[index]`` does to the dimensions.
+
+    Attributes:
+        x: labels of x: None where it is cut.
+        tensors: labels of the index tensors.
+        labels, shape: of the result.
+        behind: how many of its dimensions come behind those of the index tensors.
+        local_index: the index for shards, where it is another: a slice over all elements that speaks of the global
+            size is ``:`` there. Otherwise None.
+    """
+
+    x: Labels
+    tensors: tuple[Labels, ...]
+    labels: Labels
+    shape: Shape
+    behind: int
+    local_index: tuple | None
+
+    def localize(self) -> Any:
+        """`OpSharding.localize` for an index that differs on shards, else None."""
+        local_index = self.local_index
+        if local_index is None:
+            return None
+        return lambda static_args, operand_layouts, result_layouts: (local_index, *static_args[1:])
+
+
+def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
+    """Follow an encoded index through the dimensions of ``x``; None for what is not supported: masks, whose result has
+    as many elements as are True, and mixtures of ints and index tensors on which frameworks disagree."""
+    # bool is an int in Python, but x[True] adds a dimension.
+    if any(isinstance(item, bool) or (_is_tensor(item) and item[3]) for item in index):
+        return None
+    items = without_dots(index, len(x))
+    if Ellipsis in items or len(items) - items.count(None) > len(x):
+        return None
+    together = broadcast(tensor_shapes, "t")
+    if together is None:
+        return None
+    block_shape, block_labels, tensor_labels = together
+
+    place = _place_of_block(index, items)
+    if place is None:
+        return None
+
+    x_labels: list[str | None] = []
+    labels: list[str | None] = []
+    shape: list[int] = []
+    local_items = list(items)
+    before = 0
+    for position, item in enumerate(items):
+        if position == place:
+            before = len(labels)
+            labels += block_labels
+            shape += block_shape
+        if item is None:
+            labels.append(None)
+            shape.append(1)
+            continue
+        dim = len(x_labels)
+        label = None
+        if isinstance(item, tuple) and item[0] == "slice":
+            picked = range(x[dim])[slice(*item[1:])]
+            if picked == range(x[dim]):
+                label, local_items[position] = f"d{dim}", FULL_SLICE
+            labels.append(label)
+            shape.append(len(picked))
+        x_labels.append(label)
+    local_index = tuple(local_items) if local_items != [*items] else None
+    behind = len(labels) - before - len(block_labels)
+    return _Indexing(tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), behind, local_index)
+
+
+def _is_mask(index: tuple) -> bool:
+    """Whether an encoded index is a mask alone."""
+    return len(index) == 1 and _is_tensor(index[0]) and index[0][3]
+
+
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, tuple) and item[0] == "tensor"
+
+
+def _place_of_block(index: tuple, items: tuple) -> int | None:
+    """Before which of the ``items``, the index without dots, the dimensions of the index tensors go; -1 for none.
+
+    As in NumPy: adjacent index tensors are replaced in place, separated ones by dimensions in front.
+
+    An int (or a 0-d tensor) among them counts as an index tensor in NumPy and as a selection that happens before in
+    torch, and an ``...`` that stands for no dimension separates in NumPy only. Where that makes a difference the answer
+    is None.
+    """
+    tensors = [i for i, item in enumerate(items) if _is_tensor(item) and item[2] > 0]
+    if not tensors:
+        return -1
+    scalars = [i for i, item in enumerate(items) if isinstance(item, int) or (_is_tensor(item) and item[2] == 0)]
+    both = sorted(tensors + scalars)
+    adjacent = both[-1] - both[0] + 1 == len(both)
+    advanced = [i for i, item in enumerate(index) if isinstance(item, int) or _is_tensor(item)]
+    dots = index.index(Ellipsis) if Ellipsis in index else len(index)
+    if (scalars and not adjacent) or (adjacent and advanced[0] < dots < advanced[-1]):
+        return None
+    return tensors[0] if adjacent else 0
+
+
+def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tuple | None:
+    """An index of ints, slices, None and dots gives a view."""
+    index = static_args[0]
+    return None if any(isinstance(item, bool) or _is_tensor(item) for item in index) else (index,)
+
+
+@rule("getitem", "x, index tensors", "index as `encode_index` gives it", memory="shared", view_index=_index_of_view)
+def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """``x[index]``: dimensions taken whole and those of the index tensors can be sharded, and where few elements are
+    taken of x, those along which index tensors run (see `gather`), or, without these, what ints and slices cut: the
+    result is then the sum of what the ranks have. A mask over the first dimensions may be sharded with these."""
+    if _is_mask(static_args[0]):
+        return rows_at_mask(shapes)
+    found = analyse(shapes[0], static_args[0], shapes[1:])
+    if found is None:
+        return None
+    if not found.tensors:
+        return _cut(shapes[0], static_args[0], found)
+    dims = dims_of_tensors(static_args[0], shapes[0])
+    return OpSharding(
+        operands=(labels_along(found.x, dims) if _is_few(found.shape, shapes[0]) else found.x, *found.tensors),
+        results=(found.labels,),
+        result_shapes=(found.shape,),
+        terms=_LINEAR,
+        reduce="sum",
+        localize=found.localize(),
+        call=Taking(dims, found.behind).take,
+        native_if=whole_along(dim for dim, _ in dims),
+    )
+
+
+def _cut(x: Shape, index: tuple, found: _Indexing) -> OpSharding:
+    """Ints and slices."""
+    cut = Cut.of(index, x, found.x) if 0 not in found.shape and _is_few(found.shape, x) else None
+    if cut is None:
+        return OpSharding((found.x,), (found.labels,), (found.shape,), _LINEAR, localize=found.localize())
+    labels = labels_along(found.x, tuple((dim, 0) for dim in cut.dims))
+    return OpSharding(
+        operands=(labels,),
+        results=(found.labels,),
+        result_shapes=(found.shape,),
+        terms=_LINEAR,
+        reduce="call",
+        localize=found.localize(),
+        call=cut.take,
+        # A view of the only part there is shares its memory.
+        native_if=lambda layouts: all(layouts[0].shard_count(dim) == 1 for dim in cut.dims),
+    )
+
+
+def _is_few(taken: Shape, x: Shape) -> bool:
+    """Whether so few elements are taken of x that their sum over ranks moves no more than x gathered would."""
+    return 2 * math.prod(taken) <= math.prod(x)
+
+
+@rule("setitem_", "x, value, index tensors", "index as `encode_index` gives it")
+def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along, or that
+    ints and slices cut, may be sharded: each rank then writes what lies in its shard. Those that are cut must be whole
+    where index tensors take part. A mask over the first dimensions may be sharded with these, where one value is
+    written."""
+    return assigned(shapes, static_args, in_place=True)
+
+
+def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | None:
+    """The answer for ``x[index] = value``, written to x or to a copy of it."""
+    x, value = shapes[:2]
+    if _is_mask(static_args[0]) and not value and tuple(x[: len(shapes[2])]) == tuple(shapes[2]):
+        # One value, which goes to what is true on each rank.
+        all_of_x, own = named(x), None if value is None else ()
+        return OpSharding((all_of_x, own, all_of_x[: len(shapes[2])]), (all_of_x,), (tuple(x),))
+    found = analyse(x, static_args[0], shapes[2:])
+    if found is None:
+        return None
+    value_labels = None
+    if value is not None:
+        # Dimensions of size 1 in front are ignored in an assignment.
+        extra = max(0, len(value) - len(found.shape))
+        if any(size != 1 for size in value[:extra]):
+            return None
+        start = len(found.shape) - len(value) + extra
+        target = tuple(zip(found.shape, found.labels, strict=True))[start:]
+        if any(size not in (1, full) for size, (full, _) in zip(value[extra:], target, strict=True)):
+            return None
+        # What lies along an index tensor goes to elements of x anywhere: not a dimension of the result.
+        value_labels = (None,) * extra + tuple(
+            label if size == full and label in found.x else None
+            for size, (full, label) in zip(value[extra:], target, strict=True)
+        )
+    labels: Labels = found.x
+    cut: Writing | Cut | None
+    along: Iterable[int] = ()
+    if found.tensors:
+        dims = dims_of_tensors(static_args[0], x)
+        cut, along, labels = Writing(dims, in_place), (dim for dim, _ in dims), labels_along(labels, dims)
+    elif cut := Cut.of(static_args[0], x, found.x):
+        along, labels = cut.dims, tuple(f"c{dim}" if label is None else label for dim, label in enumerate(labels))
+    return OpSharding(
+        operands=(labels, value_labels, *(whole(labels, range(len(labels))) for labels in found.tensors)),
+        results=(labels,),
+        result_shapes=(tuple(x),),
+        terms=() if value is None else ((0,), (1,)),
+        localize=found.localize(),
+        call=None if cut is None else cut.write,
+        native_if=whole_along(along),
+    )
+
+
+def dims_of_tensors(index: tuple, x: Shape) -> tuple[tuple[int, int], ...]:
+    """The dimension of x along which an index tensor of an encoded index runs, and the number of that, for each."""
+    dims: list[tuple[int, int]] = []
+    dim = 0
+    for item in without_dots(index, len(x)):
+        if _is_tensor(item):
+            dims.append((dim, item[1]))
+        dim += item is not None
+    return tuple(dims)
+
+
+def labels_along(labels: Labels, dims: tuple[tuple[int, int], ...]) -> Labels:
+    """``labels`` of x with those of the dimensions along which index tensors run."""
+    for dim, _ in dims:
+        labels = replaced(labels, dim, f"c{dim}")
+    return labels
+
+
+def _narrowed(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
+    dim, start, length = axis(static_args[0], len(shape)), static_args[1], static_args[2]
+    start = start + shape[dim] if start < 0 else start
+    return ((*(FULL_SLICE,) * dim, ("slice", start, start + length, None)),)
+
+
+@rule("narrow", static_args="dim, start, length", repeatable=True, memory="shared", view_index=_narrowed)
+def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Elements from start to start + length along a dimension, which can be sharded if these are all, or few: see
+    `getitem`."""
+    x, (dim, start, length) = shapes[0], static_args[:3]
+    if not x:
+        return None
+    dim = axis(dim, len(x))
+    start = start + x[dim] if start < 0 else start
+    if length < 0 or start < 0 or start + length > x[dim]:
+        return None
+    if length < x[dim]:
+        return _narrow(x, dim, start, length)
+
+    def localize(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+        return (dim, 0, result_layouts[0].local_shape[dim], *static_args[3:])
+
+    return unary(named(x), named(x), x, terms=_LINEAR, localize=localize)
+
+
+def _sliced(operands: tuple, static_args: tuple) -> Any:
+    """A slice, where `narrow` would lose gradients of gradients on MindSpore."""
+    return operands[0][tuple(slice(*item[1:]) for item in static_args[0])]
+
+
+def _narrow(x: Shape, dim: int, start: int, length: int) -> OpSharding:
+    index = (*(FULL_SLICE,) * dim, ("slice", start, start + length, None))
+    found = analyse(x, index, ())
+    assert found is not None
+    sharding = replace(_cut(x, index, found), localize=None)
+    take = sharding.call
+    if take is None:
+        return sharding
+
+    def call(platform: Any, native: Any, operands: tuple, static_args: tuple, *layouts: tuple) -> Any:
+        return take(platform, _sliced, operands, (index,), *layouts)
+
+    return replace(sharding, call=call)
+
+
+@rule("gather", "x, index", "dim")
+def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """``result[i][j] = x[index[i][j]][j]`` for dim 0. Where few elements are taken of x, it may be sharded along dim:
+    each rank takes what it has, and the results add up."""
+    x, index = shapes
+    if index is None:
+        return None
+    dim = axis(static_args[0], len(x))
+    if len(x) != len(index):  # one element without dimensions goes with an index of one dimension
+        own = ((None,) * len(x), (None,) * len(index))
+        known = {len(x), len(index)} == {0, 1} or 0 in index  # without elements an index may have any shape
+        return OpSharding(own, own[1:], (tuple(index),), terms=_LINEAR) if known else None
+    # Where the index is shorter, it takes the beginning of x: shards of the two would not lie side by side.
+    labels = tuple(label if a == b else None for label, a, b in zip(named(x), x, index, strict=True))
+    index_labels = tuple("t" if i == dim else label for i, label in enumerate(labels))
+    return OpSharding(
+        operands=(replaced(labels, dim, "c" if _is_few(index, x) else None), index_labels),
+        results=(index_labels,),
+        result_shapes=(tuple(index),),
+        terms=_LINEAR,
+        reduce="sum",
+        call=Taking(((dim, 0),), 0, signed=True).take,
+        native_if=whole_along((dim,)),
+    )
+
+
+@rule("index_select", "x, index (1-D)", "dim")
+def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """``x[:, index]`` for dim 1 and an index of one dimension. See `gather`."""
+    x, index = shapes
+    if index is None or len(index) > 1:
+        return None
+    dim = axis(static_args[0], len(x))
+    labels = whole(named(x), (dim,))
+    # An index without dimensions counts as one of one element, and so does x.
+    place, size = ("t", index[0]) if index and x else (None, 1)
+    few = index and x and 2 * size <= x[dim]
+    return OpSharding(
+        operands=(replaced(labels, dim, "c") if few else labels, (place,) * len(index)),
+        results=(replaced(labels, dim, place) if x else (),),
+        result_shapes=(replaced(x, dim, size) if x else (),),
+        terms=_LINEAR,
+        reduce="sum",
+        call=Taking(((dim, 0),), len(x) - 1 - dim, signed=True).take,
+        native_if=whole_along((dim,)),
+    )
+
+
+@rule("one_hot", static_args="number of classes", memory="fresh")
+def one_hot(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """A new last dimension of the given number of classes, which must not depend on the data."""
+    x, classes = shapes[0], static_args[0]
+    if not isinstance(classes, int) or classes < 0:
+        return None
+    labels = named(x)
+    return unary(labels, (*labels, None), (*x, classes))

@@ -1,0 +1,126 @@
+"""Joining tensors and taking them apart, along a dimension that must be whole or packed in just these parts.
+
+All of these operations are linear: partial sums stay partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from hyper_parallel.core.layouts.strides import FULL_SLICE
+from hyper_parallel.core.rules.labels import axis, named, replaced, unary, whole
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.registry import rule
+
+
+@rule("cat", "any number", "dim", repeatable=True, memory="fresh")
+def cat(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Concatenate."""
+    first = shapes[0] if shapes else None
+    if not first or any(shape is None or len(shape) != len(first) for shape in shapes):
+        return None
+    dim = axis(static_args[0], len(first))
+    if len({replaced(shape, dim) for shape in shapes}) > 1:
+        return None
+    labels = whole(named(first), (dim,))
+    return OpSharding(
+        operands=(labels,) * len(shapes),
+        results=(labels,),
+        result_shapes=(replaced(first, dim, sum(shape[dim] for shape in shapes)),),
+        terms=tuple((i,) for i in range(len(shapes))),
+    )
+
+
+@rule("stack", "any number", "dim", repeatable=True, memory="fresh")
+def stack(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Join along a new dimension."""
+    if not shapes or shapes[0] is None or len(set(shapes)) > 1:
+        return None
+    first = shapes[0]
+    dim, labels = axis(static_args[0], len(first) + 1), named(first)
+    return OpSharding(
+        operands=(labels,) * len(shapes),
+        results=((*labels[:dim], None, *labels[dim:]),),
+        result_shapes=((*first[:dim], len(shapes), *first[dim:]),),
+        terms=tuple((i,) for i in range(len(shapes))),
+    )
+
+
+def _parts(x: tuple[int, ...], dim: int, sizes: Sequence[int], localize: Any = None) -> OpSharding | None:
+    """``x`` taken apart into pieces of ``sizes``."""
+    if any(size < 0 for size in sizes) or sum(sizes) != x[dim]:
+        return None
+    labels = whole(named(x), (dim,))
+    return OpSharding(
+        operands=(labels,),
+        results=(labels,) * len(sizes),
+        result_shapes=tuple(replaced(x, dim, size) for size in sizes),
+        terms=((0,),),
+        localize=localize,
+        # Unequal pieces are cut by their sizes: a number of chunks would cut the shards at other places.
+        unpack=((dim, tuple(sizes), dim),) if localize or len(set(sizes)) == 1 else (),
+    )
+
+
+def _pieces(length: int, size: int) -> list[int]:
+    """``length`` in pieces of ``size``, the last one possibly smaller; a length of 0 is one piece of 0."""
+    return [min(size, length - start) for start in range(0, length, size)] or [0]
+
+
+def _index_of_pieces(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
+    """The slice of each of the pieces that follow one another along dimension ``static_args[1]``."""
+    dim = axis(static_args[1], len(shape))
+    ends = accumulate(result[dim] for result in result_shapes)
+    return tuple(
+        (*(FULL_SLICE,) * dim, ("slice", end - result[dim], end, None))
+        for result, end in zip(result_shapes, ends, strict=True)
+    )
+
+
+@rule("split", static_args="size or tuple of sizes, dim", repeatable=True, memory="shared", view_index=_index_of_pieces)
+def split(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Pieces of one size, the last one possibly smaller, or of the sizes given."""
+    x, (size, dim) = shapes[0], static_args[:2]
+    if not x or size == 0:
+        return None
+    dim = axis(dim, len(x))
+
+    def localize(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+        here = tuple(layout.local_shape[dim] for layout in result_layouts)
+        return static_args if sum(here) == x[dim] else (here, *static_args[1:])
+
+    return _parts(x, dim, _pieces(x[dim], size) if isinstance(size, int) else tuple(size), localize)
+
+
+@rule("chunk", static_args="chunks, dim", repeatable=True, memory="shared", view_index=_index_of_pieces)
+def chunk(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """At most ``chunks`` pieces of one size, the last one possibly smaller."""
+    x, (chunks, dim) = shapes[0], static_args[:2]
+    if not x or chunks < 1:
+        return None
+    dim = axis(dim, len(x))
+    if x[dim] == 0:
+        return _parts(x, dim, [0] * chunks)
+    pieces = _pieces(x[dim], -(-x[dim] // chunks))
+    if len(pieces) == chunks or len(set(pieces)) > 1:
+        return _parts(x, dim, pieces)
+    # A shard without elements would give as many pieces as are asked for, not as many as there are.
+    return _parts(x, dim, pieces, lambda static_args, *layouts: (len(pieces), *static_args[1:]))
+
+
+def _index_of_slices(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
+    """The number of each slice along dimension ``static_args[0]``."""
+    return tuple((*(FULL_SLICE,) * axis(static_args[0], len(shape)), i) for i in range(len(result_shapes)))
+
+
+@rule("unbind", static_args="dim", memory="shared", view_index=_index_of_slices)
+def unbind(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """One result per index of a dimension, without that dimension."""
+    x = shapes[0]
+    if not x:
+        return None
+    dim = axis(static_args[0], len(x))
+    labels = whole(named(x), (dim,))
+    return unary(labels, replaced(labels, dim), replaced(x, dim), results=x[dim], terms=((0,),))

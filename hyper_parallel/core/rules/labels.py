@@ -1,0 +1,103 @@
+"""What the rules share: resolving dimensions, naming them, broadcasting, and the answer for one operand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+from hyper_parallel.core.rules.op_sharding import OpSharding
+
+Shape: TypeAlias = "tuple[int, ...]"
+Labels: TypeAlias = "tuple[Any, ...]"
+
+
+def axis(dim: int, ndim: int) -> int:
+    """``dim`` as a non-negative dimension of a tensor with ``ndim`` dimensions; a 0-d tensor counts as 1-d.
+
+    Raises:
+        IndexError: when there is no such dimension.
+    """
+    count = max(ndim, 1)
+    if not -count <= dim < count:
+        raise IndexError(f"dimension {dim} is out of range for a tensor with {ndim} dimension(s)")
+    return dim % count
+
+
+def axes(dims: int | Iterable[int] | None, ndim: int) -> frozenset[int]:
+    """``dims`` as non-negative dimensions. None and an empty tuple mean all of them, as in reductions."""
+    if isinstance(dims, int):
+        dims = (dims,)
+    resolved = frozenset(axis(d, ndim) for d in dims) if dims is not None else frozenset()
+    return frozenset(d for d in resolved or range(ndim) if d < ndim)
+
+
+def named(shape: Sequence[int], prefix: str = "d") -> Labels:
+    """A label of its own for each dimension."""
+    return tuple(f"{prefix}{i}" for i in range(len(shape)))
+
+
+def whole(labels: Labels, dims: Iterable[int]) -> Labels:
+    """``labels`` with None at ``dims``."""
+    dims = frozenset(dims)
+    return tuple(None if i in dims else label for i, label in enumerate(labels))
+
+
+def without(values: Sequence[Any], dims: Iterable[int], keepdim: bool = False, kept: Any = None) -> tuple[Any, ...]:
+    """``values`` (labels or sizes) without ``dims``, or with ``kept`` in their place when ``keepdim`` is set."""
+    dims = frozenset(dims)
+    if keepdim:
+        return tuple(kept if i in dims else value for i, value in enumerate(values))
+    return tuple(value for i, value in enumerate(values) if i not in dims)
+
+
+def replaced(values: Sequence[Any], dim: int, *new: Any) -> tuple[Any, ...]:
+    """``values`` (labels or sizes) with ``new`` in place of that of dimension ``dim``."""
+    return (*values[:dim], *new, *values[dim + 1 :])
+
+
+def unary(before: Labels, after: Labels, shape: Sequence[int], results: int = 1, **more: Any) -> OpSharding:
+    """What a rule answers for an operation on one tensor.
+
+    Args:
+        before, after: labels of the tensor, and of each result.
+        shape: global shape of each result.
+        results: how many there are.
+        more: what else `OpSharding` says.
+    """
+    return OpSharding((before,), (after,) * results, (tuple(shape),) * results, **more)
+
+
+def broadcast(
+    shapes: Sequence[Sequence[int] | None], prefix: str = "d"
+) -> tuple[Shape, Labels, tuple[Any, ...]] | None:
+    """Broadcast as NumPy does.
+
+    Args:
+        shapes: shape of each operand, None for one that is no tensor.
+        prefix: what the labels start with.
+
+    Returns:
+        The common shape, its labels, and the labels of each operand; a stretched dimension of size 1 has the label
+        None. Or None, when the shapes do not fit.
+    """
+    ndim = max((len(shape) for shape in shapes if shape is not None), default=0)
+    common = [1] * ndim
+    for shape in shapes:
+        for i, size in enumerate(shape or (), ndim - len(shape or ())):
+            if size != 1 and common[i] not in (1, size):
+                return None
+            if size != 1:
+                common[i] = size
+    labels = named(common, prefix)
+    operands = tuple(
+        None
+        if shape is None
+        else tuple(labels[i] if size == common[i] else None for i, size in enumerate(shape, ndim - len(shape)))
+        for shape in shapes
+    )
+    return tuple(common), labels, operands
+
+
+def all_elements(static_args: tuple, shape: Shape, result_shapes: list[Shape]) -> tuple[tuple[Any, ...]]:
+    """`CanonicalOp.view_index` of a view that has all elements of its operand in their order."""
+    return ((...,),)

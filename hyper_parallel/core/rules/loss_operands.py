@@ -1,0 +1,75 @@
+"""Plain targets and class weights of a loss of distributed logits, inside `loss_parallel` or the framework's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.communication.rank_check import check_replicated
+from hyper_parallel.core.layouts.layout import Layout, get_layout, replicated_layout
+from hyper_parallel.core.layouts.placement_types import Replicate, Shard
+from hyper_parallel.core.modes import is_loss_parallel
+from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.rules.labels import without
+from hyper_parallel.core.rules.loss import class_dim
+
+
+def distribute_targets(operands: tuple) -> tuple:
+    """The operands of a loss with plain targets and class weights made DTensors, inside of a context that says so.
+
+    This happens before the plan is looked up, so no plan depends on the context. Plain logits stay as they are: they
+    must not meet DTensors. The framework is asked for a context of its own only where something is plain.
+    """
+    logits = getattr(operands[0], "_layout", None)
+    if logits is None or not logits.ndim or not any(map(_is_plain, operands[1:])):
+        return operands
+    if not is_loss_parallel() and not logits.mesh.platform.in_loss_parallel():
+        return operands
+    return (
+        operands[0],
+        _distributed(operands[1], _sample_layout(logits, operands[1])),
+        *(_distributed(x, None if x is None else _whole(logits, x)) for x in operands[2:]),
+    )
+
+
+def _is_plain(x: Any) -> bool:
+    return x is not None and getattr(x, "_layout", None) is None
+
+
+def _distributed(x: Any, layout: Layout | None) -> Any:
+    if layout is None or getattr(x, "_layout", None) is not None:
+        return x
+    platform = layout.mesh.platform
+    if CHECKS:
+        check_replicated(x, layout.mesh, layout.placements, "a plain target or class weight of a loss")
+    promoted = platform.wrap(platform.alias(x), layout)
+    if layout.replicated:
+        promoted._origin = x
+    return promoted
+
+
+def _whole(logits: Layout, x: Any) -> Layout:
+    return replicated_layout(logits.mesh, logits.mesh.platform.shape_of(x))
+
+
+def _sample_layout(logits: Layout, target: Any) -> Layout | None:
+    """Layout of a plain target: sharded like the samples of the logits if it has only those of this rank, otherwise
+    replicated."""
+    if target is None or getattr(target, "_layout", None) is not None:
+        return None
+    shape = tuple(logits.mesh.platform.shape_of(target))
+    classes = class_dim(logits.shape)
+    if len(shape) == logits.ndim:  # probabilities
+        mine, everyone = list(logits.local_shape), tuple(logits.shape)
+        mine[classes] = everyone[classes]
+    else:
+        mine, everyone = list(without(logits.local_shape, (classes,))), without(logits.shape, (classes,))
+    if shape == tuple(everyone) or shape != tuple(mine):
+        return _whole(logits, target)
+    dropped = logits.ndim - len(shape)
+    placements = (
+        p.with_dim(p.dim - dropped if p.dim > classes else p.dim)
+        if isinstance(p, Shard) and p.dim != classes
+        else Replicate()
+        for p in logits.placements
+    )
+    return get_layout(logits.mesh, tuple(placements), everyone)

@@ -1,0 +1,27 @@
+"""Normalisation over the last dimensions, which must be whole; all dimensions before them can be sharded."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.rules.labels import named, whole
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.registry import rule
+
+_STATICS = "number of normalised dims, number of statistics returned besides"
+
+
+@rule("rms_norm", "x, weight or None", _STATICS, repeatable=True)
+@rule("layer_norm", "x, weight or None, bias or None", _STATICS, repeatable=True)
+def norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Normalisation over the last dimensions, which weight and bias have, if given. Statistics keep the normalised
+    dimensions with size 1."""
+    x, parameters = shapes[0], shapes[1:]
+    normalised, statistics = (*static_args, 0)[:2]
+    batch = len(x) - normalised
+    if batch < 0 or any(p is not None and tuple(p) != tuple(x[batch:]) for p in parameters):
+        return None
+    labels = whole(named(x), range(batch, len(x)))
+    return OpSharding(
+        operands=(labels, *(None if p is None else (None,) * len(p) for p in parameters)),
+        results=(labels,) * (1 + statistics),
+        result_shapes=(tuple(x), *((*x[:batch], *(1,) * normalised),) * statistics),
+    )

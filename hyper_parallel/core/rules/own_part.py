@@ -1,0 +1,277 @@
+"""Indices into a dimension of which each rank has a part: it takes, or writes, what lies there.
+
+What is taken elsewhere counts as zero, so that what all ranks have adds up. What is written elsewhere goes to a
+spare row behind the part, which is dropped. Either way all ranks compute the same, and the shapes do not depend on the
+data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.communication.redistribute import redistribute_local
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.memory_order import UNKNOWN, strides_of
+from hyper_parallel.core.layouts.placement_types import Partial
+from hyper_parallel.core.layouts.strides import (
+    FULL_SLICE,
+    indexed_strides,
+    is_contiguous,
+    spaced_strides,
+    without_dots,
+)
+from hyper_parallel.core.rules.labels import Labels, Shape, replaced
+
+
+def whole_along(dims: Iterable[int]) -> Callable[[tuple], bool]:
+    """`OpSharding.native_if` of what takes from operand 0, or writes to it, along ``dims``: whether every rank has all
+    of these."""
+    dims = tuple(dims)
+    return lambda layouts: not any(layouts[0].shard_mesh_dims(dim) for dim in dims)
+
+
+@dataclass(frozen=True)
+class Taking:
+    """What index tensors name, taken: ``native((x, *tensors), static_args)``, with zeros for what this rank does not
+    have.
+
+    Attributes:
+        dims: the dimension of x and the number of the tensor, for each.
+        behind: how many dimensions the result has behind those of the index tensors.
+        signed: whether the native operation may refuse what counts from the end.
+    """
+
+    dims: tuple[tuple[int, int], ...]
+    behind: int
+    signed: bool = False
+
+    def take(
+        self,
+        platform: Any,
+        native: Any,
+        operands: tuple,
+        static_args: Any,
+        operand_layouts: tuple,
+        result_layouts: tuple,
+    ) -> Any:
+        """Take what lies in this rank's part, be it nothing: the result stays connected to x on every rank."""
+        x, *tensors = operands
+        layout = operand_layouts[0]
+        absent: Any = None
+        for dim, number in self.dims:
+            if not layout.shard_mesh_dims(dim):
+                continue
+            size = layout.local_shape[dim]
+            places, elsewhere, is_negative, unknown = _places(platform, tensors[number], layout, dim)
+            if size == 0:
+                # An element to take, for the sake of backward, which may communicate.
+                x, size = _between_zeros(platform, x, dim, 0, 1), 1
+            places = platform.masked_fill(places, elsewhere, 0)
+            if self.signed:
+                places = _either(platform, is_negative, places - size, places)
+            # What no rank has stays out of range: the native operation may refuse it.
+            tensors[number] = platform.masked_fill(places, unknown, size + 1)
+            absent = elsewhere if absent is None else absent | elsewhere
+        found = native((x, *tensors), static_args)
+        return platform.masked_fill(found, absent.reshape((*platform.shape_of(absent), *(1,) * self.behind)), 0)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A write to places that index tensors name: ``native((x, value, *tensors), static_args)``.
+
+    Attributes:
+        dims: the dimension of x and the number of the tensor, for each.
+        in_place: whether x is written.
+    """
+
+    dims: tuple[tuple[int, int], ...]
+    in_place: bool
+
+    def write(
+        self,
+        platform: Any,
+        native: Any,
+        operands: tuple,
+        static_args: tuple,
+        operand_layouts: tuple,
+        result_layouts: tuple,
+    ) -> Any:
+        """Write what goes to this rank's part, be it nothing: the value stays part of the graph on every rank."""
+        x, value, *tensors = operands
+        layout, new = operand_layouts[0], x
+        cut = [(dim, number) for dim, number in self.dims if layout.shard_mesh_dims(dim)]
+        for dim, number in cut:
+            new = _between_zeros(platform, new, dim, 0, 1)
+            places, elsewhere, _, unknown = _places(platform, tensors[number], layout, dim)
+            places = platform.masked_fill(places, elsewhere, layout.local_shape[dim])
+            tensors[number] = platform.masked_fill(places, unknown, layout.local_shape[dim] + 1)
+        new = native((new, value, *tensors), static_args)
+        for dim, _ in cut:
+            new = platform.narrow(new, dim, 0, layout.local_shape[dim])
+        return native((x, new), ((Ellipsis,), *static_args[1:])) if self.in_place else platform.contiguous(new)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What ints and slices take of a tensor whose shards they may cut, or write to it.
+
+    Attributes:
+        ranges: for each dimension of x the global indices that are taken.
+        dims: dimensions of x that some are taken of.
+        kept: for each dimension of ``x[index]`` the one of x, None where the index adds one.
+    """
+
+    ranges: tuple[range, ...]
+    dims: tuple[int, ...]
+    kept: tuple[int | None, ...]
+
+    @staticmethod
+    def of(index: tuple, x: Shape, labels: Labels) -> Cut | None:
+        """The index into x, of which ``labels`` are None for what is cut; None where nothing is, or a step is
+        negative."""
+        dims = tuple(dim for dim, label in enumerate(labels) if label is None)
+        if not dims:
+            return None
+        ranges: list[range] = []
+        kept: list[int | None] = []
+        for item in without_dots(index, len(x)):
+            dim = len(ranges)
+            if item is None:
+                kept.append(None)
+            elif isinstance(item, tuple):
+                kept.append(dim)
+                ranges.append(range(x[dim])[slice(*item[1:])])
+            else:
+                if not -x[dim] <= item < x[dim]:
+                    return None  # the native operation words the error
+                ranges.append(range(item % x[dim], item % x[dim] + 1))
+        if any(picked.step < 1 for picked in ranges):
+            return None
+        return Cut(tuple(ranges), dims, tuple(kept))
+
+    def write(
+        self,
+        platform: Any,
+        native: Any,
+        operands: tuple,
+        static_args: tuple,
+        operand_layouts: tuple,
+        result_layouts: tuple,
+    ) -> Any:
+        """Write what lies in this rank's shard, be it nothing: the value stays part of the graph on every rank."""
+        x, value = operands[:2]
+        layout = operand_layouts[0]
+        if operand_layouts[1] is not None:
+            value = value.reshape(self._shape_for_x(tuple(value.shape)))
+        index: list[tuple] = []
+        for dim, picked in enumerate(self.ranges):
+            if not layout.shard_mesh_dims(dim):
+                index.append(("slice", picked.start, picked.stop, picked.step))
+                continue
+            if dim not in self.dims:
+                index.append(FULL_SLICE)
+                continue
+            first, last = self._own(layout, dim)
+            if operand_layouts[1] is not None and value.shape[dim] == len(picked) != last - first:
+                value = platform.narrow(value, dim, first, last - first)
+            index.append(self._own_slice(layout, dim))
+        return native((x, value, *operands[2:]), (tuple(index), *static_args[1:]))
+
+    def take(
+        self,
+        platform: Any,
+        native: Any,
+        operands: tuple,
+        static_args: tuple,
+        operand_layouts: tuple,
+        result_layouts: tuple,
+    ) -> Any:
+        """``x[index]``, the same on all ranks that share what is cut: the sum of what each has, and zeros. In memory it
+        lies as the single device's view does."""
+        (x,), layout, result = operands, operand_layouts[0], result_layouts[0]
+        strides = strides_of(x, layout)
+        cut = [dim for dim in self.dims if layout.shard_mesh_dims(dim)]
+        own = {dim: self._own(layout, dim) for dim in cut}
+        without = [dim for dim, (first, last) in own.items() if first == last]
+        for dim in without:
+            if layout.local_shape[dim] == 0:
+                x = _between_zeros(platform, x, dim, 0, 1)
+        index = tuple(
+            ("slice", 0, 1, None)  # an element that does not count, for the sake of backward, which may communicate
+            if dim in without
+            else self._own_slice(layout, dim)
+            if dim in cut
+            else FULL_SLICE
+            if layout.shard_mesh_dims(dim)
+            else ("slice", picked.start, picked.stop, picked.step)
+            for dim, picked in enumerate(self.ranges)
+        )
+        y = native((x,), (index, *static_args[1:]))
+        sizes = platform.shape_of(y)
+        shape = tuple(1 if dim is None else sizes[dim] for dim in self.kept)
+        y = y if shape == sizes else y.reshape(shape)
+        for at, kept in enumerate(self.kept):
+            if kept in own:
+                first, last = (0, 1) if kept in without else own[kept]
+                y = _between_zeros(platform, y, at, first, len(self.ranges[kept]) - last)
+        if without:  # last: MindSpore loses gradients of gradients through views of what was computed
+            y = platform.masked_fill(y, platform.zeros((1,) * result.ndim, y) == 0, 0)
+        split = {mesh_dim for dim in cut for mesh_dim in layout.shard_mesh_dims(dim)}
+        parts = (Partial() if mesh_dim in split else p for mesh_dim, p in enumerate(result.placements))
+        y = redistribute_local(y, result.with_placements(tuple(parts)), result)
+        if strides is UNKNOWN:
+            return y
+        strides = indexed_strides(layout.shape, strides, static_args[0])
+        behind = platform.copies_offsets and any(picked.start for picked in self.ranges)
+        if is_contiguous(result.shape, strides) and not behind:
+            return y
+        return platform.with_strides(y, spaced_strides(result.shape, strides, result.local_shape), behind)
+
+    def _own(self, layout: Layout, dim: int) -> tuple[int, int]:
+        """Of what is taken along a dimension that is cut, the part that lies on this rank: from, to."""
+        picked, start = self.ranges[dim], layout.local_offset[dim]
+        first, last = (
+            min(max(-(-(edge - picked.start) // picked.step), 0), len(picked))
+            for edge in (start, start + layout.local_shape[dim])
+        )
+        return first, last
+
+    def _own_slice(self, layout: Layout, dim: int) -> tuple:
+        """The same as a slice of this rank's part of x."""
+        first, last = self._own(layout, dim)
+        own = self.ranges[dim][first:last]
+        begin = own.start - layout.local_offset[dim] if own else 0
+        return ("slice", begin, begin + (own[-1] - own.start + 1 if own else 0), own.step)
+
+    def _shape_for_x(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the value with a dimension for each of x."""
+        sizes = [1] * len(self.ranges)
+        for dim, size in zip(reversed(self.kept), reversed(shape), strict=False):
+            if dim is not None:
+                sizes[dim] = size
+        return tuple(sizes)
+
+
+def _between_zeros(platform: Any, x: Any, dim: int, before: int, after: int) -> Any:
+    """``x`` with so many zeros before and after along a dimension."""
+    shape = platform.shape_of(x)
+    first, last = ([platform.zeros(replaced(shape, dim, n), x)] if n else [] for n in (before, after))
+    return platform.cat([*first, x, *last], dim) if first or last else x
+
+
+def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, Any, Any, Any]:
+    """Of an index into a sharded dimension: places in this rank's part; what does not lie there; what counts from the
+    end; what no rank has."""
+    size, whole = layout.local_shape[dim], layout.shape[dim]
+    is_negative = index < 0
+    index = _either(platform, is_negative, index + whole, index)
+    places = index - layout.local_offset[dim]
+    return places, (places < 0) | (places >= size), is_negative, (index < 0) | (index >= whole)
+
+
+def _either(platform: Any, where: Any, x: Any, y: Any) -> Any:
+    """Whole numbers ``x`` where that is true, else ``y``."""
+    return platform.masked_fill(y, where, 0) + platform.masked_fill(x, where == False, 0)  # noqa: E712

@@ -1,0 +1,238 @@
+"""Random numbers on a mesh: every rank's generator is in the same state, and each draws what a single device draws.
+
+A sharded tensor takes its part of the numbers drawn for the whole tensor, so that initialisation and dropout do not
+depend on the number of ranks. This needs equal generator states over the mesh: `synchronize` sees to that once per
+mesh, before its first random operation, by giving every rank the state of the first one.
+
+After that a program may draw on one rank alone, and the other ranks cannot know it. So ranks that hold the same part of
+a tensor do not rely on their generators: they get what the first of them has drawn (`take_part`), and operations that
+draw inside their kernel start from its state (`run_alike`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from hyper_parallel.core.communication.collectives import all_gather_object, broadcast
+from hyper_parallel.core.communication.rank_check import check_values
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.memory_order import ones_like_whole
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.mesh.slices import MESHES
+from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.rules import counter
+from hyper_parallel.core.rules.batch_parts import BATCH_PART, Place, place_of, refuse_part
+
+_SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+#: Meshes along which ranks compute the same with a tensor that is on another mesh beside them: under data parallelism
+#: a batch is shared by data-parallel ranks, and tensor-parallel ones have the same part of it.
+BESIDE: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("hyper_parallel_meshes_beside", default=())
+
+
+def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, parallel_rng: str = "single_device") -> None:
+    """Seed the framework's default generator. Call it with the same seed on every rank of the mesh.
+
+    Distributed random numbers and dropout are then those of a single device with this seed. With different seeds, ranks
+    that hold the same part of a tensor still draw the same numbers: those of the first of them.
+
+    Args:
+        seed: an int that the framework takes.
+        device_mesh: the mesh whose ranks call it; None is the one entered with ``with mesh:``.
+        parallel_rng: how tensors on the mesh and on its slices are drawn from now on. ``"single_device"``: each rank
+            draws all numbers and keeps its part. ``"counter"``: each rank draws its part only, by a counter-based
+            generator. The numbers are others than those of a single device, and depend neither on placements nor on the
+            number of ranks. Uniform and normal numbers and dropout of single elements are drawn so; what else draws
+            does it as ever.
+
+    Raises:
+        TypeError: when ``seed`` is not an int; for ``"counter"`` on a platform without such a generator.
+        ValueError: for another ``parallel_rng``.
+
+    Example:
+        >>> from hyper_parallel import init_device_mesh, manual_seed
+        >>> manual_seed(0, init_device_mesh("cpu", (1,)))
+
+    Source: ``torch.distributed.tensor._random.manual_seed``.
+    """
+    if not isinstance(seed, int):
+        raise TypeError(f"manual_seed takes an int, got {seed!r}")
+    if parallel_rng not in ("single_device", "counter"):
+        raise ValueError(f"manual_seed(parallel_rng=...) is 'single_device' or 'counter', got {parallel_rng!r}")
+    mesh = resolve_mesh(device_mesh, "manual_seed")
+    counter.request(mesh, parallel_rng == "counter")
+    mesh.platform.manual_seed(seed)
+    _SYNCHRONIZED.add(mesh)
+
+
+def synchronize(mesh: DeviceMesh) -> None:
+    """Give every rank of the mesh the generator state of its first rank; only the first call on a mesh does so. Inside
+    `check_ranks` the others compare the states."""
+    mesh = _and_beside(mesh)
+    if mesh in _SYNCHRONIZED or mesh.get_coordinate() is None:
+        if CHECKS:
+            check_generators(mesh)
+        return
+    share_state(mesh)
+
+
+def draw_alike(module: Any, mesh: DeviceMesh) -> None:
+    """Let code that a plan leaves plain draw the same numbers on all ranks of a mesh: those of the first.
+
+    All ranks of the mesh call it. Ranks of other meshes go on with generators of their own.
+
+    Args:
+        module: model that the ranks share.
+        mesh: 1-D mesh.
+    """
+    if mesh.size() > 1 and mesh.get_coordinate() is not None:
+        synchronize(mesh)
+        modules = (submodule for _, submodule in mesh.platform.named_modules(module))
+        mesh.platform.draw_alike(modules, lambda value: of_first_rank(value, mesh))
+
+
+def keep_states(members: Sequence[int] | None = None) -> None:
+    """The states that generators have now are those that ranks are to go on with, as after a checkpoint was loaded:
+    no mesh that is there is given the state of its first rank.
+
+    Args:
+        members: the ranks that call this; None is all of the world. Meshes with other ranks too are left as they are:
+            those would not know of it, and wait for the state that nobody sends.
+    """
+    for mesh in MESHES.values():
+        if members is None or set(mesh.ranks.flat) <= set(members):
+            _SYNCHRONIZED.add(mesh)
+
+
+def share_state(mesh: DeviceMesh) -> None:
+    """Give every rank of the mesh the generator state of its first rank, now."""
+    mesh = _and_beside(mesh)
+    if mesh.get_coordinate() is not None:
+        platform = mesh.platform
+        platform.set_rng_state(of_first_rank(platform.get_rng_state(), mesh))
+        _SYNCHRONIZED.add(mesh)
+
+
+def _and_beside(mesh: DeviceMesh) -> DeviceMesh:
+    beside = BESIDE.get()
+    return (mesh._union(beside) or mesh) if beside and all(mesh.is_beside(other) for other in beside) else mesh
+
+
+def is_held_alike(layout: Layout) -> bool:
+    """Whether several ranks hold the same part of a tensor, or summands of it."""
+    return any(size > 1 and not p.is_shard() for size, p in zip(layout.mesh.shape, layout.placements, strict=True))
+
+
+def take_part(drawn: Any, layout: Layout, alike: bool = True, place: Place | None = None) -> Any:
+    """This rank's part of the plain tensor ``drawn`` for the whole tensor of ``layout``: a new tensor.
+
+    Ranks that hold the same part of the tensor, or summands of it, get what the first of them drew, by one broadcast
+    for each such mesh dimension; not where all are known to have drawn the same (``alike`` is false).
+
+    Args:
+        drawn: a plain tensor.
+        layout: of the tensor.
+        alike: see above.
+        place: where the part lies in ``drawn``; None where that is the tensor of ``layout``.
+    """
+    mesh, platform = layout.mesh, layout.mesh.platform
+    shape, ranges = place or (layout.shape, layout.local_ranges())
+    for dim, pieces in enumerate(ranges):
+        if pieces != ((0, shape[dim]),):
+            parts = [platform.narrow(drawn, dim, start, length) for start, length in pieces]
+            drawn = platform.cat(parts, dim) if len(parts) > 1 else parts[0]
+    drawn = platform.clone(drawn)
+    if alike and mesh.get_coordinate() is not None and not platform.is_meta(drawn):
+        for mesh_dim, placement in enumerate(layout.placements):
+            if not placement.is_shard():
+                drawn = broadcast(drawn, mesh, mesh_dim, 0)
+    return drawn
+
+
+def draw(
+    fill: Callable[[Any], Any],
+    x: Any,
+    layout: Layout,
+    alike: bool = True,
+    by_counter: Callable[[Callable[..., Any]], Any] | None = None,
+) -> Any:
+    """See `platform.contract.Core.draw`."""
+    platform, place = layout.mesh.platform, place_of(layout, "a draw")
+    if alike:
+        synchronize(layout.mesh)
+        if by_counter is not None and counter.draws_by_counter(layout.mesh) and not platform.is_meta(x):
+            return by_counter(
+                lambda kind, dtype=None: counter.numbers(
+                    kind, layout, platform.dtype_of(x) if dtype is None else dtype, place
+                )
+            )
+    return take_part(fill(ones_like_whole(x, layout, place.shape)), layout, alike, place)
+
+
+def run_alike(run: Callable[[], Any], mesh: DeviceMesh, changed: Callable[[], bool], name: str) -> Any:
+    """``run()``, the same local computation on every rank. Where it has drawn random numbers, ranks whose generators
+    were in another state than the first one's run it again from that state.
+
+    Args:
+        run: gives the result.
+        mesh: of the ranks.
+        changed: whether it has written into its operands, and so cannot run again.
+        name: of the operation, for the error.
+
+    Raises:
+        ValueError: on all ranks, when it has drawn and has written.
+    """
+    platform = mesh.platform
+    if not platform.watches_draws or all(size == 1 for size in mesh.shape):
+        return run()
+    state = platform.get_rng_state()
+    before = platform.bytes_of(state)
+    result = run()
+    if platform.bytes_of(platform.get_rng_state()) == before:
+        return result
+    if BATCH_PART.get() is not None:
+        raise refuse_part(name, "a part of the samples, which draws inside its kernel,")
+    if changed():
+        raise ValueError(
+            f"{name} draws random numbers and writes into its operand, and ranks would draw different ones: let it "
+            "return a new tensor"
+        )
+    first = of_first_rank(state, mesh)
+    if platform.bytes_of(first) != before:
+        platform.set_rng_state(first)
+        result = run()
+    _SYNCHRONIZED.add(mesh)
+    return result
+
+
+def of_first_rank(value: Any, mesh: DeviceMesh) -> Any:
+    """The picklable ``value`` that the first rank of the mesh gives, on all of its ranks."""
+    for mesh_dim in range(mesh.ndim):
+        if mesh.shape[mesh_dim] > 1:
+            value = all_gather_object(value, mesh, mesh_dim)[0]
+    return value
+
+
+def check_generators(mesh: DeviceMesh) -> None:
+    """Compare the states of the generators of a mesh whose states were made the same; to be called when a check is on.
+
+    Raises:
+        RankMismatchError: on all ranks, when they differ.
+    """
+    if mesh not in _SYNCHRONIZED or mesh.get_coordinate() is None:
+        return
+    platform = mesh.platform
+    state = platform.get_rng_state()
+    data = platform.bytes_of(state) if platform.is_tensor(state) else pickle.dumps(state)
+    for mesh_dim in range(mesh.ndim):
+        if mesh.shape[mesh_dim] > 1:
+            check_values(
+                {"the state of the random number generator": data},
+                mesh,
+                mesh_dim,
+                "a rank has drawn more numbers than the others, or was seeded otherwise; hyper_parallel.manual_seed("
+                "seed, mesh) on all ranks makes them equal again",
+            )

@@ -1,0 +1,117 @@
+"""Writing or adding elements at places that index tensors name, into a copy; and taking them out by flat index.
+
+Dimensions along which an index runs are whole, but for what square brackets write. What is *added* may be sharded along
+the index: each rank adds its share, and the result is a partial sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.rules.indexing import analyse, assigned, dims_of_tensors, labels_along
+from hyper_parallel.core.rules.labels import Labels, axis, named, replaced, whole
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.own_part import Writing, whole_along
+from hyper_parallel.core.rules.registry import rule
+
+#: How what is written goes together with what is there -> operands 0 and 2 as terms.
+_TERMS = {"add": ((0,), (2,)), "replace": ((0,), (2,))}
+_STATICS = "dim, `add`, `replace` or another word"
+
+
+def _written(shapes: tuple, labels: Labels, index: Labels, source: Labels | None, how: str) -> OpSharding:
+    """The answer for x, an index and a source, which is None where a number is written."""
+    terms = _TERMS.get(how, ()) if source is not None else ()
+    if how != "add" or not terms:  # only sums can be split along the index
+        index = tuple(label if label in labels else None for label in index)
+        source = None if source is None else tuple(label if label in labels else None for label in source)
+    return OpSharding(
+        operands=(labels, index, source)[: len(shapes)],
+        results=(labels,),
+        result_shapes=(tuple(shapes[0]),),
+        terms=terms,
+        reduce="sum",
+    )
+
+
+@rule("scatter", "x, index, source or None", _STATICS)
+def scatter(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """``x[index[i][j]][j] = source[i][j]`` for dim 0, or added. Where the index is shorter than x or the source, it
+    goes with their beginnings, and shards would not lie side by side."""
+    x, index, source = (*shapes, None)[:3]
+    dim, how = static_args[:2]
+    dim = axis(dim, len(x))
+    if len(index) != len(x) or (source is not None and len(source) != len(x)):
+        return None  # without elements an index may have any shape
+    if any(n > m for d, (n, m) in enumerate(zip(index, x, strict=True)) if d != dim):
+        return None
+    sizes = zip(x, index, index if source is None else source, strict=True)
+    labels = tuple(
+        ("t" if d == dim else f"d{d}") if (a == b or d == dim) and b == c else None for d, (a, b, c) in enumerate(sizes)
+    )
+    return _written(shapes, whole(labels, (dim,)), labels, None if source is None else labels, how)
+
+
+@rule("index_write", "x, index (1-D), source or None", _STATICS)
+def index_write(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """``x[:, index] = source`` for dim 1, or added, or combined in another way."""
+    x, index, source = (*shapes, None)[:3]
+    dim, how = static_args[:2]
+    dim = axis(dim, len(x))
+    labels = whole(named(x), (dim,))
+    if not x or len(index) != 1 or not source:
+        # One element, or one value for all places: without dimensions of its own.
+        own = None if source is None else (None,) * len(source)
+        return _written(shapes, labels, (None,) * len(index), own, how) if not x or not source else None
+    if replaced(source, dim) != replaced(x, dim) or source[dim] != index[0]:
+        return None
+    return _written(shapes, labels, ("t",), replaced(labels, dim, "t"), how)
+
+
+@rule("setitem", "x, value, index tensors", "index as `encode_index` gives it")
+def setitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """A copy with ``x[index] = value``; see `setitem_`."""
+    return assigned(shapes, static_args, in_place=False)
+
+
+@rule("index_add", "x, value, index tensors", "index as `encode_index` gives it")
+def index_add(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """``x[index] += value``, each time that an element is named. Dimensions along index tensors may be sharded, as in
+    `setitem_`."""
+    x, value = shapes[:2]
+    found = analyse(x, static_args[0], shapes[2:])
+    if found is None or value is None or len(value) > len(found.shape):
+        return None
+    target = tuple(zip(found.shape, found.labels, strict=True))[len(found.shape) - len(value) :]
+    if any(size not in (1, full) for size, (full, _) in zip(value, target, strict=True)):
+        return None
+    own = tuple(label if size == full else None for size, (full, label) in zip(value, target, strict=True))
+    dims = dims_of_tensors(static_args[0], x)
+    labels = labels_along(found.x, dims)
+    return OpSharding(
+        operands=(labels, own, *(tuple(n if n in own else None for n in labels) for labels in found.tensors)),
+        results=(labels,),
+        result_shapes=(tuple(x),),
+        terms=((0,), (1,)),
+        reduce="sum",
+        localize=found.localize(),
+        call=Writing(dims, in_place=False).write,
+        native_if=whole_along(dim for dim, _ in dims),
+    )
+
+
+@rule("take", "x, index")
+def take(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """``x.reshape(-1)[index]``: x is whole, the index need not be."""
+    x, index = shapes
+    labels = named(index, "t")
+    return OpSharding(((None,) * len(x), labels), (labels,), (tuple(index),), terms=((0,),))
+
+
+@rule("put", "x, index, source", "`add` or `replace`")
+def put(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """``x.reshape(-1)[index] = source``, or added."""
+    x, index, source = shapes
+    labels = named(index, "t") if tuple(index) == tuple(source) else None
+    own = (labels or (None,) * len(index), labels or (None,) * len(source))
+    return _written(shapes, (None,) * len(x), *own, static_args[0])

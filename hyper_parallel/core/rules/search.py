@@ -1,0 +1,46 @@
+"""Looking elements up in tables that every rank has, and counting them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.rules.labels import named
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.registry import rule
+
+
+@rule("by_table", "x, tables", memory="ordered")
+def by_table(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """A result for each element of x, which depends on it and on whole tables: bucketize, isin."""
+    x, labels = shapes[0], named(shapes[0])
+    tables = (None if table is None else (None,) * len(table) for table in shapes[1:])
+    return OpSharding((labels, *tables), (labels,), (tuple(x),))
+
+
+@rule("searchsorted", "sorted sequences, values, sorters")
+def searchsorted(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """The place of each value in its sequence, which must be whole. One sequence serves all values; several lie in the
+    last dimension, and each serves the values that lie beside it."""
+    sequences, values = shapes[:2]
+    count = len(sequences) - 1
+    if values is None or (count and (count != len(values) - 1 or sequences[:-1] != values[:-1])):
+        return None
+    labels = named(values)
+    own = (*labels[:count], None)
+    return OpSharding((own, labels, own)[: len(shapes)], (labels,), (tuple(values),))
+
+
+@rule("count", "x, weights or None", "number of bins", memory="fresh")
+def count(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """How many elements of x, or how much weight, fall in each bin: those of the shards add up."""
+    x, weights = (*shapes, None)[:2]
+    labels = named(x)
+    if weights is not None and tuple(weights) != tuple(x):
+        return None
+    return OpSharding(
+        operands=(labels, None if weights is None else labels)[: len(shapes)],
+        results=((None,),),
+        result_shapes=((static_args[0],),),
+        terms=() if weights is None else ((1,),),
+        reduce="sum",
+    )

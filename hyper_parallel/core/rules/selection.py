@@ -1,0 +1,200 @@
+"""Elements that the data choose: those at a mask, those that are not zero, those that differ.
+
+Each rank looks at its part, however it is sharded. How much all of them find is known once they have exchanged how much
+each finds; then that alone is gathered, and every rank has the result. See `operations.picks`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.rules.labels import Labels, axis, broadcast, named, whole
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.picks import Picks
+from hyper_parallel.core.rules.registry import rule
+
+
+def _common(layouts: tuple, operands: tuple, labels: Labels, shape: tuple[int, ...]) -> Layout:
+    """The layout of what has ``labels`` and ``shape``, if operands of these labels lie so."""
+    mesh = next(layout.mesh for layout in layouts if layout is not None)
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for layout, own in zip(layouts, operands, strict=True):
+        for mesh_dim, placement in enumerate(layout.placements):
+            if isinstance(placement, Shard) and own[placement.dim] in labels:
+                placements[mesh_dim] = placement.with_dim(labels.index(own[placement.dim]))
+    return get_layout(mesh, tuple(placements), shape)
+
+
+def _is_cut(layout: Layout) -> bool:
+    return any(isinstance(p, Shard) and n > 1 for p, n in zip(layout.placements, layout.mesh.shape, strict=True))
+
+
+def _by_mask(shape: tuple, labels: Labels, operands: tuple, results: Labels, sizes: tuple) -> OpSharding:
+    """The answer for what takes the elements, or rows, of operand 0 at a mask, operand 1.
+
+    Args:
+        shape, labels: of what the elements are taken from: both operands, broadcast.
+        operands: labels of the operands.
+        results: of the result.
+        sizes: of the result, None for the first.
+    """
+
+    def call(platform: Any, native: Any, given: tuple, static_args: Any, layouts: tuple, _: tuple) -> Any:
+        picked = native(given, static_args)
+        common = _common(layouts, operands, labels, shape)
+        if not _is_cut(common):
+            return picked
+        return Picks(common, given[1], platform.shape_of(picked)[0], lambda: given[1]).gathered(picked)
+
+    return OpSharding(
+        operands=operands,
+        results=(results,),
+        result_shapes=(sizes,),
+        terms=((0,),),
+        combined=labels,
+        call=call,
+        native_if=lambda layouts: not _is_cut(_common(layouts, operands, labels, shape)),
+    )
+
+
+@rule("masked_select", "x, mask")
+def masked_select(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """The elements at a mask, in one dimension; both operands broadcast."""
+    together = broadcast(shapes)
+    if together is None:
+        return None
+    shape, labels, operands = together
+    return _by_mask(shape, labels, operands, (None,), (None,))
+
+
+def rows_at_mask(shapes: tuple) -> OpSharding | None:
+    """The answer for ``x[mask]``, a mask over the first dimensions of x, which become one; the others stay sharded."""
+    x, mask = shapes
+    count = len(mask)
+    if tuple(x[:count]) != tuple(mask) or not count:
+        return None
+    labels = named(x)
+    taken, kept = labels[:count], labels[count:]
+    return _by_mask(tuple(mask), taken, (labels, taken), (None, *kept), (None, *x[count:]))
+
+
+@rule("masked_scatter", "x, mask, source")
+def masked_scatter(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """Copies of x and the mask, broadcast, with the elements of the source in a row at the places of the mask. Each
+    rank takes its part of the source, which it has whole, behind what the ranks before it take."""
+    x, mask, source = shapes
+    together = broadcast((x, mask))
+    if together is None:
+        return None
+    shape, labels, operands = together
+
+    def call(platform: Any, native: Any, given: tuple, static_args: Any, layouts: tuple, _: tuple) -> Any:
+        picks = Picks(_common(layouts[:2], operands, labels, shape), given[1], None, lambda: given[1])
+        available = math.prod(source)
+        if picks.total > available:
+            raise ValueError(f"masked_scatter of {available} elements of a source to {picks.total} places of a mask")
+        own, values = picks.own, given[2].reshape((available,))
+        if not len(own) or own[-1] - own[0] == len(own) - 1:
+            part = platform.narrow(values, 0, int(own[0]) if len(own) else 0, len(own))
+        else:
+            part = values[platform.places(own, values)]
+        return native((given[0], given[1], part), static_args)
+
+    return OpSharding(
+        operands=(*operands, (None,) * len(source)),
+        results=(labels,),
+        result_shapes=(shape,),
+        terms=((0,), (2,)),
+        call=call,
+        native_if=lambda layouts: not _is_cut(_common(layouts[:2], operands, labels, shape)),
+    )
+
+
+@rule("nonzero")
+def nonzero(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """The places of elements that are not zero, as rows of indices."""
+    x, labels = tuple(shapes[0]), named(shapes[0])
+
+    def call(platform: Any, native: Any, given: tuple, static_args: Any, layouts: tuple, _: tuple) -> Any:
+        rows = native(given, static_args)
+        if any(layouts[0].local_offset):
+            rows = rows + platform.places(np.array([layouts[0].local_offset]), rows)
+        return Picks(layouts[0], rows, platform.shape_of(rows)[0], lambda: given[0] != 0).gathered(rows)
+
+    return OpSharding(
+        operands=(labels,),
+        results=((None, None),),
+        result_shapes=((None, len(x)),),
+        combined=labels,
+        call=call,
+        native_if=lambda layouts: not _is_cut(layouts[0]),
+    )
+
+
+def _differing(x: tuple, labels: Labels, static_args: tuple) -> OpSharding:
+    """The answer for what gives the elements (or slices along a dimension) that differ; if asked, for each element its
+    place among them; and how often each occurs.
+
+    What ranks find is looked through once more: elements that are the first of their kind on several ranks.
+    """
+    dim, with_places, with_counts = static_args[:3]
+    along = 0 if dim is None else axis(dim, len(x))
+    found = (None,) if dim is None else whole(named(x), range(len(x)))
+    size = (None,) if dim is None else (*x[:along], None, *x[along + 1 :])
+    places = [(labels, x) if dim is None else ((labels[along],), (x[along],))] if with_places else []
+    results = [(found, size), *places, *([((None,), (None,))] if with_counts else [])]
+
+    def call(platform: Any, native: Any, given: tuple, static_args: tuple, layouts: tuple, _: tuple) -> Any:
+        local = _several(native(given, static_args))
+        picks = Picks(layouts[0], given[0], platform.shape_of(local[0])[along], None)
+        again = (dim, with_places or with_counts, False, *static_args[3:])
+        values, *where = _several(native((picks.gathered(local[0], along),), again))
+        results = [values]
+        if with_places:
+            own = picks.own
+            results.append(platform.narrow(where[0], 0, int(own[0]), len(own))[local[1]] if len(own) else local[1])
+        if with_counts:
+            counts = picks.gathered(local[-1])
+            zeros = platform.zeros((platform.shape_of(values)[along],), counts)
+            results.append(platform.scatter_add(zeros, 0, where[0], counts))
+        return tuple(results) if len(results) > 1 else values
+
+    return OpSharding(
+        operands=(labels,),
+        results=tuple(labels for labels, _ in results),
+        result_shapes=tuple(shape for _, shape in results),
+        combined=tuple(label for label in labels if label is not None),
+        call=call,
+        native_if=lambda layouts: not _is_cut(layouts[0]),
+    )
+
+
+def _several(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+_DIFFERING = "dim or None for all elements, whether to tell places, whether to count"
+
+
+@rule("unique", static_args=_DIFFERING)
+def unique(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """The elements that differ, in ascending order, or the slices along a dimension; the other dimensions are whole."""
+    x, dim = tuple(shapes[0]), static_args[0]
+    labels = named(x)
+    if dim is not None:
+        labels = whole(labels, set(range(len(x))) - {axis(dim, len(x))})
+    return _differing(x, labels, static_args)
+
+
+@rule("unique_in_order", static_args=_DIFFERING)
+def unique_in_order(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Those that differ from the one before, or from all before, in the order in which they come: all dimensions are
+    whole, but for the one along which they come."""
+    x = tuple(shapes[0])
+    along = axis(static_args[0] or 0, len(x))
+    return _differing(x, whole(named(x), set(range(len(x))) - {along}), static_args)

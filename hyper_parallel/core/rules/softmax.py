@@ -1,0 +1,71 @@
+"""Softmax and its logarithms: the dimension that they normalise may be sharded too, and stays so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.rules.classes import Classes
+from hyper_parallel.core.rules.labels import axes, axis, named, unary, whole, without
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.registry import rule
+from hyper_parallel.core.rules.vocab_parallel import VocabParallel, vocab_parallel_of
+
+_STATICS = "dim, dtype to convert x to first or None"
+
+
+def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[tuple, tuple], OpSharding | None]:
+    def softmax(shapes: tuple, static_args: tuple) -> OpSharding | None:
+        """Along one dimension, which may be sharded."""
+        x, dim = shapes[0], static_args[0]
+        if not x:
+            return unary((), (), ())
+        dim = axis(dim, len(x))
+
+        def call(
+            platform: Any,
+            native: Any,
+            operands: tuple,
+            static_args: tuple,
+            operand_layouts: tuple,
+            result_layouts: tuple,
+        ) -> Any:
+            classes = Classes.along(operand_layouts[0], dim)
+            dtype = static_args[1] if len(static_args) > 1 else None
+            local = operands[0] if dtype is None else platform.to_dtype(operands[0], dtype)
+            return platform.to_dtype(function(vocab_parallel_of(platform), local, classes), local.dtype)
+
+        labels = named(x)
+        return unary(labels, labels, x, call=call, native_if=lambda layouts: Classes.of(layouts[0], dim) is None)
+
+    return softmax
+
+
+rule("softmax", static_args=_STATICS, repeatable=True)(_along(VocabParallel.softmax))
+rule("log_softmax", static_args=_STATICS, repeatable=True)(_along(VocabParallel.log_softmax))
+
+
+@rule("logsumexp", static_args="dims (tuple or None), keepdim")
+def logsumexp(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Logarithm of the sum of exponentials, over one dimension, which may be sharded, or several whole ones."""
+    x, (dims, keepdim) = shapes[0], static_args[:2]
+    reduced = axes(dims, len(x))
+    labels = named(x) if len(reduced) == 1 else whole(named(x), reduced)
+    return unary(
+        labels,
+        without(labels, reduced, keepdim),
+        without(x, reduced, keepdim, 1),
+        combined=tuple(labels[d] for d in reduced if labels[d] is not None),
+        call=_log_sum_exp if len(reduced) == 1 else None,
+        native_if=lambda layouts: len(reduced) != 1 or Classes.of(layouts[0], min(reduced)) is None,
+    )
+
+
+def _log_sum_exp(
+    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
+) -> Any:
+    (dim,) = axes(static_args[0], operand_layouts[0].ndim)
+    classes = Classes.along(operand_layouts[0], dim)
+    (x,) = operands
+    y = platform.to_dtype(vocab_parallel_of(platform).log_sum_exp(x, classes), x.dtype)
+    return y.reshape(result_layouts[0].local_shape)

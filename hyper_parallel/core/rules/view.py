@@ -1,0 +1,228 @@
+"""Operations that only rearrange elements. All of them are linear, so partial sums stay partial."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hyper_parallel.core.layouts.strides import (
+    Shape,
+    Strides,
+    expanded_strides,
+    permuted_strides,
+    reshaped_strides,
+)
+from hyper_parallel.core.rules.labels import (
+    all_elements,
+    axis,
+    named,
+    replaced,
+    unary,
+    whole,
+    without,
+)
+from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.registry import rule
+
+_LINEAR = ((0,),)
+_SHAPE = "shape (may contain -1)"
+_RESHAPED: dict[str, Any] = {"repeatable": True, "view_index": all_elements, "view_strides": reshaped_strides}
+
+
+def _local_shape(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
+    """The first static argument is the shape of the result."""
+    return (tuple(result_layouts[0].local_shape), *static_args[1:])
+
+
+@rule("reshape_copy", static_args=_SHAPE, repeatable=True, memory="fresh")
+@rule("view", static_args=_SHAPE, memory="shared", **_RESHAPED)
+@rule("reshape", static_args=_SHAPE, memory="viewable", **_RESHAPED)
+def reshape(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """The same elements in another shape. Dimensions fall into groups with the same number of elements before and
+    after, ``(4, 8, 6) -> (32, 2, 3)`` into ``4, 8 -> 32`` and ``6 -> 2, 3``. Sharding the outermost dimension of a
+    group cuts it into contiguous pieces on both sides, if the number of shards divides both sizes; the other dimensions
+    of a group must be whole."""
+    x = shapes[0]
+    shape = _filled(static_args[0], math.prod(x))
+    if shape is None or math.prod(shape) != math.prod(x):
+        return None
+    before: list[str | None] = [None] * len(x)
+    after: list[str | None] = [None] * len(shape)
+    pairs = _same_leading(x, shape) if 0 in x else _outermost_pairs(x, shape)
+    unpack = []
+    for i, j in pairs:
+        before[i] = after[j] = f"d{i}"
+        if 0 < shape[j] < x[i] and x[i] % shape[j] == 0:
+            # (3 * heads * size) -> (3, heads, size), where query, key and value are packed: sharded by heads.
+            unpack.append((i, (x[i] // shape[j],) * shape[j], j + 1))
+    return unary(tuple(before), tuple(after), shape, terms=_LINEAR, localize=_local_shape, unpack=tuple(unpack))
+
+
+def _filled(shape: tuple[int, ...], count: int) -> tuple[int, ...] | None:
+    """``shape`` with its -1 replaced by what is left of ``count`` elements."""
+    if -1 not in shape:
+        return tuple(shape)
+    known = -math.prod(shape)
+    if known <= 0 or count % known:
+        return None
+    return tuple(count // known if size == -1 else size for size in shape)
+
+
+def _same_leading(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    # Without elements the groups are not determined; leading dimensions that stay the same keep their meaning.
+    pairs: list[tuple[int, int]] = []
+    for i, (size, other) in enumerate(zip(x, shape, strict=False)):
+        if size != other:
+            break
+        pairs.append((i, i))
+    return pairs
+
+
+def _outermost_pairs(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The outermost dimensions, before and after, of each group. Dimensions of size 1 belong to none, but those in
+    front that stay, as of a batch of one sample, keep their meaning."""
+    before = [i for i, size in enumerate(x) if size != 1]
+    after = [j for j, size in enumerate(shape) if size != 1]
+    pairs = [(i, j) for i, j in _same_leading(x, shape) if x[i] == 1]
+    while before:
+        pairs.append((before[0], after[0]))
+        count, other = x[before.pop(0)], shape[after.pop(0)]
+        while count != other:
+            if count < other:
+                count *= x[before.pop(0)]
+            else:
+                other *= shape[after.pop(0)]
+    return pairs
+
+
+@rule("permute", static_args="dims", repeatable=True, memory="shared", view_strides=permuted_strides)
+def permute(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Dimensions in another order."""
+    x = shapes[0]
+    order = tuple(axis(d, len(x)) for d in static_args[0])
+    if sorted(order) != list(range(len(x))):
+        return None
+    labels = named(x)
+    return unary(labels, tuple(labels[d] for d in order), tuple(x[d] for d in order), terms=_LINEAR)
+
+
+@rule("expand", static_args="shape (-1 keeps a size)", repeatable=True, memory="shared", view_strides=expanded_strides)
+def expand(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Dimensions of size 1 are stretched and new ones added in front; these are whole."""
+    x, wanted = shapes[0], static_args[0]
+    new = len(wanted) - len(x)
+    if new < 0 or -1 in wanted[:new]:
+        return None
+    shape = (*wanted[:new], *(old if size == -1 else size for old, size in zip(x, wanted[new:], strict=True)))
+    if any(old not in (1, size) for old, size in zip(x, shape[new:], strict=True)):
+        return None
+    labels = tuple(label if old == size else None for label, old, size in zip(named(x), x, shape[new:], strict=True))
+    return unary(labels, (None,) * new + labels, shape, terms=_LINEAR, localize=_local_shape)
+
+
+@rule("squeeze", static_args="dims (tuple or None)", memory="shared", **_RESHAPED)
+def squeeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Drop dimensions of size 1. The local call gets them as a tuple, possibly an empty one, because a shard of a
+    larger dimension may happen to have size 1."""
+    x, dims = shapes[0], static_args[0]
+    if isinstance(dims, int):
+        dims = (dims,)
+    wanted = range(len(x)) if dims is None else [axis(d, len(x)) for d in dims if x]
+    dropped = tuple(sorted({d for d in wanted if x[d] == 1}))
+    labels = whole(named(x), dropped)
+    return unary(
+        labels,
+        without(labels, dropped),
+        without(x, dropped),
+        terms=_LINEAR,
+        localize=lambda static_args, operand_layouts, result_layouts: (dropped, *static_args[1:]),
+    )
+
+
+@rule("unsqueeze", static_args="dim", memory="shared", **_RESHAPED)
+def unsqueeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Add a dimension of size 1."""
+    x = shapes[0]
+    dim, labels = axis(static_args[0], len(x) + 1), named(x)
+    return unary(labels, (*labels[:dim], None, *labels[dim:]), (*x[:dim], 1, *x[dim:]), terms=_LINEAR)
+
+
+@rule("repeat", static_args="repeats")
+def repeat(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """The whole tensor several times, as tiles. Dimensions that are not repeated can be sharded. New dimensions come in
+    front."""
+    x, repeats = shapes[0], static_args[0]
+    new = len(repeats) - len(x)
+    if new < 0 or any(count < 0 for count in repeats):
+        return None
+    sizes = (1,) * new + tuple(x)
+    shape = tuple(size * count for size, count in zip(sizes, repeats, strict=True))
+    labels = tuple(label if count == 1 else None for label, count in zip(named(x), repeats[new:], strict=True))
+    return unary(labels, (None,) * new + labels, shape, terms=_LINEAR)
+
+
+@rule("repeat_interleave", static_args="repeats (an int), dim")
+def repeat_interleave(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Every element along a dimension ``repeats`` times in a row, so that shards stay contiguous."""
+    x, (repeats, dim) = shapes[0], static_args[:2]
+    if not isinstance(repeats, int) or repeats < 0 or dim is None or not x:
+        return None
+    dim, labels = axis(dim, len(x)), named(x)
+    return unary(labels, labels, replaced(x, dim, x[dim] * repeats), terms=_LINEAR)
+
+
+@rule("pad", static_args="(before, after) for each dim, mode or nothing for `constant`")
+def pad(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Elements added (or, if negative, cut off) before and after; such dimensions must be whole. What is added may be
+    a constant, which is no partial sum: not linear. Where it is a copy of what is there, something must be."""
+    x, pads = shapes[0], static_args[0]
+    copies = len(static_args) > 1 and static_args[1] != "constant"
+    if len(pads) != len(x):
+        return None
+    labels = tuple(label if tuple(p) == (0, 0) else None for label, p in zip(named(x), pads, strict=True))
+    shape = tuple(before + size + after for size, (before, after) in zip(x, pads, strict=True))
+    return unary(labels, labels, shape, filled=labels if copies else ())
+
+
+def _strides_of_windows(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
+    dim, _, step = static_args[:3]
+    strides = strides or (1,)
+    dim = axis(dim, len(shape))
+    return (*replaced(strides, dim, strides[dim] * step), strides[dim]) if shape else strides
+
+
+@rule("windows", static_args="dim, size, step", repeatable=True, memory="shared", view_strides=_strides_of_windows)
+def windows(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """Windows that slide along a dimension, which is whole, and become the last dimension (torch: ``unfold``)."""
+    x, (dim, size, step) = shapes[0], static_args[:3]
+    dim, length = axis(dim, len(x)), x[axis(dim, len(x))] if x else 1
+    if size < 0 or size > length or step <= 0:
+        return None
+    labels = whole(named(x), (dim,))
+    count = (length - size) // step + 1
+    return unary(labels, (*labels, None), (*(replaced(x, dim, count) if x else ()), size), terms=_LINEAR)
+
+
+def _strides_in_pairs(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
+    return (*(2 * step for step in strides), 1)
+
+
+@rule("real_pairs", repeatable=True, memory="shared", view_strides=_strides_in_pairs)
+def real_pairs(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """Complex numbers as pairs of real ones, in a new last dimension."""
+    x, labels = shapes[0], named(shapes[0])
+    return unary(labels, (*labels, None), (*x, 2), terms=_LINEAR)
+
+
+def _strides_of_pairs(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
+    return tuple(step // 2 for step in strides[:-1])
+
+
+@rule("complex_pairs", repeatable=True, memory="shared", view_strides=_strides_of_pairs)
+def complex_pairs(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """Pairs of real numbers, which lie in the last dimension, as complex ones."""
+    x = shapes[0]
+    if not x or x[-1] != 2:
+        return None
+    labels = whole(named(x), (len(x) - 1,))
+    return unary(labels, labels[:-1], x[:-1], terms=_LINEAR)
