@@ -146,7 +146,7 @@ def aims(root: Path) -> str:
         [name, *(cell for rival in ("textbook", "tuned") for cell in _cells(goals.get(rival, [])))]
         for name, goals in cells.items()
     ]
-    link = f"[the last run](../{Path(BENCHMARKS).with_suffix('.md').as_posix()})"
+    link = f"[the last run](../../{Path(BENCHMARKS).with_suffix('.md').as_posix()})"
     first = f"Medians of ratios, forward and then with backward, in {link} ({run.stamp}). Bold is what misses its aim."
     torchs = [run.ratios("gloo", f"torch.distributed.tensor{more}") for more in ("", ", DTensors between modules")]
     last = (
@@ -169,8 +169,8 @@ def _cells(goals: list[dict[str, Any]]) -> tuple[str, str]:
 SECTIONS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "speed": ("README.md", speed),
     "fuzz": ("docs/fuzzing.md", fuzz),
-    "mutants": ("docs/gates.md", mutants),
-    "aims": ("docs/performance.md", aims),
+    "mutants": ("docs/notes/mutants.md", mutants),
+    "aims": ("docs/notes/performance.md", aims),
 }
 
 
