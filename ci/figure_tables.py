@@ -141,8 +141,8 @@ def home(root: Path) -> str:
         for version in ("hyper_parallel", "torch.distributed.tensor")
     )
     text = (
-        f"**Tensor parallelism: {ours} times** the host's time of tuned hand-written code, for a very small Llama block "
-        f"without a network. Torch's styles take {theirs} times that time ({run.stamp})."
+        f"**Tensor parallelism: {ours} times** the host's time of tuned hand-written code, for a very small Llama "
+        f"block without a network. Torch's styles take {theirs} times that time ({run.stamp})."
     )
     return _filled(text)
 
