@@ -125,10 +125,10 @@ def speed(root: Path) -> str:
     sequence = run.ratios("llama", ours, lambda title: "sequence" in title)
     styles = [run.ratios(case, theirs, _with_gradients) for case in ("mlp", "llama")]
     text = (
-        "What tensor parallelism costs the host on very small models, measured without a network, in times of what "
-        f"tuned hand-written code costs: {plain[0]} for an MLP and {plain[1]} for a Llama block, where modules hand "
-        f"plain tensors to each other, {sequence} with sequence parallelism. Torch's styles cost {styles[0]} "
-        f"and {styles[1]} ({run.stamp})."
+        "The host's time for very small models without a network, as a multiple of the time of tuned hand-written code: "
+        f"{plain[0]} for an MLP, {plain[1]} for a Llama block, and {sequence} for that block with sequence parallelism. "
+        "Modules hand plain tensors to each other. Torch's styles take "
+        f"{styles[0]} for the MLP and {styles[1]} for the block, sequence parallelism included ({run.stamp})."
     )
     return _filled(text)
 
