@@ -125,9 +125,9 @@ def speed(root: Path) -> str:
     sequence = run.ratios("llama", ours, lambda title: "sequence" in title)
     styles = [run.ratios(case, theirs, _with_gradients) for case in ("mlp", "llama")]
     text = (
-        "The host's time for very small models without a network, as a multiple of the time of tuned hand-written code: "
-        f"{plain[0]} for an MLP, {plain[1]} for a Llama block, and {sequence} for that block with sequence parallelism. "
-        "Modules hand plain tensors to each other. Torch's styles take "
+        "The host's time for very small models without a network, as a multiple of the time of tuned hand-written "
+        f"code: {plain[0]} for an MLP, {plain[1]} for a Llama block, and {sequence} for that block with sequence "
+        "parallelism. Modules hand plain tensors to each other. Torch's styles take "
         f"{styles[0]} for the MLP and {styles[1]} for the block, sequence parallelism included ({run.stamp})."
     )
     return _filled(text)
