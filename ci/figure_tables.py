@@ -125,10 +125,24 @@ def speed(root: Path) -> str:
     sequence = run.ratios("llama", ours, lambda title: "sequence" in title)
     styles = [run.ratios(case, theirs, _with_gradients) for case in ("mlp", "llama")]
     text = (
-        "What tensor parallelism costs the host on very small models, measured without a network, in times of what "
-        f"tuned hand-written code costs: {plain[0]} for an MLP and {plain[1]} for a Llama block, where modules hand "
-        f"plain tensors to each other, {sequence} with sequence parallelism. Torch's styles cost {styles[0]} "
-        f"and {styles[1]} ({run.stamp})."
+        "The host's time for very small models without a network, as a multiple of the time of tuned hand-written "
+        f"code: {plain[0]} for an MLP, {plain[1]} for a Llama block, and {sequence} for that block with sequence "
+        "parallelism. Modules hand plain tensors to each other. Torch's styles take "
+        f"{styles[0]} for the MLP and {styles[1]} for the block, sequence parallelism included ({run.stamp})."
+    )
+    return _filled(text)
+
+
+def home(root: Path) -> str:
+    """A paragraph for the home page: a Llama block beside hand-written code and torch's styles."""
+    run = _Benchmarks(root)
+    ours, theirs = (
+        run.ratios("llama", version, lambda title: _with_gradients(title) and "sequence" not in title)
+        for version in ("hyper_parallel", "torch.distributed.tensor")
+    )
+    text = (
+        f"**Tensor parallelism: {ours} times** the host's time of tuned hand-written code, for a very small Llama "
+        f"block without a network. Torch's styles take {theirs} times that time ({run.stamp})."
     )
     return _filled(text)
 
@@ -146,7 +160,7 @@ def aims(root: Path) -> str:
         [name, *(cell for rival in ("textbook", "tuned") for cell in _cells(goals.get(rival, [])))]
         for name, goals in cells.items()
     ]
-    link = f"[the last run](../{Path(BENCHMARKS).with_suffix('.md').as_posix()})"
+    link = f"[the last run](../../{Path(BENCHMARKS).with_suffix('.md').as_posix()})"
     first = f"Medians of ratios, forward and then with backward, in {link} ({run.stamp}). Bold is what misses its aim."
     torchs = [run.ratios("gloo", f"torch.distributed.tensor{more}") for more in ("", ", DTensors between modules")]
     last = (
@@ -168,9 +182,10 @@ def _cells(goals: list[dict[str, Any]]) -> tuple[str, str]:
 #: name -> (page, what makes its section).
 SECTIONS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "speed": ("README.md", speed),
+    "home": ("docs/index.md", home),
     "fuzz": ("docs/fuzzing.md", fuzz),
-    "mutants": ("docs/gates.md", mutants),
-    "aims": ("docs/performance.md", aims),
+    "mutants": ("docs/notes/mutants.md", mutants),
+    "aims": ("docs/notes/performance.md", aims),
 }
 
 

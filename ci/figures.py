@@ -46,7 +46,7 @@ DATED = re.compile(r"(?<![\w#-])20\d\d-\d\d-\d\d\b")
 NO_FIGURE: dict[tuple[str, str], str] = {
     ("benchmarks/README.md", "a turn is about 10 ms"): "a setting of the benchmarks",
     ("docs/faults.md", "30 minutes"): "a time-out of torch's",
-    ("docs/gates.md", "for about 25 s"): "a limit that is set",
+    ("docs/notes/mutants.md", "for about 25 s"): "a limit that is set",
     ("docs/mindspore.md", "after 30 s"): "a time-out of MindSpore's",
     ("docs/mindspore.md", "below 30 s"): "a time-out of msrun's",
 }

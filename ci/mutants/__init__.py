@@ -1,1 +1,1 @@
-"""Mutants: small changes of the code that the tests should notice. See `docs/gates.md`."""
+"""Mutants: small changes of the code that the tests should notice. See `docs/notes/mutants.md`."""

@@ -1,4 +1,4 @@
-"""The README's script for the framework under test runs as it stands, on two processes."""
+"""The README's script, and the tutorial's for MindSpore, run as they stand, on two processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.support.programs import ROOT, program_of, run_on_two
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
 def test_script(platform_name: str, tmp_path: Path, address: str) -> None:
     script = tmp_path / "script.py"
-    name = "mlp_mindspore.py" if platform_name == "mindspore" else "mlp_torch.py"
-    script.write_text(program_of(ROOT / "README.md", name))
+    torchs, mindspores = ("README.md", "mlp_torch.py"), ("docs/tutorials/mindspore.md", "mlp_mindspore.py")
+    page, name = mindspores if platform_name == "mindspore" else torchs
+    script.write_text(program_of(ROOT / page, name))
     outputs = run_on_two(script, address)
     errors = [float(error) for error in re.findall(r"gradient off by (\S+)", outputs[0])]
     assert len(errors) == 4, outputs[0]
