@@ -109,10 +109,11 @@ def did_you_mean(pattern: str, paths: Iterable[str]) -> str:
 def _report_no_match(patterns: list[str], modules: dict[str, Any]) -> None:
     # Near paths of those that are listed alone: to look for them takes long in a large model.
     first, *others = patterns[:LISTED]
-    rest = "".join(f"\nthe plan's {p!r} matches no module{did_you_mean(p, modules)}" for p in others)
+    near = did_you_mean(first, modules)
+    near += "".join(f"\nthe plan's {p!r} matches no module{did_you_mean(p, modules)}" for p in others)
     if len(patterns) > LISTED:
-        rest += f"\n... and {len(patterns) - LISTED} more"
-    message = f"the plan's {first!r} matches no module{did_you_mean(first, modules)}{rest}"
+        near += f"\n... and {len(patterns) - LISTED} more"
+    message = f"the plan's {first!r} matches no module{near}"
     if is_strict():
         raise ValueError(message)
     warnings.warn(message, stacklevel=5)

@@ -83,4 +83,4 @@ def draw_alike(cells: Iterable[Any], share: Callable[[Any], Any]) -> None:
     if found:
         seeds = share([(it.Seed0, it.Seed1) if type(it) is ops.Dropout else () for _, _, it in found])
         for (cell, name, it), own in zip(found, seeds, strict=True):
-            setattr(cell, name, _IN_PLACE[type(it)](it.keep_prob, *own))
+            cell.__setattr__(name, _IN_PLACE[type(it)](it.keep_prob, *own))
