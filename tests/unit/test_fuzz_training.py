@@ -87,7 +87,9 @@ def test_smaller_programs() -> None:
 
     found = smallest(program, fails, 500, smaller)
     assert found.actions == (("keep", "data"), ("eval", 3))
-    assert found.model == replace(program.model, blocks=program.model.blocks[:1], writer="", vocabulary=0, bias=False)
+    assert found.model == replace(
+        program.model, blocks=program.model.blocks[:1], writer="", vocabulary=0, bias=False, drops=False
+    )
     assert found.setups[0].units == () and found.setups[0].reshard == (None,) and found.optimizer == "sgd"
     assert len(str(found).splitlines()) == 7
     assert isinstance(found.model, Model)

@@ -135,18 +135,18 @@ class TrainingLimits:
         dtypes: of models.
         without: words that the framework does not have.
         writers, ways: what may write in forward, and how.
-        loads: how values may be loaded.
         optimizers: names of the adapter's.
         least: how many rows each rank has at least.
+        loads: how values may be loaded.
     """
 
     dtypes: tuple[str, ...] = ("float64", "float64", "float64", "float32")
     without: frozenset[str] = frozenset()
     writers: tuple[str, ...] = ("teacher", "counter", "buffer", "book")
     ways: tuple[str, ...] = ("copy", "add")
-    loads: tuple[str, ...] = ("write", "whole", "sharded")
     optimizers: tuple[str, ...] = ("sgd", "momentum", "adamw")
     least: int = 0
+    loads: tuple[str, ...] = ("write", "whole", "sharded")
 
 
 def generate(seed: int, limits: TrainingLimits) -> Program:
