@@ -89,7 +89,7 @@ def draw_alike(module: Any, mesh: DeviceMesh) -> None:
         mesh: 1-D mesh.
     """
     if mesh.size() > 1 and mesh.get_coordinate() is not None:
-        synchronize(mesh)
+        share_state(mesh)
         modules = (submodule for _, submodule in mesh.platform.named_modules(module))
         mesh.platform.draw_alike(modules, lambda value: of_first_rank(value, mesh))
 

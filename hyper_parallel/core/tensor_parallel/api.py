@@ -45,8 +45,8 @@ def parallelize_module(
         src_data_rank: rank of the mesh whose parameters and buffers count, in the whole of ``module``: those that the
             plan places are scattered or broadcast from it, those that stay plain are broadcast in place, together. None
             takes each rank's own and communicates nothing. Parameters and buffers on the meta device stay there. With a
-            rank, the first call on a mesh also gives all its ranks the random state of the first, so that dropout
-            between the modules of a plan drops the same on all.
+            rank, all ranks of the mesh also get the random state of the first, so that dropout between the modules of a
+            plan drops the same on all.
 
     Returns:
         ``module``.
