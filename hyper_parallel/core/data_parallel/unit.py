@@ -244,7 +244,7 @@ class Unit:
                 new = self._views((call, b, views), *[call.parameters[i] for i in trained])
                 for i, x in zip(trained, new, strict=True):
                     found[i] = x
-        found = [*map(self.platform.as_parameter, found)]
+        found = [self.platform.as_parameter(x, in_buffer=True) for x in found]
         return self._as_read(found, call.waiting)
 
     def _as_read(self, xs: list[Any], waiting: list[Any]) -> list[Any]:

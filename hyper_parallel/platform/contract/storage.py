@@ -26,8 +26,9 @@ class StorageRole(ABC):
         written to it and not what is written to ``x``. Called with interception off."""
         return x
 
-    def as_parameter(self, x: Tensor) -> Tensor:
-        """``x``, a new tensor, with what modules call of a parameter and tensors do not have, to write to it."""
+    def as_parameter(self, x: Tensor, in_buffer: bool = False) -> Tensor:
+        """``x``, a new tensor, with what modules call of a parameter and tensors do not have, to write to it.
+        ``in_buffer``: it is a view of a buffer."""
         return x
 
     def stand_for(self, xs: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:

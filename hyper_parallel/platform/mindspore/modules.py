@@ -57,12 +57,13 @@ class ModuleVerbs:
     def bytes_of(self, x: Any) -> bytes:
         return x.get_bytes()
 
-    def as_parameter(self, x: Any) -> Any:
-        if not x._requires_grad and is_dense(x):
+    def as_parameter(self, x: Any, in_buffer: bool = False) -> Any:
+        # MindSpore writes to no view, and one without dimensions is one also where it is all of its buffer.
+        if not x._requires_grad and is_dense(x) and (x.ndim or not in_buffer):
             # Of `Tensor.data` to which a forward writes, backward may read what was there before.
             x = ops.stop_gradient(x)
         elif not x._requires_grad and x.ndim < 2:
-            # Counters and running statistics: MindSpore writes to no view.
+            # Counters and running statistics.
             x = copied(x)
         x.set_data, x.copy_ = partial(_written, x), partial(_copied_into, x)
         return x

@@ -8,6 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
+from hyper_parallel import ColwiseParallel, RowwiseParallel
 from hyper_parallel.platform.mindspore.private import AutogradFunction
 from tests.mindspore.programs.cells import (
     CLASSES,
@@ -82,6 +83,18 @@ class Between(nn.Cell):
         return self.down(self.between(self.up(x)))
 
 
+class Dropping(nn.Cell):
+    """Dropout before and after a feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Dense(FEATURES, HIDDEN), nn.Dense(HIDDEN, HIDDEN), nn.Dense(HIDDEN, CLASSES)
+        self.before, self.after = nn.Dropout(p=0.2), nn.Dropout(p=0.3)
+
+    def construct(self, x: Any) -> Any:
+        return self.head(self.after(self.down(ops.tanh(self.up(self.before(x))))))
+
+
 class Recomputed(nn.Cell):
     """`mindspore.recompute` in the forward."""
 
@@ -95,9 +108,9 @@ class Recomputed(nn.Cell):
 
 
 def recomputed() -> nn.Cell:
-    net = nn.SequentialCell(nn.Dense(FEATURES, HIDDEN), FeedForward(), nn.Dense(HIDDEN, CLASSES))
+    net = scored(nn.SequentialCell(nn.Dense(FEATURES, HIDDEN), FeedForward(), nn.Dense(HIDDEN, CLASSES)))
     net.recompute()
-    return scored(net)
+    return net
 
 
 class Counting(nn.Cell):
@@ -223,8 +236,14 @@ PROGRAMS: dict[str, Program] = {
     "penalty": _of_net("`trainable_params()` in `construct`", Penalised, lambda: mlp_plan("net")),
     "dropout": _of_net(
         "`nn.Dropout` between layers, of a distributed batch",
-        lambda: scored(Between(nn.SequentialCell(nn.Dropout(p=0.3), nn.Tanh()))),
+        lambda: scored(Dropping()),
         between_plan,
+        is_distributed=True,
+    ),
+    "dropout of features": _of_net(
+        "`nn.Dropout` of features that ranks share, as DTensors, of a distributed batch",
+        lambda: scored(Between(nn.SequentialCell(nn.Dropout(p=0.3), nn.Tanh()))),
+        lambda: {"_backbone.up": ColwiseParallel(use_local_output=False), "_backbone.down": RowwiseParallel()},
         is_distributed=True,
     ),
     "compiled loss": _of_net("a loss under `jit`", CompiledLoss, lambda: mlp_plan("net")),

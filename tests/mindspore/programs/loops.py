@@ -12,6 +12,7 @@ import mindspore.dataset as ds
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from hyper_parallel import ColwiseParallel, RowwiseParallel
 from hyper_parallel.mindspore import value_and_grad
 from tests.mindspore.nets import whole
 from tests.mindspore.programs.cells import classified, mlp, mlp_plan, scored
@@ -130,19 +131,19 @@ def scaled(job: Job) -> None:
 
 
 def with_logits(job: Job) -> None:
-    """The gradient function gives the logits too."""
-    backbone, loss_fn = job.net.backbone_network, nn.CrossEntropyLoss()
+    """The gradient function gives the logits too, of a net without its loss."""
+    loss_fn = nn.CrossEntropyLoss()
     optimizer = nn.SGD(job.parameters, 0.1)
 
     def forward(data: Any, label: Any) -> tuple[Any, Any]:
-        logits = backbone(data)
+        logits = job.net(data)
         return loss_fn(logits, label), logits
 
     for batch in job.batches:
         parameters = job.parameters
         (value, logits), gradients = value_and_grad(forward, None, parameters, has_aux=True)(*batch)
         job.keep(value, parameters, gradients)
-        job.losses.append(float(whole(logits.mean())))
+        job.losses.append(float(whole(ops.square(logits).mean())))
         optimizer(gradients)
 
 
@@ -163,5 +164,11 @@ PROGRAMS: dict[str, Program] = {
     "saved and loaded": _with("`save_checkpoint` and `load_param_into_net` of net and optimizer", saved_and_loaded),
     "weights of another net": _with("`set_data` of whole parameters", copied),
     "loss scaling": _with("`DynamicLossScaler`, and a loss that is infinite", scaled),
-    "logits beside the loss": _with("`value_and_grad(has_aux=True)`", with_logits),
+    "logits beside the loss": Program(
+        "`value_and_grad(has_aux=True)`",
+        mlp,
+        classified,
+        lambda: {"0": ColwiseParallel(), "2": RowwiseParallel()},
+        with_logits,
+    ),
 }

@@ -33,6 +33,17 @@ class OfLogarithms(nn.Cell):
         return self.loss(ops.log_softmax(logits, 1), labels)
 
 
+class OfProbabilities(nn.Cell):
+    """A loss that takes probabilities."""
+
+    def __init__(self, loss: nn.Cell) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def construct(self, logits: Any, labels: Any) -> Any:
+        return self.loss(ops.sigmoid(logits), labels)
+
+
 class Ranked(nn.Cell):
     """A loss of two parts of the scores of a sample."""
 
@@ -95,7 +106,8 @@ PROGRAMS: dict[str, Program] = {
     "absolute differences": _of("`nn.L1Loss`", nn.L1Loss, pairs),
     "smooth absolute differences": _of("`nn.SmoothL1Loss`", lambda: nn.SmoothL1Loss(reduction="mean"), pairs),
     "Huber": _of("`nn.HuberLoss`", lambda: nn.HuberLoss(delta=0.7), pairs),
-    "yes or no": _of("`nn.BCEWithLogitsLoss`", nn.BCEWithLogitsLoss, yes_or_no),
+    # Gradients of `nn.BCEWithLogitsLoss` keep, on CPUs, the number of elements of the first call.
+    "yes or no": _of("`nn.BCELoss` of `sigmoid`", lambda: OfProbabilities(nn.BCELoss(reduction="mean")), yes_or_no),
     "several labels": _of("`nn.MultiLabelSoftMarginLoss`", nn.MultiLabelSoftMarginLoss, several),
     "ranking": _of("`nn.MarginRankingLoss`", lambda: Ranked(nn.MarginRankingLoss(0.2)), signs),
     "cosines": _of("`nn.CosineEmbeddingLoss`", lambda: Ranked(nn.CosineEmbeddingLoss(0.1)), signs),
