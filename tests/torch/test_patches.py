@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 
+import pytest
+
 from hyper_parallel.platform.torch.patches import PATCHES
 from hyper_parallel.testing.pool import free_port
 from tests.support.patch_table import table
@@ -135,6 +137,7 @@ print("passed")
     fresh(program(code))
 
 
+@pytest.mark.nightly
 def test_hooks_of_optimizers_made_in_between_stay() -> None:
     """Torch hooks a class with its first instance, which may come after the patch; the instance outlives the patch."""
     code = """
