@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
+from hyper_parallel.core import operations
+from hyper_parallel.platform.torch.compiled.dynamo import not_compiled
 from hyper_parallel.platform.torch.patches import PATCHES
 from hyper_parallel.testing.pool import free_port
 from tests.support.patch_table import table
@@ -217,6 +220,13 @@ for _ in range(2):
 print("passed")
 """
     fresh(program(code))
+
+
+def test_all_floors_but_styles_are_left_out_of_compiled_code() -> None:
+    """A folder of core that is new would be compiled, function by function."""
+    core = Path(operations.__file__).parents[1]
+    floors = {f"{path}/" for path in core.iterdir() if (path / "__init__.py").exists()}
+    assert floors - set(not_compiled(None)) == {f"{core}/tensor_parallel/"}
 
 
 def test_the_page_shows_what_is_listed() -> None:

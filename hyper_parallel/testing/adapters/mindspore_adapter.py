@@ -642,6 +642,7 @@ TRAINING_LIMITS: dict[str, Any] = {
     "least": 1,
 }
 TRAINING_SHARE = 60
+#: Way to write a whole value in a forward -> function of a parameter and the value.
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "assign": ops.assign,
     "set_data": lambda p, value: p.set_data(value),
@@ -660,6 +661,7 @@ def _load_into_net(module: Any, values: dict[str, tuple[Any, Any]]) -> None:
         raise ValueError(f"load_param_into_net leaves {not_loaded} out, and does not know {unknown}")
 
 
+#: Way to load -> function of a module and a dict: name -> (parameter, whole value).
 LOADS = {"set_data": _load_each, "load_param_into_net": _load_into_net}
 
 

@@ -44,11 +44,9 @@ class Adapter(Protocol):
     #: Keywords of `hyper_parallel.testing.fuzz.program.Limits`: what random programs may contain.
     FUZZ_LIMITS: dict[str, Any]
     #: Keywords of `hyper_parallel.testing.fuzz.training.programs.TrainingLimits`: the same of those of trainers.
+    #: Further ways to write and to load that it names are in dicts of functions, ``WRITES`` and ``LOADS``. Adapters
+    #: without such ways lack these.
     TRAINING_LIMITS: dict[str, Any]
-    #: Further ways in which a forward writes whole values to a parameter, for random programs.
-    WRITES: dict[str, Callable[[Any, Any], Any]]
-    #: Further ways to load whole values: name -> function of a module and a dict: name -> (parameter, plain tensor).
-    LOADS: dict[str, Callable[[Any, dict[str, tuple[Any, Any]]], Any]]
     #: How many random programs the suite runs: chains of operations, and trainers.
     FUZZ_SHARE: int
     TRAINING_SHARE: int

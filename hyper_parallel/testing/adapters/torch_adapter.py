@@ -494,8 +494,6 @@ FUZZ_SHARE = 400
 FUZZ_LIMITS: dict[str, Any] = {}
 TRAINING_LIMITS: dict[str, Any] = {}
 TRAINING_SHARE = 200
-WRITES: dict[str, Callable[[Any, Any], Any]] = {}
-LOADS: dict[str, Callable[[Any, dict[str, tuple[Any, Any]]], Any]] = {}
 
 
 def unruled_in_place(x: Any) -> Any:

@@ -25,7 +25,10 @@ __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "
 
 #: Folders and files of this library that work on DTensors themselves, or for those that do: where they run, nothing is
 #: compiled. Of the backend that is all but what is written for the compiler, and what it must see to come there.
-_NOT_COMPILED = ("core/dtensor/", "core/data_parallel/", "core/tensor_parallel/loss.py")
+_NOT_COMPILED = (
+    *("core/modes.py", "core/observers.py", "core/mesh/", "core/layouts/", "core/communication/", "core/rules/"),
+    *("core/operations/", "core/dtensor/", "core/data_parallel/", "core/tensor_parallel/loss.py"),
+)
 _COMPILED = ("__init__.py", "calls.py", "class_losses.py", "compiled", "counter.py", "wrappers.py")
 
 #: Where `torch._dynamo.mark_static` leaves its mark.

@@ -155,7 +155,7 @@ class Trainer(Job):
             self._write(values)
             return
         self._reshard_all()
-        if how in self.adapter.LOADS:
+        if how not in ("whole", "sharded"):
             named = models.parameters(self.root)
             self.adapter.LOADS[how](
                 self.root, {name: (p, self.adapter.tensor(values[name])) for name, p in named.items()}
