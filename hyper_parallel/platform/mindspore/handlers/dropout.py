@@ -11,7 +11,7 @@ from mindspore import nn, ops
 from hyper_parallel.platform.mindspore.seeds import Stream, drop_channels
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
-__all__ = ["draw_alike", "drops_apart"]
+__all__ = ["share_draws", "drops_apart"]
 
 
 def _is_distributed(x: Any) -> bool:
@@ -65,7 +65,7 @@ _IN_PLACE: dict[type, type] = {ops.Dropout: Dropout, ops.Dropout2D: Dropout2D, o
 
 
 def drops_apart(cell: Any) -> bool:
-    """Whether ranks drop different elements in ``cell`` in a graph: there the kernel draws, and not what `draw_alike`
+    """Whether ranks drop different elements in ``cell`` in a graph: there the kernel draws, and not what `share_draws`
     has put in place."""
     if not cell.training or ms.get_context("device_target") != "CPU":
         return False
@@ -73,8 +73,8 @@ def drops_apart(cell: Any) -> bool:
     return any(rates) or (type(cell) is Dropout1d and cell.prob > 0)
 
 
-def draw_alike(cells: Iterable[Any], share: Callable[[Any], Any]) -> None:
-    """See `DeviceRole.draw_alike`."""
+def share_draws(cells: Iterable[Any], share: Callable[[Any], Any]) -> None:
+    """See `DeviceRole.share_draws`."""
     found = []
     for cell in cells:
         if type(cell) is nn.Dropout1d:
