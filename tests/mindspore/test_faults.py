@@ -99,17 +99,15 @@ class Ending(Store):
 
 def missing(store: Any, me: int, group: str, ranks: tuple[int, ...], report: str) -> Any:
     """Of a rank that has not lost a group before."""
-    lost_ranks.LOST.clear()
-    return lost_ranks.find_missing_ranks(store, me, group, ranks, report, {})
+    return lost_ranks.find_missing_ranks(store, me, group, ranks, report, {}, {})
 
 
 @pytest.fixture
-def nothing_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_ranks, "LOST", {})
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_ranks, "GRACE", 0)  # what is there is found however little time there is
 
 
-@pytest.mark.usefixtures("nothing_lost")
+@pytest.mark.usefixtures("no_grace")
 def test_missing_ranks() -> None:
     store = Store()
     assert missing(store, 2, "tp", (0, 1, 2), "in tp") == ({2: "in tp"}, (0, 1))
@@ -125,20 +123,21 @@ def test_missing_ranks() -> None:
     assert missing(ending, 1, "tp", (0, 1, 2), "in tp") == ({1: "in tp", 0: "in tp"}, (2,))
 
 
-@pytest.mark.usefixtures("nothing_lost")
+@pytest.mark.usefixtures("no_grace")
 def test_groups_of_missing_ranks() -> None:
     """All groups with a rank that was missing are lost, and no others; where all ranks were there, none is."""
-    groups = {"world": (0, 1, 2, 3), "tp": (0, 1), "dp": (0, 2)}
-    assert lost_ranks.find_missing_ranks(Store(), 0, "alone", (0,), "in it", groups) == ({0: "in it"}, ())
-    assert not lost_ranks.LOST
-    found = lost_ranks.find_missing_ranks(Store(), 0, "tp", (0, 1), "in tp", groups)
-    assert found == ({0: "in tp"}, (1,)) == lost_ranks.LOST["world"]
-    lost_ranks.check_group("dp")
+    groups: Any = {"world": (0, 1, 2, 3), "tp": (0, 1), "dp": (0, 2)}
+    lost: Any = {}
+    assert lost_ranks.find_missing_ranks(Store(), 0, "alone", (0,), "in it", groups, lost) == ({0: "in it"}, ())
+    assert not lost
+    found = lost_ranks.find_missing_ranks(Store(), 0, "tp", (0, 1), "in tp", groups, lost)
+    assert found == ({0: "in tp"}, (1,)) == lost["world"]
+    lost_ranks.check_group("dp", lost)
     for name in ("world", "tp"):
         with pytest.raises(RuntimeError, match="mccl is not asked again") as caught:
-            lost_ranks.check_group(name)
+            lost_ranks.check_group(name, lost)
         assert lost_ranks.is_communication_failure(caught.value)
-    assert lost_ranks.find_missing_ranks(Broken(), 0, "tp", (0, 1), "again", groups) == found
+    assert lost_ranks.find_missing_ranks(Broken(), 0, "tp", (0, 1), "again", groups, lost) == found
 
 
 @pytest.mark.parametrize(

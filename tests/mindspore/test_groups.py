@@ -78,6 +78,7 @@ def adopted(mesh: Any) -> list[Any]:
         patch.setattr(GlobalComm, "INITED", False)
         patch.setattr(communication, "init", init)
         patch.setattr(launch, "store_of_msrun", lambda rank, size, group, timeout: (rank, size, group))
+        patch.setattr(launch, "meet", lambda store, size, seconds: asked.append("met"))
         groups = GroupVerbs()
         before = groups.world()
         groups.init_process_group()
@@ -88,7 +89,7 @@ def adopted(mesh: Any) -> list[Any]:
 
 
 def test_adopting(pool: Any) -> None:
-    assert pool.run(2, adopted) == [[True, True, None, ["mccl"], None, True]] * 2
+    assert pool.run(2, adopted) == [[True, True, None, ["mccl", "met"], None, True]] * 2
 
 
 def test_destroyed_groups_stay_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import NoParallel, Shard, distribute_tensor, fully_shard, parallelize_module
 from hyper_parallel.testing.spmd import on_mesh
+from tests.torch.support import device
 
 FEATURES = 5
 
@@ -42,6 +43,11 @@ class Model(nn.Module):
 
 def near(mesh: Any, how: str, distributed: bool) -> list[bool]:
     """Whether gradients are those of the single model."""
+    with device():
+        return near_on_device(mesh, how, distributed)
+
+
+def near_on_device(mesh: Any, how: str, distributed: bool) -> list[bool]:
     torch.manual_seed(3)
     single, model = Model(how), Model(how)
     model.load_state_dict(single.state_dict())

@@ -8,7 +8,7 @@ In-place collectives silently leave alone what is not contiguous, and on CPU als
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -17,7 +17,6 @@ from mindspore import Tensor, mint, ops
 from mindspore.mint import distributed as dist
 
 from hyper_parallel.platform.mindspore.launch import device_target, wait_for_group
-from hyper_parallel.platform.mindspore.lost_ranks import LOST, check_group
 
 __all__ = ["CollectiveVerbs", "copied", "dense", "is_dense"]
 
@@ -56,6 +55,9 @@ def copied(x: Tensor) -> Tensor:
 class CollectiveVerbs:
     """The group "collectives" of the contract."""
 
+    #: Of the verbs for groups.
+    check_group: Callable[[Any], None]
+
     def supports(self, collective: str, op: str, local: Tensor) -> bool:
         reduces = collective in ("all_reduce", "reduce_scatter")
         if device_target() == "CPU":
@@ -69,15 +71,13 @@ class CollectiveVerbs:
         return collective in ("all_gather", "broadcast") or (collective == "all_to_all" and local.dtype != ms.bool_)
 
     def all_reduce(self, local: Tensor, op: str, group: Any) -> Tensor:
-        if LOST:
-            check_group(group)
+        self.check_group(group)
         local = dense(local)
         dist.all_reduce(local, op, group)
         return local
 
     def all_gather(self, local: Tensor, group: Any, size: int) -> Tensor:
-        if LOST:
-            check_group(group)
+        self.check_group(group)
         if local.dtype in _AS_BYTES:
             return self.all_gather(local.astype(_AS_BYTES[local.dtype]), group, size).astype(local.dtype)
         local = dense(local)
@@ -94,22 +94,19 @@ class CollectiveVerbs:
         return out
 
     def reduce_scatter(self, local: Tensor, op: str, group: Any, size: int) -> Tensor:
-        if LOST:
-            check_group(group)
+        self.check_group(group)
         out = mint.empty((local.shape[0] // size, *local.shape[1:]), dtype=local.dtype)
         dist.reduce_scatter_tensor(out, local, op, group)
         return out
 
     def all_to_all(self, local: Tensor, group: Any, size: int) -> Tensor:
-        if LOST:
-            check_group(group)
+        self.check_group(group)
         out = mint.empty(local.shape, dtype=local.dtype)
         dist.all_to_all_single(out, local, group=group)
         return out
 
     def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:
-        if LOST:
-            check_group(group)
+        self.check_group(group)
         if local.dtype in _AS_BYTES:
             return self.broadcast(local.astype(_AS_BYTES[local.dtype]), src, group).astype(local.dtype)
         if local.dtype in _UNKNOWN:
@@ -128,7 +125,9 @@ class CollectiveVerbs:
         out.copy_(dense(everything[dist.get_rank(group)]))
         return out
 
-    barrier: Any = staticmethod(wait_for_group)
+    def barrier(self, group: Any) -> None:
+        self.check_group(group)
+        wait_for_group(group)
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
         """Through bytes: sizes first, then the padded contents."""

@@ -63,8 +63,6 @@ def device_target() -> str:
 
 def wait_for_group(group: str) -> None:
     """Return when all ranks of the group are here."""
-    if lost_ranks.LOST:
-        lost_ranks.check_group(group)
     if device_target() == "CPU":
         dist.all_reduce(ops.ones((1,), ms.float32), "sum", group)  # mccl's barrier serves the world only
     else:
@@ -83,6 +81,7 @@ class World:
     with_options: int = 0
     #: Whether a collective has failed here.
     failed: bool = False
+    lost: lost_ranks.Lost = field(default_factory=dict)
     process: int = field(default_factory=os.getpid)
 
     def leave(self) -> None:
@@ -222,6 +221,12 @@ class GroupVerbs:
 
     is_communication_failure: Any = staticmethod(lost_ranks.is_communication_failure)
 
+    def check_group(self, group: Any) -> None:
+        """Raise RuntimeError where a rank of the group was missing in a collective before."""
+        world = self._world
+        if world is not None and world.lost:
+            lost_ranks.check_group(group, world.lost)
+
     def find_missing_ranks(
         self, group: Any, ranks: Sequence[int], report: str
     ) -> tuple[dict[int, str], tuple[int, ...]] | None:
@@ -232,7 +237,7 @@ class GroupVerbs:
         groups: dict[str, Sequence[int]] = {name: members for members, name in world.subgroups.items()}
         if world.group is not None:
             groups[world.group] = range(world.size)
-        return lost_ranks.find_missing_ranks(world.store, world.rank, group, ranks, report, groups)
+        return lost_ranks.find_missing_ranks(world.store, world.rank, group, ranks, report, groups, world.lost)
 
     def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
         world = self._need_world()

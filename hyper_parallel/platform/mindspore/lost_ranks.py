@@ -8,15 +8,15 @@ from typing import Any
 
 from hyper_parallel.platform.fault_reports import exchange_reports
 
-__all__ = ["GRACE", "LOST", "check_group", "find_missing_ranks", "is_communication_failure"]
+__all__ = ["GRACE", "Lost", "check_group", "find_missing_ranks", "is_communication_failure"]
 
 #: Seconds that a rank whose collective has failed waits for the reports of the others. On CPU all have waited for the
 #: time-out by then, each since it came to the collective.
 GRACE = 5.0
 
-#: name of a group -> what `find_missing_ranks` gives of it: groups with ranks that were missing in a collective. Each
+#: Name of a group -> what `find_missing_ranks` gives of it: groups with ranks that were missing in a collective. Each
 #: further collective with them would wait for mccl's time-out again.
-LOST: dict[str, tuple[dict[int, str], tuple[int, ...]]] = {}
+Lost = dict[str, tuple[dict[int, str], tuple[int, ...]]]
 
 _FAILURES = re.compile(
     r"\b(AllReduce|AllGather|Gather|ReduceScatter|AlltoAll\w*|Broadcast|Barrier|Send|Recv)\w* failed|HCCL|hccl|mccl"
@@ -28,14 +28,14 @@ def is_communication_failure(error: Exception) -> bool:
     return _FAILURES.search(str(error)) is not None
 
 
-def check_group(group: str) -> None:
-    """Raise RuntimeError, a communication failure, for a group of `LOST`; to be called where there are any."""
-    if group in LOST:
+def check_group(group: Any, lost: Lost) -> None:
+    """Raise RuntimeError, a communication failure, for a group that is lost."""
+    if group in lost:
         raise RuntimeError("mccl is not asked again: ranks of the group were missing in a collective before this one")
 
 
 def find_missing_ranks(
-    store: Any, me: int, group: str, ranks: Sequence[int], report: str, groups: Mapping[str, Sequence[int]]
+    store: Any, me: int, group: str, ranks: Sequence[int], report: str, groups: Mapping[str, Sequence[int]], lost: Lost
 ) -> tuple[dict[int, str], tuple[int, ...]] | None:
     """See `Platform.find_missing_ranks`. Groups of this rank with ranks that are missing are lost from then on.
 
@@ -46,14 +46,15 @@ def find_missing_ranks(
         ranks: global ranks of the group.
         report: what this rank was doing.
         groups: the name of each group of this rank -> its global ranks.
+        lost: what is known, which is added to.
     """
-    if store is None or group in LOST:
-        return LOST.get(group)
+    if store is None or group in lost:
+        return lost.get(group)
     found = exchange_reports(store, me, group, ranks, report, GRACE)
     if found is not None and found[1]:
-        LOST[group] = found
+        lost[group] = found
         for other, members in groups.items():
             missing = tuple(rank for rank in members if rank in found[1])
             if missing:
-                LOST.setdefault(other, ({me: report}, missing))
+                lost.setdefault(other, ({me: report}, missing))
     return found

@@ -72,6 +72,8 @@ def wrong_plans(mesh: Any) -> None:
     with pytest.warns(UserWarning, match="matches no module"):
         # A path never matches by its last segment.
         parallelize_module(model(), mesh, {"block.up": ColwiseParallel()})
+    with pytest.warns(UserWarning, match=r"'up0' matches no module(.|\n)*'up19' matches(.|\n)*and 5 more"):
+        parallelize_module(model(), mesh, {f"up{i}": ColwiseParallel() for i in range(25)})
     with fails(ValueError, "ColwiseParallel", "linear and embedding", "Mlp"):
         parallelize_module(model(), mesh, ColwiseParallel())
     with fails(ValueError, "'up'", "two styles"):
