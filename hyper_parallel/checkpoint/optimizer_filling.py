@@ -1,4 +1,4 @@
-"""What of a checkpoint an optimizer gets that a load fills."""
+"""Filling the state of an optimizer from a checkpoint."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _run_msrun(command: list[str], folder: str, processes: int, environment: dic
 
 
 def _ended_well(folder: str, processes: int) -> bool:
-    """Whether all ranks have ended with 0."""
+    """Return whether all ranks have ended with 0."""
     ended = [path for path in Path(folder).iterdir() if not path.suffix]
     return len(ended) == processes and all(path.read_text() == "0" for path in ended)
 

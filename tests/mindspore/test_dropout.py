@@ -3,6 +3,9 @@ set before the model is built."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
@@ -109,12 +112,21 @@ def test_replicated_inputs(pool: Any) -> None:
     assert np.array_equal(first, second)
 
 
-@on_mesh()
-def layers_without_a_seed(mesh: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    seeds = __import__("importlib").import_module("mindspore.common.seed")
+@contextmanager
+def without_a_seed(mesh: Any) -> Iterator[None]:
+    """As in a process without a global seed, in which nothing was drawn on the mesh."""
+    seeds = importlib.import_module("mindspore.common.seed")
     before, seeds._GLOBAL_SEED = seeds._GLOBAL_SEED, None
     random._SYNCHRONIZED.discard(mesh)
     try:
+        yield
+    finally:
+        ms.set_seed(0 if before is None else before)
+
+
+@on_mesh()
+def layers_without_a_seed(mesh: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    with without_a_seed(mesh):
         net = build(mesh, None)
         assert net.first.dropout.Seed0 == net.first.dropout.Seed1 == 0
         x = distribute_tensor(Tensor(X), mesh, [Shard(1)], src_data_rank=None)
@@ -125,8 +137,6 @@ def layers_without_a_seed(mesh: Any) -> tuple[list[np.ndarray], list[np.ndarray]
         manual_seed(3, mesh)
         assert all(np.array_equal(a, b) for a, b in zip(later, masks(net, x, value_and_grad), strict=True))
         return got, later
-    finally:
-        ms.set_seed(0 if before is None else before)
 
 
 @on_ranks(1, 2, 3, name="world")
@@ -186,10 +196,7 @@ def kept_by(net: Any, steps: int) -> list[list[bytes]]:
 
 @on_mesh()
 def between(mesh: Any, seeds: str, steps: int) -> list[list[bytes]]:
-    made = __import__("importlib").import_module("mindspore.common.seed")
-    before, made._GLOBAL_SEED = made._GLOBAL_SEED, None
-    random._SYNCHRONIZED.discard(mesh)
-    try:
+    with without_a_seed(mesh):
         if seeds != "none":
             ms.set_seed(9 + (mesh.get_rank() if seeds == "of each rank" else 0))
         net = Between().set_train()
@@ -202,8 +209,6 @@ def between(mesh: Any, seeds: str, steps: int) -> list[list[bytes]]:
             # For five calls MindSpore's kernel repeats. Layers of channels move the counter of functions.
             assert all(a[:3] == b[:3] for a, b in zip(single, found[:5], strict=True))
         return found
-    finally:
-        ms.set_seed(0 if before is None else before)
 
 
 @pytest.mark.parametrize("steps", in_gate([12, 300], [12]))

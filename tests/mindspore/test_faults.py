@@ -98,7 +98,7 @@ class Ending(Store):
 
 
 def missing(store: Any, me: int, group: str, ranks: tuple[int, ...], report: str) -> Any:
-    """Of a rank that has not lost a group before."""
+    """Call `find_missing_ranks` on a rank that has not lost a group before."""
     return lost_ranks.find_missing_ranks(store, me, group, ranks, report, {}, {})
 
 

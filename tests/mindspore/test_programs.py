@@ -15,7 +15,7 @@ from tests.mindspore.programs.table import PAGE, PROGRAMS, text
 
 
 def outcome(name: str, way: str) -> list[str]:
-    """What differs from one device, on this rank."""
+    """Run a program in a way, and name the differences from one device on this rank."""
     shape, program = WAYS[way], PROGRAMS[name]
     mesh = device_mesh(*shape, names=("dp", "tp")[-len(shape) :])
     everyone = device_mesh(math.prod(shape))

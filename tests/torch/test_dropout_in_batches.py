@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 def near(mesh: Any, how: str, distributed: bool) -> list[bool]:
-    """Whether gradients are those of the single model."""
+    """Return for each parameter whether its gradient is that of the single model."""
     with device():
         return near_on_device(mesh, how, distributed)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-__all__ = ["BATCH_PART", "BatchPart", "Place", "place_of", "refuse_part"]
+__all__ = ["BATCH_PART", "BatchPart", "Place", "own_place", "place_of", "refuse_part"]
 
 
 class BatchPart(NamedTuple):
@@ -54,6 +54,11 @@ BATCH_PART: ContextVar[BatchPart | None] = ContextVar("hyper_parallel_batch_part
 _DRAWN: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
+def own_place(layout: Layout) -> Place:
+    """The place of the local part in the tensor of ``layout`` itself."""
+    return Place(tuple(layout.shape), layout.local_ranges())
+
+
 def place_of(layout: Layout, name: str) -> Place:
     """Where the local part of a tensor lies in what is drawn for it.
 
@@ -65,7 +70,7 @@ def place_of(layout: Layout, name: str) -> Place:
         ValueError: for a tensor that may or may not be of the batch, and where the module that has the part of the
             batch is not known any more.
     """
-    shape, ranges, mesh = tuple(layout.shape), layout.local_ranges(), layout.mesh
+    (shape, ranges), mesh = own_place(layout), layout.mesh
     part = BATCH_PART.get()
     if part is None or part.mesh is not mesh:
         if mesh in _DRAWN:

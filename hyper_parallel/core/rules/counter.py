@@ -12,7 +12,7 @@ from typing import Any
 from hyper_parallel.core.communication.collectives import broadcast
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.rules.batch_parts import Place
+from hyper_parallel.core.rules.batch_parts import Place, own_place
 
 #: mesh -> what `manual_seed` was told last on it.
 _REQUESTS: dict[DeviceMesh, bool] = {}
@@ -75,5 +75,5 @@ def numbers(kind: str, layout: Layout, dtype: Any, place: Place | None = None) -
         for mesh_dim, placement in enumerate(layout.placements):
             if not placement.is_shard():
                 key = broadcast(key, mesh, mesh_dim, 0)
-    shape, ranges = place or (tuple(layout.shape), layout.local_ranges())
+    shape, ranges = place or own_place(layout)
     return platform.numbers_by_counter(kind, key, shape, ranges, dtype)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hyper_parallel.core.layouts.memory_order import ones_like_whole
 from hyper_parallel.core.rules import counter
-from hyper_parallel.core.rules.batch_parts import Place, place_of
+from hyper_parallel.core.rules.batch_parts import own_place, place_of
 from hyper_parallel.core.rules.labels import named, unary
 from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.random import is_held_alike, synchronize, take_part
@@ -39,7 +39,7 @@ def _drop(
         return native(operands, static_args)
     synchronize(layout.mesh)
     drops, of_channels = 0 < p < 1, any(more[2:])
-    place = place_of(layout, "dropout") if drops else Place(tuple(layout.shape), layout.local_ranges())
+    place = place_of(layout, "dropout") if drops else own_place(layout)
     if drops and not of_channels and counter.draws_by_counter(layout.mesh) and not platform.is_meta(x):
         kept = counter.numbers("uniform", layout, platform.dtypes["float32"], place) >= p
         return x * (platform.to_dtype(kept, platform.dtype_of(x)) * (1 / (1 - p)))

@@ -25,7 +25,7 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.mesh.slices import MESHES
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.rules import counter
-from hyper_parallel.core.rules.batch_parts import BATCH_PART, Place, place_of, refuse_part
+from hyper_parallel.core.rules.batch_parts import BATCH_PART, Place, own_place, place_of, refuse_part
 
 _SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 #: Meshes along which ranks compute the same with a tensor that is on another mesh beside them: under data parallelism
@@ -139,7 +139,7 @@ def take_part(drawn: Any, layout: Layout, alike: bool = True, place: Place | Non
         place: where the part lies in ``drawn``; None where that is the tensor of ``layout``.
     """
     mesh, platform = layout.mesh, layout.mesh.platform
-    shape, ranges = place or (layout.shape, layout.local_ranges())
+    shape, ranges = place or own_place(layout)
     for dim, pieces in enumerate(ranges):
         if pieces != ((0, shape[dim]),):
             parts = [platform.narrow(drawn, dim, start, length) for start, length in pieces]

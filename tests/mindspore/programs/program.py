@@ -1,4 +1,4 @@
-"""What a program is, the ways in which it runs, and how the results are compared."""
+"""Programs, the ways in which they run, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Record:
-    """What a run has given: losses, gradients of the steps, and all parameters afterwards."""
+    """Losses and gradients of the steps of a run, and all parameters afterwards."""
 
     losses: list[float]
     gradients: list[dict[str, np.ndarray]]
@@ -140,7 +140,7 @@ def _given(x: np.ndarray, program: Program, dp: Any) -> Tensor:
 
 
 def compare(got: Record, wanted: Record, tolerance: float) -> list[str]:
-    """What differs: the first step, and the parameters."""
+    """Name the losses, gradients and parameters that differ."""
 
     def near(a: Any, b: Any) -> bool:
         return np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=tolerance, atol=tolerance * 0.1)

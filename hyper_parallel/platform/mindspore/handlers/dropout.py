@@ -15,7 +15,7 @@ __all__ = ["draw_alike", "drops_apart"]
 
 
 def _is_distributed(x: Any) -> bool:
-    """Whether the rule of dropout draws for ``x``."""
+    """Return whether the rule of dropout draws for ``x``."""
     return isinstance(x, InterceptedTensor) and is_dispatching()
 
 
@@ -35,18 +35,22 @@ class Dropout(ops.Dropout):
         return stream(x), None
 
 
-class Dropout2D(ops.Dropout2D):
+class _OfChannels:
+    """What primitives that drop whole channels do in place of their kernels."""
+
+    keep_prob: float
+
+    def __call__(self, x: Any) -> tuple[Any, Any]:
+        kernel: Any = super()
+        return kernel.__call__(x) if _is_distributed(x) else (drop_channels(x, 1.0 - self.keep_prob), None)
+
+
+class Dropout2D(_OfChannels, ops.Dropout2D):
     """The primitive of `nn.Dropout2d`."""
 
-    def __call__(self, x: Any) -> tuple[Any, Any]:
-        return super().__call__(x) if _is_distributed(x) else (drop_channels(x, 1.0 - self.keep_prob), None)
 
-
-class Dropout3D(ops.Dropout3D):
+class Dropout3D(_OfChannels, ops.Dropout3D):
     """The primitive of `nn.Dropout3d`."""
-
-    def __call__(self, x: Any) -> tuple[Any, Any]:
-        return super().__call__(x) if _is_distributed(x) else (drop_channels(x, 1.0 - self.keep_prob), None)
 
 
 class Dropout1d(nn.Dropout1d):
@@ -65,8 +69,7 @@ _IN_PLACE: dict[type, type] = {ops.Dropout: Dropout, ops.Dropout2D: Dropout2D, o
 
 
 def drops_apart(cell: Any) -> bool:
-    """Whether ranks drop different elements in ``cell`` in a graph: there the kernel draws, and not what `draw_alike`
-    has put in place."""
+    """Return whether ranks drop different elements in ``cell`` in a graph, where MindSpore's kernel draws."""
     if not cell.training or ms.get_context("device_target") != "CPU":
         return False
     rates = [1.0 - it.keep_prob for it in cell._primitives.values() if type(it) in _IN_PLACE.values()]

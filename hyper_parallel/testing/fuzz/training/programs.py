@@ -182,7 +182,7 @@ def generate(seed: int, limits: TrainingLimits) -> Program:
 def _later(
     seed: int, model: Model, actions: list[Action], data: str, limits: TrainingLimits
 ) -> tuple[Model, list[Action]]:
-    """What programs have had since seeds were written down: by numbers of its own, so that the rest stays."""
+    """Add newer features, drawn by numbers of their own: what a seed gave before stays the same."""
     rng = np.random.default_rng((seed, 7724))
     # Ranks with parts of their own, or with blocks of their own, draw other numbers than one device.
     drops = data != "parts" and not any(word in ("choose", "differ") for word, *_ in actions) and rng.random() < 0.3
