@@ -11,6 +11,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +44,7 @@ class ErrorText:
     path: str
 
 
+@cache
 def texts() -> list[ErrorText]:
     """Of every error that is made with a text, raised there or handed to what raises it, in the order of the files."""
     found: dict[tuple[str, str], ErrorText] = {}

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hyper_parallel.testing.extent import in_gate
 from tests.support.programs import ROOT, program_of, run_on_two
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("address", in_gate(["127.0.0.1", "localhost"], ["127.0.0.1"]))
 def test_script(platform_name: str, tmp_path: Path, address: str) -> None:
     script = tmp_path / "script.py"
     torchs, mindspores = ("README.md", "mlp_torch.py"), ("docs/tutorials/mindspore.md", "mlp_mindspore.py")

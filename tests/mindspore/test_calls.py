@@ -86,7 +86,7 @@ def problems_when_repeated(mesh: Any, dim: int, calls: list[str]) -> list[str]:
     [
         pytest.param(1, None, marks=pytest.mark.nightly),
         pytest.param(2, 0, marks=pytest.mark.nightly),
-        (2, 1),
+        pytest.param(2, 1, marks=pytest.mark.nightly),
         (3, 0),
     ],
 )
@@ -114,7 +114,7 @@ def test_numbers_in_repeated_calls(pool: Any) -> None:
     assert pool.run(2, numbers) == [[True] * 9] * 2
 
 
-@pytest.mark.parametrize(("world", "dim"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(("world", "dim"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.nightly)])
 def test_more_calls(pool: Any, world: int, dim: int) -> None:
     """Of functions that are called less often."""
     assert pool.run(world, problems, dim, MORE_CALLS, timeout=300) == [[]] * world

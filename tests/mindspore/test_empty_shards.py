@@ -98,7 +98,10 @@ def differentiable() -> list[str]:
     return [call for call in CALLS if call not in left_out]
 
 
-@pytest.mark.parametrize(("world", "dim", "every"), [(3, 0, 1), pytest.param(4, 1, 4, marks=pytest.mark.nightly)])
+NIGHTLY = [pytest.param(*row, marks=pytest.mark.nightly) for row in ((3, 0, 1), (4, 1, 4))]
+
+
+@pytest.mark.parametrize(("world", "dim", "every"), [(3, 0, 3), *NIGHTLY])
 def test_gradients(pool: Any, world: int, dim: int, every: int) -> None:
     """Over three ranks dims of size 4, over four ranks dims of size 6 leave one of them without elements."""
     assert pool.run(world, problems, dim, differentiable()[::every], timeout=300) == [[]] * world

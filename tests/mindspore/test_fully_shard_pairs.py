@@ -14,6 +14,6 @@ from tests.support.data_parallel_table import pairs, title
 ROWS = pairs(settle)
 
 
-@pytest.mark.parametrize("row", in_gate(ROWS, ROWS[::4]), ids=title)
+@pytest.mark.parametrize("row", in_gate(ROWS, ROWS[::8]), ids=title)
 def test_pairs(pool: Any, row: dict[str, Any]) -> None:
     pool.run(4, run, row)

@@ -13,6 +13,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
+import pytest
 from mindspore import Tensor, mint, nn, ops
 from mindspore.graph import jit_trace
 from mindspore.graph.api import _JitExecutor
@@ -261,6 +262,7 @@ def test_other_modules(pool: Any) -> None:
         assert max(found.values()) < 1e-5, found
 
 
+@pytest.mark.nightly  # test_graph_mode_models.py has one in the gate
 def test_llama(pool: Any) -> None:
     for of_block, of_model, in_graph, eager in pool.run(2, llama_block):
         assert max(of_block, of_model) < 1e-5

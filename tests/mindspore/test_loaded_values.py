@@ -126,7 +126,7 @@ def problems(mesh: Any, way: str, place: str, rows: int, optimizer: str, folder:
 ROWS = (6, 5, 1)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", in_gate(PLACES, ("columns", "rows", "fully_shard")))
 @pytest.mark.parametrize("rows", in_gate(ROWS, (5,)))
 def test_ways(pool: Any, tmp_path: Path, place: str, rows: int) -> None:
     """A rank of which the loaded values stay a view of the whole does not train, or fails alone."""

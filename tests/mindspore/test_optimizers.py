@@ -12,7 +12,7 @@ from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import ColwiseParallel, DTensor, Shard, distribute_tensor, parallelize_module
 from hyper_parallel.mindspore import value_and_grad
-from hyper_parallel.testing.extent import everything, on_ranks
+from hyper_parallel.testing.extent import everything, in_gate, on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import FEATURES, error_of, loss_of, make_net, on_first_rank, rows_of, whole
 
@@ -161,7 +161,14 @@ def several_steps(mesh: Any, name: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *COUPLED])
+#: One of each kind of kernel and of state; the others are nightly.
+KINDS = (
+    *("SGD", "Momentum", "Adam", "Adam, amsgrad", "Adam, lazy", "AdamWeightDecay", "groups, schedule", "Adagrad"),
+    *("FTRL", "RMSProp", "ASGD", "experimental SGD", "experimental AdamW", "experimental NAdam", *COUPLED),
+)
+
+
+@pytest.mark.parametrize("name", in_gate([*OPTIMIZERS, *COUPLED], KINDS))
 def test_several_steps(pool: Any, name: str) -> None:
     assert pool.run(2, several_steps, name) == [[], []]
 
@@ -200,8 +207,14 @@ def steps_on_empty_shards(mesh: Any, name: str) -> list[bool]:
 NEED_ELEMENTS = ("Adam, offload", "AdamOffload", "Adagrad")
 
 
+#: Those of `KINDS` that step without elements in the gate.
+EMPTY = ("SGD", "Adam", "AdamWeightDecay", "FTRL", "RMSProp", "experimental AdamW")
+
+
 @on_ranks(2, 4, gate=(2,), name="world")
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("groups, schedule", *NEED_ELEMENTS)])
+@pytest.mark.parametrize(
+    "name", in_gate([n for n in OPTIMIZERS if n not in ("groups, schedule", *NEED_ELEMENTS)], EMPTY)
+)
 def test_steps_on_empty_shards(pool: Any, name: str, world: int) -> None:
     assert pool.run(world, steps_on_empty_shards, name) == [[True] * 2] * world
 

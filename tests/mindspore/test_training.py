@@ -13,7 +13,7 @@ from mindspore import Tensor, nn, ops
 
 from hyper_parallel import CommDebugMode, DTensor
 from hyper_parallel.mindspore import value_and_grad
-from hyper_parallel.testing.extent import everything
+from hyper_parallel.testing.extent import everything, in_gate
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import VOCABULARY, batch, loss_of, make_net, on_first_rank, whole
 
@@ -165,7 +165,9 @@ def ten_steps(mesh: Any, what: str, names: tuple[str, ...] = tuple(OPTIMIZERS)) 
     return problems
 
 
-@pytest.mark.parametrize("what", FEATURES)
+@pytest.mark.parametrize(
+    "what", in_gate(FEATURES, ("accumulation", "schedule", "half precision, layers", "everything"))
+)
 def test_ten_steps(pool: Any, what: str) -> None:
     names = tuple(OPTIMIZERS) if everything() else ("AdamWeightDecay",)
     if FEATURES[what].schedule or FEATURES[what].half == "O3":

@@ -91,6 +91,7 @@ print(count() > 0)
 
 @pytest.mark.skipif(PLATFORM != "torch-cpu", reason="gloo is the backend of torch-cpu")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process in /proc")
+@pytest.mark.nightly
 def test_no_thread_of_gloo_outlives_a_program() -> None:
     """One that does aborts the program now and then; any optimizer has torch import functions that keep a group."""
     (ended,) = run_ranks(["-c", ENDING], 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
+
 from hyper_parallel.core import operations
 from hyper_parallel.platform.torch.compiled.dynamo import not_compiled
 from hyper_parallel.platform.torch.patches import PATCHES
@@ -138,6 +140,7 @@ print("passed")
     fresh(program(code))
 
 
+@pytest.mark.nightly
 def test_hooks_of_optimizers_made_in_between_stay() -> None:
     """Torch hooks a class with its first instance, which may come after the patch; the instance outlives the patch."""
     code = """

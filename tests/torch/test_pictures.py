@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.torch.pictures import FOLDER, drawn
 
 
+@pytest.mark.nightly
 def test_pictures() -> None:
     there = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.svg")}
     found = drawn()

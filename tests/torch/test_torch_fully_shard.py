@@ -32,6 +32,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.communication.recorder import LISTENERS
 from hyper_parallel.core.tensor_parallel.weight import WeightParallel
+from hyper_parallel.testing.extent import in_gate
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.decoder import UNEVEN, Decoder, Sizes, batch, plan
 from tests.torch.decoder import decoder as decoder_of
@@ -134,7 +135,7 @@ def trained(mesh: Any, kind: str, sizes: str) -> None:
         train(model, single, mesh.get_local_rank("dp"), SIZES[sizes], clip=0.3)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", in_gate(SIZES, ("uneven",)))
 @pytest.mark.parametrize("kind", PLANS)
 def test_two_steps(pool: Any, kind: str, sizes: str) -> None:
     """Losses, gradients, norms of gradients on several meshes, and parameters, with and without resharding."""
@@ -310,7 +311,7 @@ def replicated_by_one(mesh: Any) -> None:
     train(model, single, mesh.get_local_rank("dp_shard"), UNEVEN)
 
 
-@pytest.mark.parametrize("job", [replicated_and_sharded, replicated_by_one])
+@pytest.mark.parametrize("job", in_gate([replicated_and_sharded, replicated_by_one], [replicated_and_sharded]))
 def test_hybrid(pool: Any, job: Any) -> None:
     pool.run(4, job)
 

@@ -148,6 +148,7 @@ def test_explain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 @makes_models
+@pytest.mark.nightly
 def test_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = said(capsys, "dry-run", *TINY, "--mesh", "dp=64,tp=8", "--batch", "64", "--machine", "H200")
     assert "one of 512 ranks, H200" in text and "done in" in text
