@@ -79,7 +79,7 @@ def synchronize(mesh: DeviceMesh) -> None:
     share_state(mesh)
 
 
-def draw_alike(module: Any, mesh: DeviceMesh) -> None:
+def share_draws(module: Any, mesh: DeviceMesh) -> None:
     """Let code that a plan leaves plain draw the same numbers on all ranks of a mesh: those of the first.
 
     All ranks of the mesh call it. Ranks of other meshes go on with generators of their own.
@@ -91,7 +91,7 @@ def draw_alike(module: Any, mesh: DeviceMesh) -> None:
     if mesh.size() > 1 and mesh.get_coordinate() is not None:
         share_state(mesh)
         modules = (submodule for _, submodule in mesh.platform.named_modules(module))
-        mesh.platform.draw_alike(modules, lambda value: of_first_rank(value, mesh))
+        mesh.platform.share_draws(modules, lambda value: of_first_rank(value, mesh))
 
 
 def keep_states(members: Sequence[int] | None = None) -> None:

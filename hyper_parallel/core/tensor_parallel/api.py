@@ -13,7 +13,7 @@ from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.dtensor.undistributed import broadcast_undistributed, check_whole_tensors, remember_plan
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.observers import CHECKS
-from hyper_parallel.core.rules.random import draw_alike
+from hyper_parallel.core.rules.random import share_draws
 from hyper_parallel.core.tensor_parallel.compiled import share_inputs
 from hyper_parallel.core.tensor_parallel.forgotten_layers import guard_forgotten_layers
 from hyper_parallel.core.tensor_parallel.plan import Match, Plan, plan_facts, resolve_plan
@@ -106,7 +106,7 @@ def parallelize_module(
     remember_plan(module, [submodule for _, submodule, _ in matches], mesh)
     broadcast_undistributed(module, mesh, src_data_rank)
     if src_data_rank is not None and mesh.ndim == 1:
-        draw_alike(module, mesh)
+        share_draws(module, mesh)
     if CHECKS:
         check_whole_tensors(module, mesh)
     announce(_summary(parallelize_plan, matches), module, mesh)

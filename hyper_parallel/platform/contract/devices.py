@@ -107,7 +107,7 @@ class DeviceRole(ABC):
     def set_rng_state(self, state: Any) -> None:
         """Put a state from `get_rng_state` back."""
 
-    def draw_alike(self, modules: Iterable[Module], share: Callable[[Any], Any]) -> None:
+    def share_draws(self, modules: Iterable[Module], share: Callable[[Any], Any]) -> None:
         """Let ``modules`` that draw random numbers draw the same on all ranks of a group, which all call this with the
         same model; ``share`` gives the picklable value that the first of the ranks gives. Their generators are in the
         same state: nothing to do where modules draw from these."""

@@ -15,7 +15,7 @@ from hyper_parallel.platform.contract import ModuleKind
 from hyper_parallel.platform.mindspore.collectives import copied, dense, is_dense
 from hyper_parallel.platform.mindspore.compiled.cells import compiled_hook, set_compiled_forward, share_compiled_inputs
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
-from hyper_parallel.platform.mindspore.handlers.dropout import draw_alike
+from hyper_parallel.platform.mindspore.handlers.dropout import share_draws
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 from hyper_parallel.platform.mindspore.parameter_tuples import read_from_table
 from hyper_parallel.platform.mindspore.private import RECOMPUTE, Casts, CheckedCell
@@ -140,7 +140,7 @@ class ModuleVerbs:
     set_compiled_forward: Any = staticmethod(set_compiled_forward)
     compiled_hook: Any = staticmethod(compiled_hook)
     share_compiled_inputs: Any = staticmethod(share_compiled_inputs)
-    draw_alike: Any = staticmethod(draw_alike)
+    share_draws: Any = staticmethod(share_draws)
 
     #: What MindSpore puts there is a cell or a function, by `Cell.recompute`'s ``use_reentrant``.
     differentiates_again: Any = staticmethod(lambda module: isinstance(module._recompute_cell, nn.Cell))

@@ -11,7 +11,7 @@ from mindspore import nn, ops
 from hyper_parallel.platform.mindspore.seeds import Stream, drop_channels
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
-__all__ = ["draw_alike", "drops_apart"]
+__all__ = ["share_draws", "drops_apart"]
 
 
 def _is_distributed(x: Any) -> bool:
@@ -76,8 +76,8 @@ def drops_apart(cell: Any) -> bool:
     return any(rates) or (type(cell) is Dropout1d and cell.prob > 0)
 
 
-def draw_alike(cells: Iterable[Any], share: Callable[[Any], Any]) -> None:
-    """See `DeviceRole.draw_alike`."""
+def share_draws(cells: Iterable[Any], share: Callable[[Any], Any]) -> None:
+    """See `DeviceRole.share_draws`."""
     found = []
     for cell in cells:
         if type(cell) is nn.Dropout1d:
