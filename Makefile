@@ -8,7 +8,7 @@
 # make fuzz [N=100000] [PLATFORM=mindspore] [KIND=training]   random programs with fresh seeds, recorded in ci/last_fuzz.json
 # make nightly [PLATFORM=mindspore] [N=100] [SEED=1] [PARTS="unit mindspore"]   everything, recorded in ci/last_nightly.json; hours
 # make mutants [N=200] [SEED=1] [PLATFORM=mindspore]   which small changes of the code the gate misses, and which all tests; hours
-# make lint                               ruff and mypy
+# make lint                               ruff, mypy, and ci/wording.py, which counts wordings that make readers read twice
 # make docs                               the site, under build/site; a warning is an error
 # make dist                               wheel and source distribution, checked, under build/dist
 # make newcomer [WITHOUT_MINDSPORE=yes]   the wheel in an empty environment, as somebody new would use it; minutes
@@ -125,6 +125,7 @@ mutants: .venv/all/.ready
 
 lint: .venv/lint/.ready
 	.venv/lint/bin/ruff check .
+	$(PYTHON) ci/wording.py
 	$(SAYING) mypy .venv/lint/bin/mypy
 
 docs: .venv/docs/.ready
