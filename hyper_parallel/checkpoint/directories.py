@@ -24,7 +24,7 @@ _RUNS: dict[Path, str] = {}
 
 
 def run_of(directory: Path) -> str:
-    """What identifies the run of this process among those whose checkpoints are in ``directory``."""
+    """Return the name of this process's run among those whose checkpoints are in ``directory``."""
     return _RUNS.setdefault(directory.resolve(), uuid.uuid4().hex)
 
 

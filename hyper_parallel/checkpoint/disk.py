@@ -67,7 +67,7 @@ ALIGNMENT = 4096
 
 
 def address_of(data: memoryview) -> int:
-    """Of the first byte in memory."""
+    """Return the address of the first byte in memory."""
     return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 

@@ -21,13 +21,13 @@ CheckpointException = CheckpointError
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What may stand in a state dict besides tensors and values.
+    """Object with a state of its own that may stand in a state dict, next to tensors and values.
 
     Mirrors ``torch.distributed.checkpoint.stateful.Stateful``.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """What is to be saved."""
+        """Return the state to save."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -65,13 +65,13 @@ class StoredTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
 @dataclass
 class Index:
-    """What stands in the index.
+    """Contents of the index.
 
     Attributes:
         run: identifies the run that saved it.

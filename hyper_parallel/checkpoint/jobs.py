@@ -1,4 +1,4 @@
-"""What the ranks of a save do, once they know whether it is done at once or beside the training.
+"""Steps of each rank in a save. They are the same whether the caller waits or trains on meanwhile.
 
 `prepare`: all ranks take their nest apart, compare what they have, and work out who writes what. `write`: each writes
 its file and the first one the index, beside the place of the checkpoint; when all is on the disk it gets its name.
@@ -41,7 +41,7 @@ COMPARED_UP_TO = 1 << 20
 
 @dataclass
 class Job:
-    """What one rank writes, and what the index says."""
+    """Parts that one rank writes, and the index of all."""
 
     draft: Draft
     index: Index
@@ -65,7 +65,7 @@ def prepare(
     checksums: bool,
     exchange: bool,
 ) -> Job:
-    """What this rank is to write, and the place for it.
+    """Return the parts that this rank is to write, and the place for them.
 
     Args:
         state: as in `save`; so are ``path``, ``keep``, ``overwrite`` and ``checksums``.
@@ -160,7 +160,7 @@ def _discarded_on_failure(draft: Draft, is_first: bool, exchange: bool = False) 
 
 
 def _facts(flat: Flat, platform: Platform) -> dict[str, str]:
-    """What must be equal on all ranks, by what it is about."""
+    """Return the facts that must be equal on all ranks, by subject."""
     facts = {}
     for name, x in flat.tensors.items():
         layout = layout_of(x)

@@ -1,4 +1,4 @@
-"""Which of the names that are there may be meant by one that is not."""
+"""Suggestions for names that are missing: present names that are nearly the same."""
 
 from __future__ import annotations
 

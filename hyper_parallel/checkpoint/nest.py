@@ -45,7 +45,7 @@ def check_depth(state: Any) -> None:
 
 
 class Kinds:
-    """What the parts of a nest are, on one platform."""
+    """Kinds of parts that a nest may have on one platform."""
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform

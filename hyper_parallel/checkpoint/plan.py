@@ -1,4 +1,4 @@
-"""Which rank writes which rectangle: worked out from layouts alone, so that all ranks know it without asking."""
+"""Assignment of rectangles to writing ranks. It follows from layouts alone, so all ranks know it without asking."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Writer(NamedTuple):
 
 
 def share_out(tensors: Iterable[Wanted], members: Sequence[int]) -> dict[str, list[Writer]]:
-    """Who writes what of each tensor: every element is written by one of the ranks that hold it, and ranks that hold
-    the same share it, so that all have about the same number of bytes to write.
+    """Assign the parts of each tensor to ranks. One of the ranks that hold an element writes it. Ranks that hold the
+    same elements share them, so that all write about as many bytes.
 
     Args:
         tensors: all of the checkpoint.
@@ -77,8 +77,8 @@ def share_out(tensors: Iterable[Wanted], members: Sequence[int]) -> dict[str, li
 
 
 def _holders(layout: Layout) -> list[tuple[tuple[Rectangle, ...], list[int]]]:
-    """What is held, and by which ranks, in the order of their coordinates. Along dimensions of the root that the mesh
-    lacks, all ranks hold the same."""
+    """Return rectangles with the ranks that hold them, in the order of the ranks' coordinates. Along dimensions of
+    the root that the mesh lacks, all ranks hold the same."""
     mesh = layout.mesh
     ranks = mesh.get_root_mesh().ranks
     by_part: dict[tuple[Rectangle, ...], list[int]] = {}
@@ -132,7 +132,7 @@ def _cut(r: Rectangle, count: int) -> list[Rectangle]:
 
 
 def entry_name(name: str, shape: Sequence[int], r: Any) -> str:
-    """What a rectangle of a tensor is called in its file: the name of the tensor, and an index where it is a part."""
+    """Return the name of a rectangle in its file: the name of the tensor, with an index where it is a part."""
     if tuple(r.sizes) == tuple(shape):
         return name
     index = (":" if n == size else f"{o}:{o + n}" for o, n, size in zip(r.offsets, r.sizes, shape, strict=True))

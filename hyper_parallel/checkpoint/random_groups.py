@@ -1,4 +1,4 @@
-"""Which ranks are to draw the same random numbers, and whose state each goes on with after a load."""
+"""Groups of ranks that are to draw the same random numbers, and the saved state with which each resumes."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class ThroughFiles:
 
 
 def all_ranks(platform: Platform, mesh: DeviceMesh | None) -> Ranks:
-    """Those of the mesh; of the world where that is None; this process alone where there is no process group."""
+    """Return the ranks of the mesh, or of the world for None. Without a process group that is this process alone."""
     if mesh is not None:
         return Collective(mesh)
     if platform.world() is None or platform.world_size() == 1:

@@ -17,7 +17,7 @@ _WORD = (1 << 64) - 1
 
 
 class StatefulDistributedSampler:
-    """Which samples this data-parallel rank takes, in which order; goes on where it was saved, also with another number
+    """Sampler of this data-parallel rank's samples, in order. It resumes where it was saved, also with another number
     of ranks.
 
     The order of an epoch follows from ``seed`` and the epoch alone, and its samples go to the ranks in turn. So what
@@ -111,7 +111,7 @@ class StatefulDistributedSampler:
         self._used = count
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes; the same on all ranks that have drawn as many."""
+        """Return the state for `load_state_dict`. It is the same on all ranks that have drawn equally many samples."""
         return {
             "epoch": self.epoch,
             "position": self._position(),
@@ -135,7 +135,7 @@ class StatefulDistributedSampler:
         self._start, self._drawn, self._used = state["position"], 0, None
 
     def _position(self) -> int:
-        """Of all samples of the epoch, how many are used when all ranks have used as many as this one."""
+        """Count the samples of the epoch that are used when all ranks have used as many as this one."""
         used = self._drawn if self._used is None else self._used
         return min(self._start + used * self.num_replicas, self.size)
 

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class IncompatibleKeys(NamedTuple):
-    """What did not fit, with ``strict=False``.
+    """Keys that did not fit, with ``strict=False``.
 
     Attributes:
         missing_keys: of the model, which the state dict lacks.

@@ -1,4 +1,4 @@
-"""What state dicts are made of: tensors that are given out, and those that are taken from a state dict again."""
+"""Conversions of the tensors in state dicts: to the caller's form, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Source", "StateDictOptions", "given"]
 
 @dataclass
 class StateDictOptions:
-    """What the functions of `hyper_parallel.checkpoint.state_dict` give and take.
+    """Options of the functions of `hyper_parallel.checkpoint.state_dict`.
 
     Attributes:
         full_state_dict: whole plain tensors in place of DTensors.
@@ -60,7 +60,7 @@ class StateDictOptions:
 
 
 def given(tensors: dict[Any, Any], options: StateDictOptions, platform: Platform) -> dict[Any, Any]:
-    """What is given out of tensors and numbers."""
+    """Convert tensors and numbers to the form that the options ask for."""
     keep = not (options.full_state_dict and options.cpu_offload) or platform.world() is None or platform.rank() == 0
     found, known = {}, {}
     for name, x in tensors.items():

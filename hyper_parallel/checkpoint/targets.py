@@ -1,4 +1,4 @@
-"""Which tensors a load fills, and with what of the checkpoint; and what does not fit."""
+"""Tensors that a load fills, with their sources in the checkpoint; and misfits of the two."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Target(NamedTuple):
 
 
 class _MisfitError(Exception):
-    """What the checkpoint has at a place cannot come there."""
+    """Error for an entry of the checkpoint that does not fit its place."""
 
 
 class Filling:
-    """What one load fills.
+    """Tensors and values that one load fills.
 
     Args:
         index: of the checkpoint.
@@ -95,7 +95,7 @@ class Filling:
         return result
 
     def digest(self) -> str:
-        """Which tensors of the checkpoint are asked for, in short."""
+        """Return a short digest of the tensors that are asked for."""
         return hashlib.sha256("\n".join(target.stored for target in self.targets).encode()).hexdigest()
 
     def at_end(self, action: Callable[[], None]) -> None:
@@ -159,7 +159,7 @@ class Filling:
         return self._visit(value, inside[key], path)
 
     def _value(self, saved: Any, path: str) -> Any:
-        """What was saved, with new tensors where it had tensors."""
+        """Return the saved value, with new tensors where it had tensors."""
 
         def special(x: dict[str, Any]) -> Any:
             if x[KIND] == "tensor":
@@ -345,7 +345,8 @@ def _some(problems: Sequence[str], line: Callable[[str], str] = str) -> list[str
 
 
 def _items(saved: dict[str, Any]) -> dict[Any, Any] | None:
-    """What was saved as a dict, by its keys; nothing of a module, whose tensors have names; None for anything else."""
+    """Return the items of a saved dict by key. A module gives no items, since its tensors have names. Other values
+    give None."""
     kind = saved.get(KIND, "") if isinstance(saved, dict) else None
     if kind == "dict":
         return {decode(key): value for key, value in saved["items"]}

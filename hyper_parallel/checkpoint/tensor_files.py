@@ -84,15 +84,15 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the data."""
+        """Bytes of the data."""
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
 def header_of(
     entries: Sequence[Entry], metadata: Mapping[str, str] | None = None, beyond: tuple[int, int] = (0, 8)
 ) -> tuple[bytes, list[int]]:
-    """What a file of these tensors begins with, and where the data of each begins in the file; then where the file
-    ends.
+    """Return the beginning of a file of these tensors, and where the data of each begins. The last offset is the end of
+    the file.
 
     Args:
         entries: in the order in which they lie in it.
@@ -183,7 +183,7 @@ class TensorFile:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
     def names(self) -> Iterable[str]:
-        """Of the tensors in it."""
+        """Names of the tensors in it."""
         return self._entries.keys()
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:

@@ -28,7 +28,7 @@ SHARD = 5 * 10**9
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """What `show` shows, for JSON; values are as ``index.json`` has them.
+    """Return the output of `show`, for JSON. Values are as ``index.json`` has them.
 
     Raises:
         CheckpointError: when there is none, or it is damaged.

@@ -49,7 +49,7 @@ def encode(x: Any) -> Any:
 
 
 def decode(x: Any, special: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """What `encode` was given, also inside of containers.
+    """Return the value that `encode` was given, also inside of containers.
 
     Args:
         x: JSON.

@@ -1,4 +1,4 @@
-"""What commands print: text for people, or JSON for programs."""
+"""Output of commands: text for people, or JSON for programs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ __all__ = ["run_dry_run", "run_explain"]
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
-    """What the plan makes of the model."""
+    """Show how the plan changes the model."""
     mesh = mesh_of(arguments.mesh)
     _check_file(arguments.svg)
     model, plan, inputs = _given(arguments, arguments.batch)
@@ -78,7 +78,7 @@ def run_dry_run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What the library refuses, and what fails in the user's model or plan, is told without a traceback."""
+    """Print refusals of the library, and failures in the user's model or plan, without a traceback."""
     try:
         yield
     except (ValueError, TypeError, DryStepError) as error:

@@ -63,7 +63,7 @@ def _listed(counts: dict[str, int]) -> str:
 
 
 def check_checkpoint(folder: str) -> str:
-    """What is saved in shards is loaded in other shards."""
+    """Save tensors in shards and load them in other shards."""
     from hyper_parallel import Replicate, Shard, distribute_tensor
 
     checkpoint = importlib.import_module("hyper_parallel.checkpoint")

@@ -49,7 +49,7 @@ def bytes_of(text: str) -> float:
 
 
 def object_at(text: str) -> Any:
-    """What ``"package.module:name"`` or ``"file.py:name"`` names."""
+    """Return the object that ``"package.module:name"`` or ``"file.py:name"`` names."""
     place, sign, name = text.rpartition(":")
     if not sign or not place or not name:
         raise UsageError(f"{text!r}: write package.module:name, or file.py:name")
@@ -113,7 +113,7 @@ def model_of(text: str, dtype: str | None) -> Any:
 
 
 def said_of(error: BaseException) -> str:
-    """What an error of the user's code says, and where it was raised, if there."""
+    """Return the message of an error in the user's code, and where it was raised, if there."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     ours = str(Path(__file__).parents[1])
     where = "" if last.filename.startswith((ours, "<")) else f" (line {last.lineno} of {last.filename})"

@@ -1,1 +1,1 @@
-"""What HyperParallel is, without any framework: everything here speaks to `hyper_parallel.platform`."""
+"""HyperParallel without any framework: everything here speaks to `hyper_parallel.platform`."""

@@ -33,8 +33,8 @@ class Cache(dict):
 
 
 class Table(Cache):
-    """What ``make(key)`` gives, made when it is first asked for. It belongs to no object: copies of what holds it share
-    it."""
+    """Cache of the values of ``make(key)``, each made at its first use. No object owns it: copies of its holder
+    share it."""
 
     def __init__(self, make: Callable[[Any], Any], most: int = 1 << 10, name: str = "") -> None:
         super().__init__(most, name)

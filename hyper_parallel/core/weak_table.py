@@ -23,12 +23,12 @@ class WeakTable:
         self._entries: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     def get(self, owner: Any) -> Any:
-        """What was kept for ``owner``, or None."""
+        """Return the value that was kept for ``owner``, or None."""
         entry = self._entries.get(id(owner))
         return None if entry is None else entry[1]
 
     def values(self) -> list[Any]:
-        """What is kept, in the order in which it came."""
+        """Return the kept values, oldest first."""
         return [value for _, value in list(self._entries.values())]
 
     def set(self, owner: Any, value: Any) -> None:

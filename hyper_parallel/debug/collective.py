@@ -68,7 +68,7 @@ class Collective:
 
 
 def dtype_name(dtype: Any, dtypes: Mapping[str, Any]) -> str:
-    """What all frameworks call a dtype: ``"float32"``. ``dtypes`` is `Platform.dtypes`."""
+    """Return the name that all frameworks share for a dtype: ``"float32"``. ``dtypes`` is `Platform.dtypes`."""
     return next((name for name, known in dtypes.items() if known == dtype), str(dtype).rpartition(".")[2])
 
 
@@ -89,8 +89,7 @@ def bytes_on_the_wire(kind: str, size: int, ranks: int) -> int:
 
 
 def collective_rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
-    """Those that are alike as one row, in the order in which the first of them came: how many there are, bytes and
-    seconds of all."""
+    """Merge equal collectives into rows, in the order of their first one, with their number, bytes and seconds."""
     counts: Counter[tuple] = Counter()
     first: dict[tuple, dict[str, Any]] = {}
     for c in collectives:

@@ -1,4 +1,4 @@
-"""What `CommDebugMode` has seen, as text and as nested dicts."""
+"""Records of `CommDebugMode` as text and as nested dicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIRECTIONS = ("forward", "backward")
 
 
 class Records(NamedTuple):
-    """What there is to show.
+    """Records to show.
 
     Attributes:
         modules: by name.

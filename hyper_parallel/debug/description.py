@@ -69,18 +69,18 @@ class ModuleDescription:
 
     @property
     def local_bytes(self) -> int:
-        """Of what the module itself holds, on this rank."""
+        """Bytes of the module's own tensors on this rank, without submodules."""
         return sum(x.local_bytes for x in self.tensors)
 
     @property
     def bytes(self) -> int:
-        """Of what the module itself holds, on the single device."""
+        """Bytes of the module's own tensors on the single device, without submodules."""
         return sum(x.bytes for x in self.tensors)
 
 
 @dataclass
 class Description:
-    """What `describe` gives; ``str`` and ``print`` show it as a table.
+    """Result of `describe`. ``str`` and ``print`` show it as a table.
 
     Attributes:
         modules: every module, parents first.
@@ -90,12 +90,12 @@ class Description:
 
     @property
     def local_bytes(self) -> int:
-        """Of all parameters and buffers on this rank."""
+        """Bytes of all parameters and buffers on this rank."""
         return sum(module.local_bytes for module in self.modules)
 
     @property
     def bytes(self) -> int:
-        """Of all parameters and buffers on the single device."""
+        """Bytes of all parameters and buffers on the single device."""
         return sum(module.bytes for module in self.modules)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which module is running, for all modules of a model, while somebody wants to know."""
+"""Tracker of the running module of a model, for as long as a caller asks for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules a program runs, inside of which others, and which of them is running in forward or backward."""
+"""Tree of the modules that a program runs, and the one that is running in forward or backward."""
 
 from __future__ import annotations
 

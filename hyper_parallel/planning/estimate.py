@@ -68,7 +68,7 @@ class Traffic:
 
 @dataclass
 class DryRun:
-    """What `dry_run` gives; ``str`` and ``print`` show it.
+    """Result of `dry_run`. ``str`` and ``print`` show it.
 
     Attributes:
         mesh: sizes by name.
@@ -98,17 +98,18 @@ class DryRun:
 
     @property
     def communication_seconds(self) -> float:
-        """Of all collectives, one after the other."""
+        """Seconds of all collectives, one after the other."""
         return sum(traffic.seconds for traffic in self.traffic.values())
 
     @property
     def seconds(self) -> float | None:
-        """Of a step in which nothing overlaps."""
+        """Seconds of a step in which nothing overlaps."""
         return None if self.compute_seconds is None else self.compute_seconds + self.communication_seconds
 
     @property
     def seconds_overlapped(self) -> float | None:
-        """Of a step in which the communication over all dimensions but ``"tp"`` goes on while the rank computes."""
+        """Seconds of a step in which the communication over all dimensions but ``"tp"`` goes on while the rank
+        computes."""
         if self.compute_seconds is None:
             return None
         inside = sum(t.seconds for name, t in self.traffic.items() if name == "tp")

@@ -20,7 +20,7 @@ __all__ = ["Explanation", "Output", "explain"]
 
 @dataclass
 class Output:
-    """What a module has given in one call.
+    """Output of a module in one call.
 
     Attributes:
         local_shape: of this rank's tensor.
@@ -39,7 +39,7 @@ class Output:
 
 @dataclass
 class Explanation:
-    """What `explain` gives; ``str`` and ``print`` show it as a tree.
+    """Result of `explain`. ``str`` and ``print`` show it as a tree.
 
     Attributes:
         mesh: sizes by name.
@@ -235,9 +235,9 @@ def explain(
     rank: int = 0,
     **kwargs: Any,
 ) -> Explanation:
-    """What a plan makes of a model: the style, shards and bytes of each module, and for each call the collectives
-    forward and backward with their bytes. It runs the plan and a training step on one rank of a mesh that is not there:
-    no process group is made, nothing is sent, and the model is left as it is.
+    """Show the effect of a plan on a model: the style, shards and bytes of each module, and the collectives of each
+    call. It runs the plan and a training step on one rank of a mesh that does not exist. No process group is made,
+    nothing is sent, and the model stays unchanged.
 
     On torch the model is copied to the device meta, and may be there already: it takes no memory. MindSpore computes
     nothing on its device meta, so there the copy computes on the CPU, with real tensors.

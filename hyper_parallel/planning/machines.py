@@ -1,4 +1,4 @@
-"""What machines can do, for estimates of time. Extend the table with `register_machine`."""
+"""Machines and their speeds, for estimates of time. Extend the table with `register_machine`."""
 
 from __future__ import annotations
 

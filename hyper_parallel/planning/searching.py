@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass
 class SearchResult:
-    """What `search` gives; ``str`` and ``print`` show the table.
+    """Result of `search`. ``str`` and ``print`` show the table.
 
     Attributes:
         candidates: the best first: those that fit, by time; then those that do not, by memory; then those that are not

@@ -1,4 +1,4 @@
-"""What ranks leave for each other at the store where they have met, when a collective fails. For any backend."""
+"""Reports that ranks leave for each other at their common store when a collective fails. For any backend."""
 
 from __future__ import annotations
 

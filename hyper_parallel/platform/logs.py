@@ -1,4 +1,4 @@
-"""What the library says, and the environment variable that lets it speak.
+"""Logging of the library, and the environment variable that turns it on.
 
 All goes to one logger of Python's ``logging``, ``"hyper_parallel"``, which says warnings alone unless it is told
 otherwise: by the program, or by ``HYPER_PARALLEL_LOG``, which gives it a handler of its own.
@@ -23,7 +23,7 @@ _WATCHED = ("collectives", "ranges")
 
 
 def words(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """Those of ``HYPER_PARALLEL_LOG``.
+    """Return the words of ``HYPER_PARALLEL_LOG``.
 
     Raises:
         ValueError: for others than there are, and for two levels.

@@ -13,7 +13,7 @@ _Mesh = TypeVar("_Mesh", bound="MeshMethods")
 
 
 class MeshMethods(ABC):
-    """What a `DeviceMesh` is to the meshes of torch.distributed: a base class of it."""
+    """Base class of `DeviceMesh` with the methods of torch.distributed's meshes."""
 
     @classmethod
     def from_torch(cls: type[_Mesh], torch_mesh: Any) -> _Mesh:

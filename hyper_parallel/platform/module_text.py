@@ -1,4 +1,4 @@
-"""What the text of a parallelised module says of its styles and of how its parameters lie."""
+"""Additions to the text of a parallelised module: its styles, and the placements of its parameters."""
 
 from __future__ import annotations
 

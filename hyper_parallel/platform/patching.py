@@ -246,7 +246,7 @@ class PatchSet:
         self._take_back(done)
 
     def _verified(self, patches: Sequence[Patch]) -> list[tuple[Patch, Any]]:
-        """Those that can be installed, with the originals."""
+        """Return the patches that can be installed, with the originals."""
         found = []
         for patch in patches:
             original, wrong = _inspected(patch)
@@ -298,7 +298,7 @@ _HELD = {"own": "there itself", "inherited": "inherited", "either": "there or in
 
 # -------------------------------------------------------------------------------------------------- what is installed
 def installed() -> dict[str, tuple[Patch, ...]]:
-    """What is patched in this process now, by framework.
+    """Return the patches of this process, by framework.
 
     Example:
         >>> {framework: [p.targets for p in patches] for framework, patches in installed().items()}  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Which backends there are, which one is meant, and whether it can run here.
+"""Registry of backends: which there are, which one is meant, and whether it can run here.
 
 Nothing is imported before a backend is asked for: the built-in ones are listed here by name and place, other packages
 add theirs through the entry-point group ``hyper_parallel.platforms`` or `register_platform`.
@@ -255,7 +255,7 @@ def worlds() -> list[Any]:
 
 
 def _rank() -> str:
-    """Of this process, as far as it is known."""
+    """Return the rank of this process, as far as it is known."""
     joined = (platform.rank() for platform in _made() if platform.world() is not None)
     return next(map(str, joined), printable(os.environ.get("RANK", "0")))
 

@@ -1,4 +1,4 @@
-"""Which releases of the frameworks the tests run with, and a word about others."""
+"""Releases of the frameworks that the tests run with, and a warning about others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What backends have in common when they watch a program: `contract.observation`."""
+"""Code that backends share to watch a program: `contract.observation`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class NeedsPatches:
 
 @functools.cache
 def _unusable_class(cls: Any, framework: str) -> type:
-    """What a DTensor of class ``cls`` is while there are no patches: nothing can be asked of it."""
+    """Return the class of DTensors while there are no patches. Every use of one is an error."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise _error(framework)

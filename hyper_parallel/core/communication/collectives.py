@@ -131,8 +131,8 @@ def all_reduce_over(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], op: str 
 
 
 def together(tensors: Sequence[Any], platform: Any, collective: Callable[..., Any], *args: Any) -> list[Any]:
-    """What an element-wise ``collective`` gives for each of several tensors of one dtype, which travel in one message:
-    it is called once, with all their elements in a new tensor, which it may overwrite, and ``args``."""
+    """Apply an element-wise ``collective`` to several tensors of one dtype, which travel in one message. It is
+    called once, with ``args`` and a new tensor of all their elements, which it may overwrite."""
     shapes = [platform.shape_of(x) for x in tensors]
     counts = [math.prod(shape) for shape in shapes]
     flat = [x.reshape((count,)) for x, count in zip(tensors, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""What is raised when a rank is lost during a collective, and when `check_ranks` finds that ranks differ."""
+"""Errors for a rank that is lost during a collective, and for ranks that differ under `check_ranks`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def total_norm(
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank counts of the tensors on one mesh, and on slices of it.
+    """Share of this rank in the tensors on one mesh, and on slices of it.
 
     Attributes:
         mesh: the mesh.

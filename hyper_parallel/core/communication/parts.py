@@ -51,7 +51,7 @@ def numbers_of_ranks(numbers: Sequence[int], mesh: DeviceMesh, what: str) -> np.
 
 
 def misfit_of(layout: Layout, local_shape: Shape) -> str | None:
-    """What is wrong with a part of ``local_shape`` on this rank, or None."""
+    """Return the reason why a part of ``local_shape`` is wrong on this rank, or None."""
     if layout.mesh.get_coordinate() is None or tuple(layout.local_shape) == local_shape:
         return None
     return (

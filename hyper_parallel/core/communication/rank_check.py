@@ -31,7 +31,8 @@ Facts = Mapping[str, str]
 
 
 class _Step(NamedTuple):
-    """What one rank is about to do. ``facts`` must be equal on all ranks, ``row_facts`` on those of one ``row``."""
+    """Step that one rank is about to do. ``facts`` must be equal on all ranks, ``row_facts`` on those of one
+    ``row``."""
 
     rank: int
     facts: Facts
@@ -204,7 +205,7 @@ def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], 
 
 
 def check_of(mesh: DeviceMesh) -> Check:
-    """What compares steps over the ranks of a mesh, of which this rank is one."""
+    """Return the comparison of steps over the ranks of a mesh, to which this rank belongs."""
     return Check(mesh.platform, [(mesh.platform_group(d), mesh.ranks_along(d)) for d in range(mesh.ndim)])
 
 

@@ -60,7 +60,7 @@ class CollectiveEvent:
 
 
 def dim_name(mesh: Any, mesh_dim: int) -> str:
-    """What a mesh dimension is called, or its number where it has no name."""
+    """Return the name of a mesh dimension, or its number where it has no name."""
     names = mesh.mesh_dim_names
     return names[mesh_dim] if names else str(mesh_dim)
 
@@ -137,7 +137,7 @@ def set_module(path: str) -> str:
 
 
 def current_module() -> str:
-    """What events are recorded with as their `CollectiveEvent.module` now."""
+    """Return the `CollectiveEvent.module` of events that are recorded now."""
     return _MODULE.get()
 
 

@@ -93,8 +93,9 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
 
 
 def made_with(x: Any, gathered: tuple) -> Any:
-    """What was made together with the DTensor ``x``, whose `DTensor._gathered` is given, for consumers whose cotangent
-    is partial over the mesh dimension of its shards; None where it was not, or ``x`` has another value by now."""
+    """Return the tensor that was made together with the DTensor ``x``, whose `DTensor._gathered` is given. It serves
+    consumers whose cotangent is partial over the mesh dimension of its shards. Returns None where there is none, or
+    ``x`` has changed since."""
     return gathered[4] if gathered[5] == x._version else None
 
 

@@ -182,7 +182,7 @@ class ReduceScatter(Move):
 
 
 def take_packed(x: Any, placement: PackedShard, rank: int, size: int, platform: Platform) -> Any:
-    """What ``rank`` of ``size`` ranks holds of the whole plain tensor ``x``: a new tensor."""
+    """Return the part of the whole plain tensor ``x`` that ``rank`` of ``size`` ranks holds, as a new tensor."""
     ranges = packed_ranges(placement, rank, size)
     pieces = [platform.narrow(x, placement.dim, start, length) for start, length in ranges if length]
     if not pieces:
@@ -200,7 +200,7 @@ def by_rank(x: Any, placement: Shard, size: int, platform: Platform) -> Any:
 
 
 def by_part(x: Any, placement: Shard, size: int, platform: Platform) -> Any:
-    """What was gathered rank by rank, in the order of the whole tensor: the inverse of `by_rank`."""
+    """Put data that was gathered rank by rank into the order of the whole tensor: the inverse of `by_rank`."""
     if not isinstance(placement, PackedShard) or size == 1:
         return x
     pieces: list[tuple[int, int, int]] = []

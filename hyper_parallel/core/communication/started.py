@@ -17,7 +17,7 @@ from hyper_parallel.platform.contract.collectives import FINISHED, Work
 
 
 class Pending:
-    """What a DTensor waits for before it has a layout.
+    """Communication that a DTensor waits for before it has a layout.
 
     Attributes:
         layout: that it has then.

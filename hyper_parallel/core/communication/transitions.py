@@ -64,7 +64,7 @@ class Step(ABC):
 
     @abstractmethod
     def forward(self, ctx: Any, x: Any) -> Any:
-        """What it does to the data of ``x``, outside autograd. ``ctx`` takes what `backward` needs of it."""
+        """Apply the step to the data of ``x``, outside autograd. ``ctx`` keeps the values that `backward` needs."""
 
     @abstractmethod
     def backward(self, ctx: Any, g: Any) -> Any:
@@ -253,7 +253,8 @@ class ReduceProduct(AllReduce):
 
 
 class OneSummand(Move):
-    """What all ranks have as a sum, of which one rank has the value and the others zeros; of other reductions, all."""
+    """Step from one value on all ranks to a sum: one rank has the value and the others have zeros. For other
+    reductions all ranks keep the value."""
 
     @cached_property
     def back(self) -> Step:

@@ -22,7 +22,7 @@ __all__ = ["Arrangement", "Call", "State"]
 
 
 class Arrangement:
-    """What follows from the parameters of a module: which are trained, and which bucket each is in.
+    """Facts that follow from the parameters of a module: trained ones, and the bucket of each.
 
     Args:
         mesh: 1-D.
@@ -69,7 +69,7 @@ def _parts(layout: Layout) -> int:
 
 
 class State:
-    """What the calls of a module and of those below it share.
+    """State that the calls of a module and its submodules share.
 
     Attributes:
         sync: whether calls that begin now all-reduce gradients.

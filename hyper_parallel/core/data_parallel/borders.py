@@ -89,7 +89,7 @@ class Guard:
         self._function = platform.joint_function(named("FullyShardInput", self._forward), self._backward)
 
     def arguments(self, args: tuple, kwargs: dict, inputs: Sequence[Any], call: Call) -> tuple[tuple, dict]:
-        """What the module is to be called with.
+        """Return the arguments for the call of the module.
 
         Args:
             args, kwargs: what the unit was called with.

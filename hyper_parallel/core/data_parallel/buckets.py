@@ -16,7 +16,7 @@ __all__ = ["Bucket", "Sent", "assign"]
 
 
 def assign(sizes: Sequence[tuple[Any, float]], cap: float) -> list[list[int]]:
-    """Which parameters travel together.
+    """Assign parameters to buckets, which travel together.
 
     The last parameter comes first, because its gradient does. A bucket is full when it has ``cap`` bytes or more.
     Buckets are sent in the order in which all of their gradients are there.
@@ -133,7 +133,7 @@ class Sent:
         self._bucket, self._buffer, self._work, self._used, self._whole = bucket, buffer, work, used, whole
 
     def gradients(self) -> list[Any]:
-        """Those of the members, see `Bucket.split`; waits for them."""
+        """Wait for the gradients of the members and return them, see `Bucket.split`."""
         if self._work is None:
             return self._whole or []
         self._work.wait()

@@ -16,7 +16,7 @@ __all__ = ["Comms"]
 
 
 class Comms:
-    """What the collectives of one unit are done by.
+    """Functions that do the collectives of one unit.
 
     Attributes:
         all_gather, reduce_scatter: an object with ``allocate(size, *, dtype, device)`` and ``__call__(output_tensor,

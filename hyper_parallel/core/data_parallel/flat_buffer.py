@@ -132,7 +132,7 @@ class FlatBuffer:
         return platform.to_dtype(platform.to_device(platform.detach(x)), self._dtype)
 
     def _row(self, parameters: Sequence[Any]) -> Any:
-        """What this rank sends: its shards, each in as many elements as rank 0 has of it."""
+        """Return the data that this rank sends: its shards, each in as many elements as rank 0 has of it."""
         platform = self.platform
         parameters = self._sent_of(parameters)
         if self._fast is not None:
@@ -263,7 +263,7 @@ class FlatBuffer:
 
 
 class Selection:
-    """What is the same each time that gradients of the same parameters of a buffer are reduced.
+    """Facts that stay the same each time that gradients of the same parameters of a buffer are reduced.
 
     Attributes:
         blocks: of the parameters.

@@ -1,4 +1,4 @@
-"""What becomes of the cotangents of whole parameters: they are reduced over data-parallel ranks, now or later."""
+"""Reduction of the cotangents of whole parameters over data-parallel ranks, at once or later."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ def _add_to_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> No
 
 
 def let_wait(waiting: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dims: tuple[int, ...]) -> None:
-    """What a whole parameter has as ``_collect``."""
+    """Keep the cotangent of a whole parameter until it is reduced. Whole parameters have this function as
+    ``_collect``."""
     waiting.append((index, cotangent, mesh, mesh_dims))
 
 

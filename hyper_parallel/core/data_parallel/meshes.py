@@ -16,7 +16,7 @@ __all__ = ["DataParallelMeshDims", "data_parallel_mesh", "fewer_ranks"]
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dimensions of the mesh of a job data parallelism is about.
+    """Dimensions of a job's mesh that data parallelism uses.
 
     Attributes:
         shard: name of the dimension over which parameters are sharded, or names of several, which are flattened into

@@ -1,4 +1,4 @@
-"""What the units of one model share: in which order they run, and which are whole in backward.
+"""State that the units of one model share: their order, and the units that are whole in backward.
 
 The model of a unit is that of the outermost unit whose forward runs. In forward, the parameters of the next unit are
 gathered while this one computes; which is next is known from the forward before. Backward comes to units in the order

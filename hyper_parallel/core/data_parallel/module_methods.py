@@ -14,7 +14,7 @@ __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle"]
 
 
 class UnshardHandle:
-    """What `FSDPModule.unshard` returns with ``async_op=True``."""
+    """Handle that `FSDPModule.unshard` returns with ``async_op=True``."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
@@ -27,7 +27,7 @@ class UnshardHandle:
 
 
 class GradientReductionHandle:
-    """What `FSDPModule.finalize_backward` returns with ``async_op=True``."""
+    """Handle that `FSDPModule.finalize_backward` returns with ``async_op=True``."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit

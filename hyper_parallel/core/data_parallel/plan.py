@@ -1,4 +1,4 @@
-"""What `fully_shard` has found out about a module: the same for all its copies, and never changed."""
+"""Findings of `fully_shard` about a module. They are the same for all its copies, and never change."""
 
 from __future__ import annotations
 

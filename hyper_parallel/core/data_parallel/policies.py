@@ -1,4 +1,4 @@
-"""What `fully_shard` may be told besides what to shard: dtypes, and where shards are kept."""
+"""Options of `fully_shard` besides the modules to shard: dtypes, and where shards are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module under `replicate` computes with: the local parts of its parameters."""
+"""Parameters that a module under `replicate` computes with: their local parts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Mark:
-    """What `replicate` has made of one module; copies of the module share it.
+    """Mark that `replicate` leaves on one module. Copies of the module share it.
 
     Attributes:
         options: how.
@@ -93,7 +93,7 @@ class Replica:
         return (_nothing, ())
 
     def part(self, module: Any) -> Replica:
-        """That of a module below, which is called by itself."""
+        """Return the `Replica` of a submodule that is called directly."""
         if module is self.module:
             return self
         found = self._parts.get(id(module))
@@ -277,7 +277,7 @@ class Replica:
 
 
 def replica_of(module: Any) -> Replica:
-    """That of a module under `replicate`, made when it is first asked for."""
+    """Return the `Replica` of a module under `replicate`, made at its first use."""
     replica: Replica | None = vars(module)[REPLICA]
     if replica is None:
         replica = Replica(module)
@@ -288,8 +288,8 @@ def replica_of(module: Any) -> Replica:
 
 
 def entered(forward: Callable[..., Any], requires_grad: Callable[[Any], bool]) -> Callable[..., Any]:
-    """What a call of a module runs in place of ``forward``, what it ran before. The call that comes first, usually of
-    the whole model, puts local parameters in all modules below; in theirs nothing happens.
+    """Return the function that a call of a module runs in place of ``forward``. The outermost call, usually of the
+    whole model, puts local parameters in all submodules. Calls inside it change nothing.
 
     Args:
         forward: see there.
@@ -315,4 +315,4 @@ def _left(x: Any) -> Any:
 
 
 def _nothing() -> None:
-    """What an unpickled module has in place of its replica."""
+    """Return None. An unpickled module has this function in place of its replica."""

@@ -39,7 +39,7 @@ class ReplicaFunctions:
 
 
 def functions_of(platform: Any) -> ReplicaFunctions:
-    """Those of ``platform``."""
+    """Return the autograd functions for ``platform``."""
     return _FUNCTIONS[platform]
 
 

@@ -27,7 +27,7 @@ __all__ = ["ReplicatedModule", "replicate"]
 
 
 class ReplicatedModule:
-    """What a module has besides its own methods once `replicate` was applied to it."""
+    """Methods that `replicate` adds to a module."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether the backward of calls that begin now all-reduces gradients.
@@ -213,7 +213,7 @@ def _apply(module: Any, mark: Mark) -> None:
 
 
 class _Again:
-    """What applies `replicate` to a module that was pickled, where it is loaded."""
+    """Function that applies `replicate` to a pickled module where it is loaded."""
 
     def __init__(self, mark: Mark) -> None:
         self._mark = mark

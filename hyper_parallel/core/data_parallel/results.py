@@ -1,4 +1,4 @@
-"""What a unit of `fully_shard` returns: backward begins with the cotangents of that."""
+"""Results of a unit of `fully_shard`. Backward begins with their cotangents."""
 
 from __future__ import annotations
 

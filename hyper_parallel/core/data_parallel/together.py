@@ -12,7 +12,7 @@ __all__ = ["Together"]
 
 
 class Together:
-    """Which of the modules of a unit have run since its parameters were gathered.
+    """Modules of one unit that have run since its parameters were gathered.
 
     Args:
         count: of modules. With one, each call is for itself.

@@ -27,7 +27,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class UnitParameters:
-    """What a unit has of its parameters.
+    """Parameters of a unit.
 
     Args:
         plan: that of the unit.
@@ -108,8 +108,8 @@ class UnitParameters:
                 buffer.move(chosen(parameters, members))
 
     def trained(self, parameters: Sequence[Any]) -> tuple[list[list[int]], int | None]:
-        """Of each buffer, the indices of those of ``parameters`` that gradients are asked for, not to be changed; and
-        one of them, which answers for all whether gradients are recorded now."""
+        """Return for each buffer the indices of ``parameters`` that are trained, and one of these parameters. That
+        one answers for all whether gradients are recorded now. The lists must not be changed."""
         asked = list(map(_REQUIRES_GRAD, parameters))
         if asked != self._asked:
             found = [[i for i in members if asked[i]] for members in self.members]

@@ -1,4 +1,4 @@
-"""Which module is a unit, or one of the modules of one."""
+"""Modules that are units, and modules that belong to a unit of several."""
 
 from __future__ import annotations
 

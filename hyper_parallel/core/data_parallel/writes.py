@@ -1,4 +1,4 @@
-"""What modules write to whole parameters while their unit runs goes into its shards: each rank keeps its part.
+"""Writes of modules to whole parameters while their unit runs. They go into the shards: each rank keeps its part.
 
 Frameworks count most writes, and those of the platform's hooks. What they do not count (`p.data.mul_()`) is looked for
 by comparing values, in the first forwards of a unit and inside `check_ranks`; where it is found once, always.
@@ -32,7 +32,7 @@ def counts_of(wholes: Sequence[Any]) -> list[int]:
 
 
 class Writes:
-    """Those of one unit.
+    """Writes to the parameters of one unit.
 
     Args:
         plan: that of the unit.

@@ -162,7 +162,7 @@ def _distributed(results: list[Any], out_placements: Any, mesh: DeviceMesh, name
 
 
 def _misfit(results: list[Any], given: Sequence[Placements], platform: Platform, name: str) -> Exception | None:
-    """What is wrong with the results, for which there are these placements."""
+    """Return the reason why the results do not fit these placements, or None."""
     if len(given) != len(results):
         return ValueError(f"{name} gave {len(results)} result(s), out_placements has {len(given)} entries")
     for i, (result, placements) in enumerate(zip(results, given, strict=True)):
@@ -177,7 +177,7 @@ def _misfit(results: list[Any], given: Sequence[Placements], platform: Platform,
 
 
 def _flatten(value: Any, flat: list[Any]) -> Any:
-    """What `_rebuild` makes ``value`` of again, given what is appended to ``flat``."""
+    """Append the leaves of ``value`` to ``flat``. Return the rest, from which `_rebuild` makes ``value`` again."""
     if type(value) in (tuple, list):
         return type(value), [_flatten(item, flat) for item in value]
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""What `DTensor.redistribute` does besides: in another dtype, without waiting, to another mesh."""
+"""Further ways of `DTensor.redistribute`: in another dtype, without waiting, to another mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What core hands to a backend with the DTensor class: `platform.contract.Core`, which says what each is for."""
+"""Services of core that a backend's DTensor class uses. `platform.contract.Core` says the purpose of each."""
 
 from __future__ import annotations
 

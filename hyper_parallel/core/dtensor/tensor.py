@@ -293,7 +293,7 @@ def bind_platform(platform: Platform) -> Platform:
 
 
 def restore(rebuild: Callable[..., Any], layout: Layout, coordinate: tuple[int, ...] | None, *parts: Any) -> Any:
-    """What is called to unpickle a DTensor, perhaps in a process that has made none yet.
+    """Unpickle a DTensor, perhaps in a process that has made none yet.
 
     Args:
         rebuild: the backend's ``rebuild(layout, *parts)``, which makes the DTensor.

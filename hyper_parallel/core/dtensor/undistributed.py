@@ -1,4 +1,5 @@
-"""What a plan leaves plain: parameters and buffers that every rank holds whole, and that must be the same on all."""
+"""Parameters and buffers that a plan leaves plain. Every rank holds them whole, and they must be the same on all
+ranks."""
 
 from __future__ import annotations
 

@@ -43,13 +43,13 @@ def cut_order(placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], di
 
 
 def strided_factors(placements: Sequence[Placement], mesh_shape: Sequence[int], mesh_dim: int, dim: int) -> list[int]:
-    """What the factor of a `StridedShard` of ``dim`` on ``mesh_dim`` may be, with the placements to its right."""
+    """Return the possible factors of a `StridedShard` of ``dim`` on ``mesh_dim``, with the placements to its right."""
     right = cut_order(tuple(placements[mesh_dim + 1 :]), tuple(mesh_shape[mesh_dim + 1 :]), dim) or ()
     return sorted({*_products(right, mesh_shape[mesh_dim + 1 :])} - {1})
 
 
 def _products(order: Sequence[int], mesh_shape: Sequence[int]) -> list[int]:
-    """Of the first 0, 1, ... mesh dimensions of ``order``, the sizes multiplied."""
+    """Return the products of the sizes of the first 0, 1, ... mesh dimensions of ``order``."""
     products = [1]
     for mesh_dim in order:
         products.append(products[-1] * mesh_shape[mesh_dim])
@@ -111,7 +111,7 @@ def ranges_of(
 
 
 def _within(pieces: list[tuple[int, int]], start: int, length: int) -> list[tuple[int, int]]:
-    """What ``pieces``, one after the other, hold from ``start`` on for ``length`` elements."""
+    """Return the pieces of ``pieces``, one after the other, from element ``start`` on for ``length`` elements."""
     if len(pieces) == 1:
         return [(pieces[0][0] + start, length)]
     found, position = [], 0

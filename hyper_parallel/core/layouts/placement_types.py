@@ -42,7 +42,7 @@ class Placement:
         return found
 
     def _arguments(self) -> dict[str, Any]:
-        """What the class was called with, by name."""
+        """Return the arguments of the class, by name."""
         names = (name for cls in reversed(type(self).__mro__) for name in getattr(cls, "__slots__", ()))
         return {name: getattr(self, name) for name in names}
 

@@ -27,8 +27,8 @@ class Rectangle(NamedTuple):
 
 
 def held_rectangles(layout: Layout, coordinate: Sequence[int]) -> tuple[Rectangle, ...]:
-    """What the rank at ``coordinate`` of the mesh holds of a tensor of ``layout``: one rectangle, one for each part of
-    a packed dimension, or none where its part is empty. In row-major order.
+    """Return the rectangles of a tensor of ``layout`` that the rank at ``coordinate`` of the mesh holds. There is one,
+    one for each part of a packed dimension, or none where its part is empty. They are in row-major order.
 
     A rank that holds a summand (`Partial`) counts as one that holds all.
 

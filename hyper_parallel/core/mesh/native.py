@@ -19,7 +19,7 @@ _MADE: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], Any]] = weakref.W
 
 
 class NativeMeshes(Slices, MeshMethods):
-    """What a `DeviceMesh` is to the framework's own meshes."""
+    """Relation of a `DeviceMesh` to the framework's own meshes."""
 
     #: Of a root: the framework's mesh that shares its groups, while somebody holds it. Kept weakly, because it may hold
     #: groups, which must not outlive the default group.

@@ -35,7 +35,7 @@ After = Callable[[tuple, Any], None]
 
 
 class Aliasing:
-    """What a plan does before and after its local operation.
+    """Steps of a plan before and after its local operation, for results that share memory.
 
     Attributes:
         copies: ``copies(operand 0)`` says whether the local operation is to be run on a copy of it; None: never.
@@ -52,7 +52,7 @@ class Aliasing:
 def aliasing_of(
     op: CanonicalOp, layouts: tuple, static_args: Any, strategy: Strategy, name: str, made: bool = False
 ) -> Aliasing | None:
-    """What plans of ``op``, which does not write in place, have to do; None when it is nothing.
+    """Return the steps for plans of ``op``, which does not write in place; None when there are none.
 
     Args:
         op: the operation.
@@ -173,7 +173,7 @@ def _following(view: _View, layout: Layout, name: str) -> After:
 
 
 def _back_to(encoded: tuple, shape: tuple) -> Callable[[Any, Any], None]:
-    """What writes a view to its base, of which it has the elements at an encoded index."""
+    """Return a function that writes a view to its base. The view has the elements of the base at an encoded index."""
     index = decode_index(encoded, ())
 
     def write(base: Any, view: Any) -> None:

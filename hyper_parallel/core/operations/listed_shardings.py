@@ -15,7 +15,7 @@ __all__ = ["TensorSpec", "listed_op", "listed_rule", "plain"]
 
 
 class TensorSpec(NamedTuple):
-    """What stands for a tensor when a function is asked for shardings: the global one, without data.
+    """Global tensor without data. It stands for a tensor when a function is asked for shardings.
 
     Attributes:
         shape: global shape.

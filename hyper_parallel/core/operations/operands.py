@@ -1,4 +1,4 @@
-"""What dispatch asks of the operands of an operation."""
+"""Questions of dispatch about the operands of an operation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _SCALARS = frozenset({int, float, bool, complex, type(None), str})
 
 
 def operand_key(x: Any) -> Any:
-    """What a plan depends on: the layout of a DTensor, the shape of a plain tensor; None for any other operand."""
+    """Return the facts that a plan depends on: the layout of a DTensor or the shape of a plain tensor. Other
+    operands give None."""
     if type(x) in _SCALARS:
         return None
     try:

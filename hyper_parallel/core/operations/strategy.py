@@ -22,7 +22,7 @@ from hyper_parallel.core.rules.op_sharding import Label, OpSharding
 
 @dataclass(frozen=True)
 class Unsized:
-    """What is known of the layout of a result before the data say how large it is.
+    """Layout of a result as far as it is known before the data say how large the result is.
 
     Attributes:
         mesh, placements: as in a layout.
@@ -41,7 +41,7 @@ class Unsized:
 
 @dataclass(frozen=True)
 class Strategy:
-    """What an operation needs and gives.
+    """Layouts that an operation needs and gives.
 
     Attributes:
         operands: for each operand the layout it is read with, None for an operand that is no tensor.

@@ -54,7 +54,7 @@ class Family:
 
 
 class _Source:
-    """What a view that had to move data is a view of.
+    """Source of a view that had to move data.
 
     Attributes:
         base: the tensor.

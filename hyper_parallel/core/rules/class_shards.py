@@ -1,4 +1,4 @@
-"""Which classes a rank has of plain logits whose classes are sharded, and whether those of the ranks fit."""
+"""Range of classes that a rank has of plain logits, and a check that the ranks' ranges fit."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Classes:
 
 
 class ClassFunctions:
-    """What softmax and losses over sharded classes are made of, on one platform.
+    """Functions on one platform that softmax and losses over sharded classes are made of.
 
     All methods take local tensors under `Platform.no_dispatch`.
     """

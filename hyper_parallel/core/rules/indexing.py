@@ -28,7 +28,7 @@ _LINEAR = ((0,),)
 
 @dataclass(frozen=True)
 class _Indexing:
-    """What ``x[index]`` does to the dimensions.
+    """Effect of ``x[index]`` on the dimensions.
 
     Attributes:
         x: labels of x: None where it is cut.

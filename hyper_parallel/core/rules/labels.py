@@ -1,4 +1,4 @@
-"""What the rules share: resolving dimensions, naming them, broadcasting, and the answer for one operand."""
+"""Helpers that the rules share: resolving dimensions, naming them, broadcasting, and the answer for one operand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def replaced(values: Sequence[Any], dim: int, *new: Any) -> tuple[Any, ...]:
 
 
 def unary(before: Labels, after: Labels, shape: Sequence[int], results: int = 1, **more: Any) -> OpSharding:
-    """What a rule answers for an operation on one tensor.
+    """Return a rule's answer for an operation on one tensor.
 
     Args:
         before, after: labels of the tensor, and of each result.

@@ -70,7 +70,7 @@ def _nothing() -> None:
 
 
 def part_of_classes(module: Any) -> PartOfClasses | None:
-    """What is remembered of a module."""
+    """Return the part of the classes that is remembered for a module."""
     return _OF_MODULE.get(module)
 
 

@@ -32,7 +32,7 @@ Label = Hashable
 
 @dataclass(frozen=True)
 class OpSharding:
-    """What a rule answers.
+    """Answer of a rule.
 
     Attributes:
         operands: for each operand the labels of its dimensions, or None for an operand that is no tensor.

@@ -34,8 +34,8 @@ def whole_along(dims: Iterable[int]) -> Callable[[tuple], bool]:
 
 @dataclass(frozen=True)
 class Taking:
-    """What index tensors name, taken: ``native((x, *tensors), static_args)``, with zeros for what this rank does not
-    have.
+    """Local call of an operation that index tensors control: ``native((x, *tensors), static_args)``. Elements that this
+    rank does not have are zeros.
 
     Attributes:
         dims: the dimension of x and the number of the tensor, for each.
@@ -116,7 +116,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class Cut:
-    """What ints and slices take of a tensor whose shards they may cut, or write to it.
+    """Local call that reads or writes what ints and slices select of a tensor, whose shards they may cut.
 
     Attributes:
         ranges: for each dimension of x the global indices that are taken.
@@ -231,7 +231,7 @@ class Cut:
         return platform.with_strides(y, spaced_strides(result.shape, strides, result.local_shape), behind)
 
     def _own(self, layout: Layout, dim: int) -> tuple[int, int]:
-        """Of what is taken along a dimension that is cut, the part that lies on this rank: from, to."""
+        """Return the range of the selected elements along a cut dimension that lies on this rank: from, to."""
         picked, start = self.ranges[dim], layout.local_offset[dim]
         first, last = (
             min(max(-(-(edge - picked.start) // picked.step), 0), len(picked))
@@ -263,8 +263,8 @@ def _between_zeros(platform: Any, x: Any, dim: int, before: int, after: int) -> 
 
 
 def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, Any, Any, Any]:
-    """Of an index into a sharded dimension: places in this rank's part; what does not lie there; what counts from the
-    end; what no rank has."""
+    """Resolve an index into a sharded dimension. Returns places in this rank's part, and masks: elements outside of
+    it, indices from the end, indices that no rank has."""
     size, whole = layout.local_shape[dim], layout.shape[dim]
     is_negative = index < 0
     index = _either(platform, is_negative, index + whole, index)

@@ -1,4 +1,4 @@
-"""What ranks pick of their parts of a tensor, put together in the order in which one device picks it.
+"""Elements that ranks pick of their parts of a tensor, in the order in which one device picks them.
 
 How many elements are not zero, or True, only the data say. Each rank counts those of its part; once the counts are
 exchanged, every rank knows how many there are and where its own go. What was picked is then gathered, padded to the
@@ -91,7 +91,8 @@ class Picks:
         return _runs(self._starts[mine], self._counts[mine])
 
     def gathered(self, picked: Any, dim: int = 0) -> Any:
-        """What all ranks have picked, along dimension ``dim``, in the order of the whole tensor. Differentiable.
+        """Gather the picked elements of all ranks along dimension ``dim``, in the order of the whole tensor.
+        Differentiable.
 
         What is picked in segments is picked along dimension 0.
         """

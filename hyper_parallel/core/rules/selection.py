@@ -193,8 +193,8 @@ def unique(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("unique_in_order", static_args=_DIFFERING)
 def unique_in_order(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Those that differ from the one before, or from all before, in the order in which they come: all dimensions are
-    whole, but for the one along which they come."""
+    """Select elements that differ from the one before, or from all before, in order. All dimensions are whole, but
+    for the one along which elements are compared."""
     x = tuple(shapes[0])
     along = axis(static_args[0] or 0, len(x))
     return _differing(x, whole(named(x), set(range(len(x))) - {along}), static_args)

@@ -180,7 +180,7 @@ class VocabParallel(ClassSoftmax):
         )
 
     def _check(self, target: Any, classes: Classes, ignore_index: int) -> tuple[Any, Any]:
-        """Which samples are ignored, and which have a target that is no class; with a class dimension."""
+        """Return two masks with a class dimension: ignored samples, and samples whose target is no class."""
         ignored = target == ignore_index
         wrong = ((target < 0) | (target >= classes.total)) & (target != ignore_index)
         if self._looks() and bool(wrong.any()):

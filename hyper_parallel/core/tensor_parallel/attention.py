@@ -1,4 +1,4 @@
-"""What `parallelize_module` finds out about attention modules: their heads, and the norms inside them."""
+"""Attention modules as `parallelize_module` sees them: their heads, and the norms inside them."""
 
 from __future__ import annotations
 

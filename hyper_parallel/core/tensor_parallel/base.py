@@ -1,4 +1,4 @@
-"""What a style is: the base classes."""
+"""Base classes of the styles."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ _OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
 
 @dataclass(frozen=True)
 class LocalForward:
-    """What a module runs in place of its forward, by what its only input is.
+    """Function that a module runs in place of its forward, given the kind of its only input.
 
     Both give NotImplemented, having done nothing, for an input that they do not know, and for a module whose parameters
     are not those of the plan any more: something else was put in their place, or computes them (a parametrization).
@@ -174,7 +174,7 @@ class ModuleStyle(ParallelStyle):
         return self.placements
 
     def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
-        """What the module's forward gets for an input that has a layout.
+        """Convert an input that has a layout for the module's forward.
 
         Args:
             module: the module that is called.
@@ -187,7 +187,7 @@ class ModuleStyle(ParallelStyle):
         return to_placement(x, mesh, self.input_layouts[i], desired, what, taker=module)
 
     def prepare_output(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
-        """What the caller gets for an output ``y`` of the module's forward; arguments as for `prepare_input`."""
+        """Convert an output ``y`` of the module's forward for the caller; arguments as for `prepare_input`."""
         desired = None if self.output_layouts is None else self.output_layouts[i]
         return to_output(y, mesh, desired, self.use_local_output, what)
 
@@ -219,7 +219,7 @@ class ModuleStyle(ParallelStyle):
         return tuple(new), kwargs
 
     def prepare_outputs(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
-        """What the caller gets for the output, or the outputs, of the module's forward."""
+        """Convert the output, or the outputs, of the module's forward for the caller."""
         layouts = self.output_layouts
         if layouts is None:
             return self.prepare_output(module, output, 0, f"the output of {module_label(module)}", mesh)
@@ -231,8 +231,8 @@ class ModuleStyle(ParallelStyle):
         return None
 
     def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
-        """What a compiler of the framework traces in place of ``module``, whose parameters are distributed. None, for a
-        module that stays outside of compiled code."""
+        """Return the function that a compiler of the framework traces in place of ``module``, whose parameters are
+        distributed. None is for a module that stays outside of compiled code."""
         return None
 
     def excludes(self, other: ParallelStyle) -> bool:
@@ -270,8 +270,9 @@ class ModuleStyle(ParallelStyle):
         return module
 
     def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
-        """What a call of the module runs in place of ``forward``: `local_forward` for a single input that it knows,
-        else ``forward`` between the conversions, with parameters that are still distributed as they are now."""
+        """Return the function that a call of the module runs in place of ``forward``. For a single input of a known
+        kind that is `local_forward`. Otherwise it is ``forward`` between the conversions, with parameters that are
+        still distributed."""
         if mesh.get_coordinate() is None:
             return lambda module, *args, **kwargs: mesh.require_member(f"a call of {module_label(module)}")
         check = parameter_check(module, mesh)

@@ -1,4 +1,4 @@
-"""What a backend with a compiler is told of styles: `platform.contract.compiled`, made of their data.
+"""Styles as a backend with a compiler sees them: `platform.contract.compiled`, made of their data.
 
 Where a layout cannot be said in these terms - parts of parts, sums - the module stays outside of compiled code.
 """
@@ -99,7 +99,7 @@ def describe_conversions(
     use_local_output: bool,
     of_outputs: bool,
 ) -> CompiledInputs | None:
-    """What a hook converts.
+    """Describe the conversions of a hook.
 
     Args:
         slots: (position or keyword, placement of a plain one, placement wanted, or None for that which it has).

@@ -221,7 +221,7 @@ def _keep_part(x: DTensor, part: Any, mesh: DeviceMesh) -> None:
 
 
 def _kept_part(x: DTensor, split: _Split, mesh: DeviceMesh) -> Any:
-    """What `_keep_part` was given, where cotangents of both are alike; else None."""
+    """Return the argument of `_keep_part` where both have the same kind of cotangent, or None."""
     platform = mesh.platform
     if not all(isinstance(p, Shard) for p in split.beside.placements):
         return None
@@ -241,7 +241,7 @@ def _is_empty(batch: Layout) -> bool:
 
 
 def _samples(batch: Layout, mesh: DeviceMesh) -> BatchPart:
-    """Which samples the module of a style on ``mesh`` gets."""
+    """Return the samples that the module of a style on ``mesh`` gets."""
     dim = _batch_dim(batch)
     samples = batch.local_shape[dim]
     return BatchPart(mesh, dim, samples or 1, batch.local_offset[dim] if samples else 0, batch.shape[dim])

@@ -76,7 +76,7 @@ def check_heads(
 
 
 def local_heads(y: Any, heads: Any, mesh: DeviceMesh) -> Any:
-    """Of an output (..., heads * size), the same on every rank, the one head that belongs to this rank: (..., size).
+    """Return this rank's one head of an output that is the same on every rank: (..., size) of (..., heads * size).
 
     The ranks that share a head each contribute a part of its gradient.
     """

@@ -24,7 +24,7 @@ __all__ = ["Latent", "Latents"]
 
 @dataclass(frozen=True)
 class Latent:
-    """What gives the latent that a projection takes.
+    """Source of the latent that a projection takes.
 
     Attributes:
         path: of the layer.

@@ -58,7 +58,7 @@ def resolve_plan(plan: Plan, model: Any, mesh: DeviceMesh) -> list[Match]:
 
 
 def plan_facts(matches: list[Match], model: Any, mesh: DeviceMesh, src_data_rank: int | None) -> dict[str, str]:
-    """What must be equal on all ranks for a plan to be applied, by name, for `check_ranks`.
+    """Return the facts that must be equal on all ranks for a plan to be applied, by name, for `check_ranks`.
 
     Args:
         matches: from `resolve_plan`.
@@ -78,7 +78,7 @@ def plan_facts(matches: list[Match], model: Any, mesh: DeviceMesh, src_data_rank
 
 
 def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> list[Match]:
-    """What the plan names, in plan order."""
+    """Match the names of the plan with modules, in plan order."""
     matches: list[Match] = []
     without: list[str] = []
     paths = Paths(modules)

@@ -31,7 +31,7 @@ def path_of(module: Any) -> str:
 
 
 def module_label(module: Any) -> str:
-    """What messages call a module: its class, and its path where a plan named it."""
+    """Return the name of a module in messages: its class, and its path where a plan named it."""
     path = getattr(module, _PATH, "")
     return f"{type(module).__name__} {path!r}" if path else type(module).__name__
 

@@ -94,7 +94,7 @@ class NoParallel(ModuleStyle):
 
     @property
     def _summed(self) -> int:
-        """Of how many of the last features the gradient is added up, -1 of all."""
+        """Return the number of last features over which the gradient is summed, -1 for all."""
         return -1 if self.local_output_grad_placements == (Partial(),) else self.partial_features or 0
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:

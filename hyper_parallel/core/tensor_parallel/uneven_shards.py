@@ -23,7 +23,7 @@ COMPARED = "_hyper_parallel_compared"
 
 
 def _hand_out(layout: Layout) -> None:
-    """What follows from handing a local tensor of this layout out as a plain one."""
+    """Note that a local tensor of this layout was handed out as a plain one."""
     mesh, placement = layout.mesh, layout.placements[0]
     # Of features, which come last, the weight that takes them knows the number.
     if not isinstance(placement, Shard) or placement.dim == layout.ndim - 1:

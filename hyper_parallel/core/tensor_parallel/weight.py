@@ -1,4 +1,4 @@
-"""What `ColwiseParallel` and `RowwiseParallel` share: they shard one dimension of a weight, or the other."""
+"""Code that `ColwiseParallel` and `RowwiseParallel` share: each shards one dimension of a weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hyper_parallel.platform.contract import NOTHING_FASTER, ModuleKind
 
 
 class WeightParallel(ModuleStyle):
-    """What `ColwiseParallel` and `RowwiseParallel` share."""
+    """Base of `ColwiseParallel` and `RowwiseParallel`."""
 
     #: Whether the output features of a linear module are sharded (else the input features).
     _splits_outputs: ClassVar[bool]

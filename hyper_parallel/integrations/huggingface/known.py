@@ -91,7 +91,7 @@ _WHOLE = {"opt": re.compile(r"(.*\.)?layers\.\d+\.(self_attn|final)_layer_norm")
 
 
 def known_architectures() -> tuple[str, ...]:
-    """Those that `known_plan` has a plan for."""
+    """Names of the architectures that `known_plan` has a plan for."""
     return tuple(_PLANS)
 
 

@@ -172,7 +172,7 @@ def _style(
 
 
 def _latent_key(attention: Any, path: str) -> ParallelStyle:
-    """Of the projection at ``path`` in an attention module of DeepSeek's kind."""
+    """Return the style of the projection at ``path`` in an attention module of DeepSeek's kind."""
     features = getattr(attention, "qk_rope_head_dim", None)
     if features is None:
         raise ValueError(

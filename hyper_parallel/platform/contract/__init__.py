@@ -88,8 +88,8 @@ class Platform(
     ObservationRole,
     DryRole,
 ):
-    """What core asks of a backend: the sum of the roles. There is one instance of each backend in a process, which
-    `hyper_parallel.get_platform` gives.
+    """Verbs that core asks of a backend: the sum of the roles. There is one instance of each backend in a process,
+    which `hyper_parallel.get_platform` gives.
 
     Example:
         >>> from hyper_parallel import get_platform

@@ -52,7 +52,7 @@ def named(name: str, function: Callable[..., Any]) -> Any:
 
 
 class AutogradRole(ABC):
-    """What core needs to send gradients its own way."""
+    """Verbs with which core sends gradients its own way."""
 
     #: Whether backward adds gradients to those that tensors have (`TensorMembers.grad`, which can be set then), where a
     #: framework does not return them instead.
@@ -74,8 +74,9 @@ class AutogradRole(ABC):
         return False
 
     def backward_pass(self) -> Any:
-        """What stands for the backward pass that is running on this thread: equal within one, and different in one that
-        runs inside of another. None outside, and in a backend that does not know when a pass ends."""
+        """Return an object that stands for the backward pass on this thread. It is equal within one pass, and
+        differs in a pass inside of another. Returns None outside, and in a backend that does not know when a pass
+        ends."""
         return None
 
     def after_backward(self, callback: Callable[[], None]) -> None:

@@ -44,8 +44,8 @@ class CollectiveRole(ABC):
         return getattr(type(self), collective) is not getattr(CollectiveRole, collective)
 
     def native_op(self, op: str) -> Any:
-        """What the framework's own collectives take for the reduction ``op``, as in `supports`: for users who bring
-        theirs."""
+        """Return the framework's own object for the reduction ``op``, as in `supports`. It serves users with
+        collectives of their own."""
         return op
 
     def all_reduce(self, local: Tensor, op: str, group: Group) -> Tensor:

@@ -1,4 +1,4 @@
-"""What core tells a backend of a styled module, for a compiler that traces it: the second forward of a plan.
+"""Description of a styled module for a compiler that traces it: the second forward of a plan.
 
 Where a framework compiles what Python does, DTensors are in the way: a compiler sees local tensors that claim to be
 larger. So a backend with a compiler builds, of a style's data, a forward of plain local tensors, two autograd functions
@@ -102,7 +102,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class CompiledInputs:
-    """What a hook of a style converts: inputs of a module, or outputs.
+    """Conversions of a hook of a style: inputs of a module, or outputs.
 
     Attributes:
         mesh, group, size, rank: see `CompiledForward`.
@@ -148,7 +148,7 @@ class ClassShards:
 
 
 class CompiledLosses(Protocol):
-    """What a backend with a compiler may ask of core for losses of sharded logits; a part of `Core`."""
+    """Questions of a backend with a compiler about losses of sharded logits; a part of `Core`."""
 
     def watch_losses_of_shards(self, watcher: Callable[[Callable[..., Any]], None]) -> None:
         """``watcher`` is called with each function of the library that computes a loss of plain logits of which each
@@ -158,7 +158,7 @@ class CompiledLosses(Protocol):
     def class_shards(
         self, mesh: Any, own: int, dim: int | None = None, vocab_size: int | None = None
     ) -> ClassShards | None:
-        """Which classes this rank has of plain local logits; communicates nothing.
+        """Return the classes that this rank has of plain local logits. Communicates nothing.
 
         Args:
             mesh: that shards them.
@@ -179,7 +179,8 @@ class CompiledLosses(Protocol):
 
 
 class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings nothing
-    """What a framework with a compiler makes of these. Where there is none, or DTensors are kept from it, nothing."""
+    """Verbs of a framework with a compiler. By default they do nothing: there is no compiler, or DTensors are kept
+    from it."""
 
     def set_compiled_forward(self, module: Any, how: CompiledForward | None) -> None:
         """Let a compiler trace what ``how`` describes in place of the forward that `ModuleRole.replace_forward` gave

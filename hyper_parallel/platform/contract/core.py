@@ -1,4 +1,4 @@
-"""What core hands to a backend when the DTensor class is made. A backend imports nothing of core."""
+"""Services that core hands to a backend when the DTensor class is made. A backend imports nothing of core."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Mesh = Any
 
 
 class Core(CompiledLosses, Protocol):
-    """What a backend may ask of core.
+    """Services of core for a backend.
 
     Everything but `dispatch` is there for what a framework does with tensors besides operations: clipping, gradients,
     hooks, copies, its own collectives. A backend whose framework has less of that needs less.
@@ -194,4 +194,4 @@ class Core(CompiledLosses, Protocol):
 
     @property
     def unpickling(self) -> tuple[Any, ...]:
-        """What unpickling a layout, and `restore`, call."""
+        """Return the callables that unpickle a layout, and `restore`."""

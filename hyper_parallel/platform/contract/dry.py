@@ -17,7 +17,7 @@ Tensor = Any
 
 @dataclass
 class Usage:
-    """What was computed and kept, of this rank.
+    """Work and memory of this rank.
 
     Attributes:
         operations: (name, floating point operations, bytes that it reads and writes, bytes of an element) -> how

@@ -1,4 +1,5 @@
-"""What only makes things faster: `Platform.fast`, one object that a backend may have. Without it, results are the same.
+"""Verbs that only make things faster: `Platform.fast`, an object that a backend may have. Without it, results are the
+same.
 
 Every method may answer "no" (None or False), which is what those of `Fast` itself do; core takes the general way then.
 With the environment variable ``HYPER_PARALLEL_FAST=0`` every platform is without.
@@ -22,7 +23,7 @@ Group = Any
 
 @dataclass(frozen=True)
 class LinearCollective:
-    """What `Fast.linear_with_collective` is to do.
+    """Collective that `Fast.linear_with_collective` is to do.
 
     Attributes:
         collective: ``"all_reduce"``: the sum over the ranks of ``x @ weight.T``, whose cotangent is the same on all of
@@ -46,7 +47,7 @@ class LinearCollective:
 
 
 class Rows(ABC):
-    """What `Fast.gathered_rows` gives."""
+    """Result of `Fast.gathered_rows`."""
 
     @abstractmethod
     def take(self) -> Tensor:

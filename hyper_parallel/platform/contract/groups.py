@@ -16,7 +16,7 @@ Group = Any
 
 @dataclass(frozen=True)
 class NativeMesh:
-    """What there is to know of a mesh of the framework's own.
+    """Description of a mesh of the framework's own.
 
     Attributes:
         ranks: array of global ranks.
@@ -33,7 +33,7 @@ class NativeMesh:
 
 @dataclass(frozen=True)
 class NativeGroup:
-    """What there is to know of a group of the framework's own.
+    """Description of a group of the framework's own.
 
     Attributes:
         ranks: global ranks, in its order.
@@ -86,7 +86,8 @@ class GroupRole(ABC):
         """
 
     def native_group(self, group: Group) -> Any:
-        """What the framework's own functions take for ``group``: for users who call them on ``mesh.get_group()``."""
+        """Return the object that the framework's own functions take for ``group``. It serves users who call them on
+        ``mesh.get_group()``."""
         return group
 
     def describe_group(self, native: Any) -> NativeGroup:

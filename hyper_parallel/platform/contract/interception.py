@@ -48,7 +48,7 @@ class InterceptionRole(ABC):
         """Native operation (function object or name) -> `NativeOp`."""
 
     def patched_names(self) -> Sequence[str]:
-        """What of the framework is replaced when the DTensor class is made, for people: docs/patches.md."""
+        """Names in the framework that are replaced when the DTensor class is made, for people: docs/patches.md."""
         return ()
 
     def is_compiling(self) -> bool:

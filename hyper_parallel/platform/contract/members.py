@@ -1,4 +1,4 @@
-"""What tensors of a framework have of their own: all that core asks of one, besides handing it to the platform."""
+"""Members of the frameworks' tensors that core uses, besides handing a tensor to the platform."""
 
 from __future__ import annotations
 

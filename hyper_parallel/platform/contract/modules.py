@@ -1,4 +1,4 @@
-"""What a module is: which layers a plan can shard, and how a tree of modules is walked, read and changed.
+"""Modules: layers that a plan can shard, and how a tree of modules is walked, read and changed.
 
 A backend brings the classes of its linear layers, embeddings and norms (`ModuleRole.linear_kinds` and the like), walks
 its modules parents first, puts hooks around a forward and other code in place of it.

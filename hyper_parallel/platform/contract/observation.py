@@ -13,7 +13,7 @@ Tensor = Any
 
 
 class Observer(Protocol):
-    """Who is told of a program. Called with interception as it is there."""
+    """Receiver of the events of a program. It is called with interception as it is there."""
 
     def before_module(self, module: Module) -> None:
         """The forward of a module begins."""
@@ -38,7 +38,7 @@ class Observer(Protocol):
 
 
 class ObservationRole:
-    """What a backend can tell of the program around core."""
+    """Events of the program around core that a backend can report."""
 
     def observe(self, observer: Observer) -> AbstractContextManager[Any]:
         """Inside, ``observer`` is told of modules and collectives, but not of those that this backend issues for core,
@@ -52,8 +52,8 @@ class ObservationRole:
         return None
 
     def collective_kind(self, native: Any) -> str | None:
-        """What core calls the collective that an operation of the framework is, such as ``"all_gather"``; None for
-        everything else. Users of the framework count by its operations."""
+        """Return core's name of the collective that an operation of the framework is, such as ``"all_gather"``.
+        Other operations give None. Users of the framework count by its operations."""
         return None
 
     def is_made_with(self, x: Tensor, parameter: Tensor) -> bool | None:

@@ -1,5 +1,5 @@
-"""What a training job saves: the tensors of modules, and the state of optimizers. Names are those that all backends
-share, which are torch's, so that what one framework has saved another can load."""
+"""State that a training job saves: the tensors of modules, and the state of optimizers. All backends share torch's
+names, so that one framework can load what another has saved."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StateRole:
         return False
 
     def optimizer_state(self, optimizer: Any) -> OptimizerState:
-        """What the optimizer holds now. Called where `is_optimizer` says yes."""
+        """Return the present state of the optimizer. Called where `is_optimizer` says yes."""
         raise TypeError(f"{type(self).__name__} knows no optimizers")
 
     def set_optimizer_state(self, optimizer: Any, state: OptimizerState) -> None:

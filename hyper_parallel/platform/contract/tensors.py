@@ -36,9 +36,9 @@ class TensorRole(ABC):
         return isinstance(x, self.Tensor)
 
     def foreign_tensor(self, x: Any) -> str | None:
-        """What ``x`` is, for messages ("a tensor of the class ..., of torch.distributed.tensor"), and what to do about
-        it, if it is a tensor of the framework that cannot be, or meet, the local part of a DTensor: of a class that
-        computes in its own way, or stored in another way than as one dense array. None for all other values."""
+        """Return the description of ``x`` for messages, and its remedy, if it cannot be, or meet, the local part of
+        a DTensor. Such tensors compute in a way of their own, or are stored in another way than as one dense array.
+        The description is like "a tensor of the class ..., of torch.distributed.tensor". Other values give None."""
         return None
 
     @abstractmethod

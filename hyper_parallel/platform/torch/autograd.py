@@ -276,8 +276,8 @@ ADDING: set[int] = set()
 
 
 def telling_engine(run: Callable) -> Callable:
-    """What stands for the function that runs torch's engine: `Platform.before_backward`. Nothing of the graph runs
-    before the hook on the root that comes first. Where the engine fails, other ranks are told."""
+    """Wrap the function that runs torch's engine, for `Platform.before_backward`. The hook on the first root runs
+    before the rest of the graph. Where the engine fails, other ranks are told."""
 
     @functools.wraps(run)
     def telling(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -349,7 +349,7 @@ def _tell_of_failure(error: Exception, roots: Sequence[Any]) -> None:
 
 
 def name_of(forward: Callable) -> str:
-    """What the graph and the profiler call a function."""
+    """Return the name of a function in the graph and in the profiler."""
     return getattr(forward, "__name__", "Function").strip("_")
 
 

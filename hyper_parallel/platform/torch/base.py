@@ -37,7 +37,7 @@ _UNCOUNTED = ("batch_norm", "instance_norm", "_batch_norm_impl_index", "_batch_n
 
 
 class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, StateVerbs, ObservationVerbs):
-    """What all torch devices share; `cpu`, `cuda` and `npu` add what differs."""
+    """Backend that all torch devices share; `cpu`, `cuda` and `npu` add the differences."""
 
     Tensor = torch.Tensor
     Parameter = torch.nn.Parameter

@@ -24,7 +24,7 @@ _refuse._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def whole_classes_only(original: Callable) -> Callable:
-    """What stands for ``cross_entropy`` and ``nll_loss`` of `torch.nn.functional`."""
+    """Wrap ``cross_entropy`` and ``nll_loss`` of `torch.nn.functional`."""
 
     @functools.wraps(original)
     def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,9 +43,8 @@ def whole_classes_only(original: Callable) -> Callable:
 
 
 def both_overridable(original: Callable) -> Callable:
-    """What stands for the compiler's list of the functions that ask the class of their arguments first. It is made
-    once, before or after these losses were replaced, as is the list of those that a graph has as one operation.
-    """
+    """Wrap the compiler's list of the functions that ask the class of their arguments first. It is made once, before
+    or after these losses were replaced. The same holds for the list of functions that are one operation of a graph."""
 
     @functools.cache
     def get_overridable_functions() -> set:

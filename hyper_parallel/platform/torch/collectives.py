@@ -265,7 +265,7 @@ class CommunicationVerbs(Platform):
 
 
 def _ordered(ranks: Sequence[int]) -> dict[str, Any]:
-    """What lets `torch.distributed.new_group` keep ``ranks`` in this order.
+    """Return the arguments with which `torch.distributed.new_group` keeps ``ranks`` in this order.
 
     Raises:
         ValueError: where torch sorts them.

@@ -1,4 +1,4 @@
-"""Which dtypes the backends of `torch.distributed` move and reduce."""
+"""Dtypes that the backends of `torch.distributed` move and reduce."""
 
 from __future__ import annotations
 

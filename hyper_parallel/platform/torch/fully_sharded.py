@@ -29,8 +29,8 @@ __all__ = ["checking_parameters", "converting_parameter", "taking_meshes"]
 
 
 def taking_meshes(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """What stands for ``DataParallelMeshInfo.__post_init__``, where each mesh arrives that torch is to shard over or to
-    replicate over: one of this library's becomes torch's."""
+    """Wrap ``DataParallelMeshInfo.__post_init__``, which gets each mesh that torch is to shard or replicate over.
+    Meshes of this library become torch's."""
 
     @functools.wraps(original)
     def post_init(self: Any) -> None:
@@ -42,9 +42,8 @@ def taking_meshes(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def checking_parameters(make: Callable[..., None]) -> Callable[..., None]:
-    """What stands for ``FSDPParamGroup.__init__``, which all parameters of a unit are given to: refuses, on all ranks,
-    before anything is changed, what cannot be right.
-    """
+    """Wrap ``FSDPParamGroup.__init__``, which gets all parameters of a unit. Refuses wrong ones on all ranks, before
+    anything is changed."""
 
     @functools.wraps(make)
     def init(
@@ -100,7 +99,7 @@ def _check(p: Any, path: str, mesh_info: Any, post_forward: Any) -> None:
 
 
 def converting_parameter(make: Callable[..., None]) -> Callable[..., None]:
-    """What stands for ``FSDPParam.__init__``."""
+    """Wrap ``FSDPParam.__init__``."""
     cls = sys.modules[make.__module__].FSDPParam
 
     @functools.wraps(make)

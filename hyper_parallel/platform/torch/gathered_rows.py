@@ -1,4 +1,4 @@
-"""What data parallelism gathers, put in its place by one operation: see `Fast.gathered_rows`."""
+"""Placement of the data that data parallelism gathers, by one operation: see `Fast.gathered_rows`."""
 
 from __future__ import annotations
 

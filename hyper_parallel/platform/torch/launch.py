@@ -30,7 +30,7 @@ BACKEND_VARIABLE = "HYPER_PARALLEL_TORCH_BACKEND"
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says about this process.
+    """Launcher's description of this process.
 
     Attributes:
         rank, world_size, local_rank: this process's place.

@@ -83,7 +83,7 @@ class _MetaFast(TorchFast):
 
 
 class TorchMetaPlatform(TorchCpuPlatform):
-    """What dry runs of all torch backends are made of."""
+    """Base of the dry runs of all torch backends."""
 
     device_type = "meta"
     needs_values = False

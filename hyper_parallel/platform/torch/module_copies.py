@@ -46,7 +46,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 
 
 def _reduce(self: Any, protocol: Any) -> tuple:
-    """What pickle takes.
+    """Return the value that pickle takes.
 
     Raises:
         TypeError: for a module with hooks that cannot be pickled.

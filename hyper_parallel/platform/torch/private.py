@@ -1,4 +1,4 @@
-"""What the backends take from torch's private parts: the only place that names them.
+"""Private parts of torch that the backends use: the only place that names them.
 
 Each is looked at when this module is imported, before anything relies on it. One that is missing, or not of the kind
 that is expected, is replaced by a public way that is slower, where there is one (`REPLACED` lists those). Without one,
@@ -95,7 +95,7 @@ def _find(path: str) -> Any:
 
 
 def _take(path: str, suits: Callable[[Any], bool], otherwise: Any = _NO_OTHER_WAY) -> Any:
-    """What torch has at ``path`` if it ``suits``, else ``otherwise``.
+    """Return torch's object at ``path`` if it ``suits``, else ``otherwise``.
 
     Raises:
         UnknownTorchError: when there is nothing else.

@@ -1,4 +1,4 @@
-"""What of torch's modules and optimizers belongs into a checkpoint."""
+"""State of torch's modules and optimizers that belongs into a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations of torch compute, read and write, and how much memory lives meanwhile."""
+"""Count of the computing, reading and writing of torch's operations, and of the memory that lives meanwhile."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _require_same(state: Mapping[str, Any], held: Mapping[str, Any]) -> None:
 
 
 def _described(x: Any) -> str:
-    """What tells whether ranks have the same; of a tensor its sum, bit by bit."""
+    """Return a text that tells whether ranks have the same. For a tensor it is the sum, bit by bit."""
     if not isinstance(x, Tensor):
         return repr(x) if isinstance(x, (bool, int, float, str, tuple, list, type(None))) else type(x).__name__
     if is_dtensor(x) or x.is_meta:

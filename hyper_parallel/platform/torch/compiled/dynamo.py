@@ -36,7 +36,8 @@ _STATIC = "_dynamo_static_indices"
 
 
 def not_compiled(skipped: Any) -> tuple[str, ...]:
-    """What comes into the list of files that the compiler skips, with all that begins with them."""
+    """Return the additions to the list of files that the compiler skips. Paths that begin with one of them are
+    skipped."""
     backend, root = Path(__file__).parents[1], Path(__file__).parents[3]
     found = sorted(path for path in backend.iterdir() if path.name not in _COMPILED and path.name[:2] != "__")
     return (
@@ -46,7 +47,7 @@ def not_compiled(skipped: Any) -> tuple[str, ...]:
 
 
 def skipping(original: Any) -> re.Pattern:
-    """What stands for the pattern that torch makes of that list."""
+    """Wrap the pattern that torch makes of that list."""
     return re.compile("|".join([original.pattern, *(f"^{re.escape(path)}" for path in not_compiled(None))]))
 
 
@@ -63,7 +64,7 @@ def is_pattern(original: Any) -> str | None:
 
 
 def wrapping_dtensors(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """What stands for ``VariableBuilder.wrap_tensor``, where the compiler meets a tensor of the program."""
+    """Wrap ``VariableBuilder.wrap_tensor``, where the compiler meets a tensor of the program."""
 
     @wraps(original)
     def wrap_tensor(self: Any, value: Any) -> Any:
@@ -101,7 +102,7 @@ def _parts_of_dynamo() -> Any:
 
 
 def plain_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for ``OutputGraph.call_user_compiler``, which gives a graph and its inputs to a backend."""
+    """Wrap ``OutputGraph.call_user_compiler``, which gives a graph and its inputs to a backend."""
 
     @wraps(original)
     def call_user_compiler(self: Any, gm: Any, example_inputs: Any) -> Any:

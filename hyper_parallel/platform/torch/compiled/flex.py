@@ -26,7 +26,7 @@ MODULE = "torch.nn.attention.flex_attention"
 
 
 class Flex:
-    """What the patch finds in torch, and the handler of DTensors, which sets itself."""
+    """Functions of torch that the patch finds, and the handler of DTensors, which sets itself."""
 
     #: The function as torch has it, of the original code; to be called with all arguments.
     original: Any = None
@@ -63,7 +63,7 @@ def is_known_code(code: Any) -> str | None:
 
 
 def serving_dtensors(code: CodeType) -> CodeType:
-    """What stands for the code of torch's function."""
+    """Return the replacement of the code of torch's function."""
     held: Any = vars(sys.modules[MODULE])["flex_attention"]
     Flex.original = FunctionType(code, held.__globals__, held.__name__, held.__defaults__)
     return _CODE
@@ -138,7 +138,7 @@ def _own_part(query: Any, key: Any, value: Any, mask: Any) -> Any:
 
 
 def _class_and_rank(number: int, size: int, cut: int | None) -> tuple[Any, int]:
-    """Of the mesh with this ``id()``; the class is None where there is none."""
+    """Return the class and the rank for the mesh with this ``id()``. The class is None where there is no such mesh."""
     mesh = State.core.mesh_with_id(number)
     return (None, 0) if mesh is None else (placed_classes(mesh, size).get(cut), mesh.get_local_rank())
 

@@ -42,7 +42,7 @@ def seeing_whole(function: Callable[..., Any], pieces: Pieces, whole: tuple[int,
 
 
 def _shift(pieces: Any, size: int, device: Any) -> Any:
-    """What makes a number of this rank's one of all: None, a number to add, or a table."""
+    """Return the translation of this rank's numbers to numbers of all: None, a number to add, or a table."""
     if len(pieces) == 1:
         return None if pieces[0] == (0, size) else pieces[0][0]
     return torch.tensor([i for start, length in pieces for i in range(start, start + length)], device=device)
@@ -73,7 +73,7 @@ def own_part_of_mask(mask: Any, pieces: Pieces, whole: tuple[int, int]) -> Any:
 
 
 def _own_part(x: Any, pieces: Pieces, whole: tuple[int, int]) -> Any:
-    """Of a tensor of the mask, whose first dimensions are batch and heads, or 1."""
+    """Return this rank's part of a tensor of the mask, whose first dimensions are batch and heads, or 1."""
     if x is None:
         return None
     for dim in (0, 1):

@@ -62,7 +62,7 @@ def make_run(module: nn.Module, how: CompiledForward | None) -> Callable[..., An
 
 
 def _read_of(module: Any, cls: type) -> tuple:
-    """What is made of a module's own attributes, which its class does not say."""
+    """Return the facts in a module's own attributes, which its class does not say."""
     return (module.padding_idx, is_simple(module)) if cls is nn.Embedding else ()
 
 
@@ -91,7 +91,7 @@ def _moves(how: Any) -> Moves:
 
 
 def _give(moves: Moves, y: Tensor | None, cut: int | None, even: bool = True) -> Any:
-    """What the module returns, or why it cannot."""
+    """Return the module's output, or the reason why there is none."""
     y = None if y is None else moves.give(y, cut, even)
     return _OUTPUT if y is None else y
 

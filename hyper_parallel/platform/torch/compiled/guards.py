@@ -41,7 +41,7 @@ def is_manager(original: Any) -> str | None:
 
 
 def with_few_guards(original: Callable[..., None]) -> Callable[..., None]:
-    """What stands for ``CheckFunctionManager.__init__``, which makes a function of the guards of a frame."""
+    """Wrap ``CheckFunctionManager.__init__``, which makes a function of the guards of a frame."""
 
     @wraps(original)
     def make(self: Any, f_code: Any, output_graph: Any, *args: Any, **kwargs: Any) -> None:

@@ -41,7 +41,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Options:
-    """Those of ``cross_entropy``."""
+    """Options of ``cross_entropy``."""
 
     reduction: str
     ignore_index: int
@@ -86,7 +86,7 @@ def _trace(original: Callable[..., Any]) -> None:
 
 
 def _traced(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What the compiler traces in place of ``original``, which has the same arguments."""
+    """Return the function that the compiler traces in place of ``original``, with the same arguments."""
 
     def traced(
         local_logits: Any, target: Any, mesh: Any, *, dim: Any = None, vocab_size: Any = None, weight: Any = None,
@@ -203,13 +203,13 @@ def _rows(target: Tensor, classes: Found) -> tuple[Tensor, Tensor]:
 
 
 def _checked(target: Tensor, total: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Which samples are ignored, and which have a target that is no class."""
+    """Return masks of ignored samples, and of samples whose target is no class."""
     ignored = target == ignore_index
     return ignored, ((target < 0) | (target >= total)) & ~ignored
 
 
 def _weights(target: Tensor, weight: Tensor | None, without: Tensor, like: Tensor) -> Tensor:
-    """Of each sample; any for those that do not count."""
+    """Return the weight of each sample. Samples that do not count may have any weight."""
     if weight is None:
         return torch.ones_like(target, dtype=like.dtype)
     return weight[target.long().masked_fill(without, 0)]
@@ -227,8 +227,8 @@ def _reduced(loss: Tensor, reduction: str, count: Any) -> Tensor:
 
 # ----------------------------------------------------------------------------------- losses of distributed logits
 def loss_of_placed(nll: bool, args: tuple, kwargs: dict) -> Any:
-    """What ``cross_entropy`` or ``nll_loss`` gives of a `Placed` with sharded classes inside `loss_parallel`; None
-    where eager mode is to say or do something else."""
+    """Compute ``cross_entropy`` or ``nll_loss`` of a `Placed` with sharded classes inside `loss_parallel`. Returns
+    None where eager mode is to answer."""
     return _of_placed(nll, *args, **kwargs)
 
 

@@ -50,7 +50,7 @@ def placed_classes(mesh: Any, size: int) -> dict[int | None, type]:
 
 
 class Moves:
-    """What one style moves, on its 1-D mesh.
+    """Communication of one style, on its 1-D mesh.
 
     Args:
         mesh, size, rank: of the style.

@@ -1,4 +1,5 @@
-"""What a compiled frame leaves to eager mode. Imported once torch's compiler is there, which takes long to import."""
+"""Calls that a compiled frame leaves to eager mode. Imported once torch's compiler is there, which takes long to
+import."""
 
 from __future__ import annotations
 

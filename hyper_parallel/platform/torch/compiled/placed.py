@@ -1,4 +1,4 @@
-"""What stands for DTensors inside a compiled frame: plain local tensors of a class that says how they lie.
+"""Stand-ins for DTensors inside a compiled frame: plain local tensors of a class that knows their placement.
 
 To torch's compiler a `Placed` is the local tensor. Styled modules, whose compiled forwards know the class, take it for
 what it is; whatever else computes on one leaves the compiled code: there it becomes the DTensor that eager mode has.
@@ -69,7 +69,7 @@ def settle(x: Any) -> Any:
 
 
 class Outside:
-    """What runs outside of compiled code: `outside` sets it, as soon as torch's compiler is there."""
+    """Functions that run outside of compiled code. `outside` sets them, as soon as torch's compiler is there."""
 
     #: ``leave(call, args, kwargs)``: a call with DTensors in place of what is `Placed`.
     leave: Any = None

@@ -21,7 +21,7 @@ __all__ = ["class_of", "is_placed", "trace_positions"]
 
 
 def class_of(number: int, size: int, cut: int | None) -> Any:
-    """Of a `Placed` with this cut; ``number`` is the ``id()`` of its mesh."""
+    """Return the class of a `Placed` with this cut; ``number`` is the ``id()`` of its mesh."""
     mesh = State.core.mesh_with_id(number)
     return None if mesh is None else placed_classes(mesh, size).get(cut)
 
@@ -42,7 +42,7 @@ def is_placed(x: Any) -> bool:
 
 
 def trace_positions(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What ``func`` gives, or None where it is not traced here."""
+    """Compute ``func``, or return None where it is not traced here."""
     if func in _ELEMENTWISE:
         return _elementwise(func, args, kwargs)
     if func in _ALONG:
@@ -161,7 +161,7 @@ def _norm(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _functions(names: str, *owners: Any) -> dict[Any, None]:
-    """Those of these names, as a dict: the compiler looks functions up in one."""
+    """Return the functions of these names, as a dict: the compiler looks functions up in one."""
     return {getattr(owner, name): None for owner in owners for name in names.split() if hasattr(owner, name)}
 
 

@@ -64,9 +64,8 @@ def _is_from_aot(y: Any) -> bool:
 
 
 def localize(function: Any) -> None:
-    """Of an autograd function that is about to be given DTensors: if a graph is inside, let backward too work on local
-    tensors. What it keeps for backward are the parameters themselves, as in hand-written code.
-    """
+    """Let the backward of an autograd function work on local tensors too, if a graph is inside. The function is
+    about to be given DTensors. It keeps the parameters themselves for backward, as in hand-written code."""
     if not hasattr(function, _COMPUTES) or getattr(function, "takes_dtensors", False):
         return
     backward = function.backward

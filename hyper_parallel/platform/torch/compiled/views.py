@@ -18,7 +18,7 @@ __all__ = ["trace"]
 
 
 def trace(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What an operation gives of a `Placed`, in compiled code; None where it is left to eager mode."""
+    """Compute an operation on a `Placed` in compiled code, or return None where it is left to eager mode."""
     original = getattr(func, "__wrapped__", func)
     if original in _LOSSES:
         return loss_of_placed(_LOSSES[original], args, kwargs)

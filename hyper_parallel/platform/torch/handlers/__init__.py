@@ -1,4 +1,4 @@
-"""What torch wants from a tensor besides the operations of the op table. The modules fill `tensor.HANDLERS`."""
+"""Protocols of torch's tensors besides the operations of the op table. The modules fill `tensor.HANDLERS`."""
 
 from hyper_parallel.platform.torch.handlers import (
     attention,

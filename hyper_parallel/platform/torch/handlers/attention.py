@@ -126,7 +126,7 @@ def _with_one_more(x: Any, own: Any, heads: int) -> Any:
 
 
 def _mask(mask: Any, padding: Any, heads: int, dtype: torch.dtype) -> Any:
-    """What is added to the scores."""
+    """Return the tensor that is added to the scores."""
     mask, padding = _numbers(mask, dtype), _numbers(padding, dtype)
     if mask is not None and mask.dim() == 3:
         mask = mask.reshape(mask.shape[0] // heads, heads, *mask.shape[1:])

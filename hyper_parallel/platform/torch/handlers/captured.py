@@ -29,7 +29,7 @@ _GLOBAL = (
 
 
 class Captured:
-    """What the functions of a call of `flex_attention` read.
+    """Tensors and values that the functions of a call of `flex_attention` read.
 
     Args:
         score_mod: or None.
@@ -138,7 +138,7 @@ class _Reader:
         return made
 
     def _object(self, x: Any, names: frozenset[str]) -> Any:
-        """Of a module, or another object, what the code around reads by name, and what its own call does."""
+        """Read a module or another object: the names that the code around uses, and the code of its own call."""
         held = getattr(x, "__dict__", None)
         if not isinstance(held, dict):
             return x

@@ -30,7 +30,7 @@ __all__ = ["norm_clipping", "scaling_to_norm", "total_norm_of_all", "value_clipp
 
 
 def norm_clipping(original: Any) -> Any:
-    """What stands for ``clip_grad_norm_``."""
+    """Wrap ``clip_grad_norm_``."""
     tensor_class = State.tensor_class
     # Torch's own as well: nothing has been replaced yet.
     total_norm, clip_with_norm = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
@@ -61,7 +61,7 @@ def norm_clipping(original: Any) -> Any:
 
 
 def total_norm_of_all(original: Any) -> Any:
-    """What stands for ``get_total_norm``."""
+    """Wrap ``get_total_norm``."""
     tensor_class = State.tensor_class
 
     @functools.wraps(original)
@@ -84,7 +84,7 @@ def total_norm_of_all(original: Any) -> Any:
 
 
 def scaling_to_norm(original: Any) -> Any:
-    """What stands for ``clip_grads_with_norm_``."""
+    """Wrap ``clip_grads_with_norm_``."""
     tensor_class = State.tensor_class
 
     @functools.wraps(original)
@@ -106,7 +106,7 @@ def scaling_to_norm(original: Any) -> Any:
 
 
 def value_clipping(original: Any) -> Any:
-    """What stands for ``clip_grad_value_``."""
+    """Wrap ``clip_grad_value_``."""
     tensor_class = State.tensor_class
 
     @functools.wraps(original)
@@ -122,7 +122,7 @@ def value_clipping(original: Any) -> Any:
 
 
 class _LocalGradient:
-    """What stands for a parameter whose gradient is one of torch's own DTensors: its ``grad`` is the local part."""
+    """Stand-in for a parameter whose gradient is one of torch's own DTensors: its ``grad`` is the local part."""
 
     def __init__(self, gradient: Any) -> None:
         self.grad = gradient.to_local() if gradient is not None and is_native(gradient) else gradient

@@ -30,8 +30,8 @@ _INTO_FIRST = frozenset({*_GATHERING, "reduce_scatter", "reduce_scatter_single"}
 
 
 def _functions(names: str) -> list[Any]:
-    """What the module holds under the names, which is what torch hands over: `torch.distributed` has something else
-    where somebody has put another function there. Versions differ in what there is."""
+    """Return the objects that the module holds under the names, which torch hands over. A program may have put
+    another function into `torch.distributed`. Versions differ in their names."""
     return [vars(distributed_c10d).get(name) for name in words(names)]
 
 
@@ -68,7 +68,7 @@ def collective(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _check_rows(name: str, args: tuple, count: int) -> None:
-    """What is joined or cut along dimension 0 of local tensors is to be joined or cut there in the global ones too."""
+    """Check that joining or cutting local tensors along dimension 0 means the same for the global ones."""
     if name in _OF_ROWS:
         large = _OF_ROWS[name]
         State.core.check_rows(name, args[large]._layout, args[1 - large]._layout, count)

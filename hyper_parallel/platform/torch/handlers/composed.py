@@ -150,7 +150,7 @@ def multi_dot(tensors: Any) -> Any:
 
     @functools.cache
     def cheapest(first: int, last: int) -> tuple[int, int]:
-        """What the product of these costs, and after which matrix to cut it."""
+        """Return the cost of the product of these, and the matrix after which to cut it."""
         if first == last:
             return 0, first
         return min(

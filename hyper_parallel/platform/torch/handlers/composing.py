@@ -1,4 +1,4 @@
-"""What functions are written with that run as a composition of other operations on distributed tensors."""
+"""Helpers for functions that run as a composition of other operations on distributed tensors."""
 
 from __future__ import annotations
 

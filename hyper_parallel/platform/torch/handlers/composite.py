@@ -171,7 +171,7 @@ def view_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(Tensor.resize_, Tensor.resize_as_, Tensor.set_, Tensor.as_strided_)
 def refuse_other_storage(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What gives a tensor another storage, or other sizes over the same one: of a shard that means nothing."""
+    """Refuse to give a tensor another storage, or other sizes over the same one: it means nothing for a shard."""
     raise TypeError(
         f"{func.__name__} of a DTensor would change the storage or the sizes of this rank's part alone: make a new "
         "tensor (reshape, narrow, distribute_tensor), or assign a distributed one to x.data"

@@ -89,5 +89,5 @@ def rebuild_dtensor(layout: Any, local: Tensor, requires_grad: bool, is_paramete
 
 
 def needed_to_load() -> tuple[Any, ...]:
-    """What ``torch.load(weights_only=True)`` has to call to make DTensors."""
+    """Return the callables with which ``torch.load(weights_only=True)`` makes DTensors."""
     return (rebuild_dtensor, *State.core.unpickling)

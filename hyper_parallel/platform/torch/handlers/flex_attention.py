@@ -114,7 +114,7 @@ def _aux(**results: Any) -> Any:
 
 
 def _check(q: Any, k: Any, v: Any, mask: Any, gqa: bool) -> None:
-    """What torch asks of all ranks' tensors, before anything is moved: a rank may have a part that does not tell."""
+    """Check all ranks' tensors as torch would, before anything is moved. One rank's part may not show the fault."""
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     if any(len(shape) != 4 for shape in shapes):
         raise ValueError(f"flex_attention takes tensors of (batch, heads, length, features), not of shapes {shapes}")
@@ -146,7 +146,7 @@ def _check(q: Any, k: Any, v: Any, mask: Any, gqa: bool) -> None:
 
 
 def _dtype_of(q: Tensor) -> torch.dtype:
-    """That of the result."""
+    """Return the dtype of the result."""
     kind = q.device.type
     if torch.is_autocast_enabled(kind) and q.dtype is not torch.float64:
         return torch.get_autocast_dtype(kind)

@@ -21,8 +21,8 @@ __all__ = ["hooked_apply"]
 
 
 def hooked_apply(found: Any) -> Any:
-    """What stands for `torch.autograd.Function.apply`, which is given as it stands in its class: until torch 2.13 a
-    class method written in Python, from 2.14 on one written in C, which is called with the class."""
+    """Wrap `torch.autograd.Function.apply`, given as it stands in its class. Until torch 2.13 that is a class method
+    written in Python. From 2.14 on it is written in C and called with the class."""
     original = getattr(found, "__func__", found)
 
     @functools.wraps(original)

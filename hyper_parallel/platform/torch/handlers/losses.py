@@ -119,7 +119,7 @@ def gaussian_nll_loss(
 
 @handles(F.multi_margin_loss, F.multilabel_margin_loss)
 def margin_loss(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Of each sample, all of whose classes are on one rank; then the reduction."""
+    """Compute the loss of each sample, all of whose classes are on one rank; then the reduction."""
     how = {name: value for name, value in kwargs.items() if name in ("reduction", "size_average", "reduce")}
     rest = {name: value for name, value in kwargs.items() if name not in how}
     return _reduced(dispatch(OP_TABLE[func], func, args, rest), how.pop("reduction", "mean"), **how)
@@ -142,7 +142,7 @@ _CTC = NativeOp(
 
 @handles(F.ctc_loss)
 def ctc_loss(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Of the samples that each rank has, with targets of one length; then the reduction."""
+    """Compute the loss of the samples that each rank has, with targets of one length; then the reduction."""
 
     def run(
         log_probs: Any,

@@ -38,7 +38,7 @@ def batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(torch.instance_norm)
 def instance_norm(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Of each sample and channel by itself. The running statistics are means over the samples."""
+    """Normalise each sample and channel by itself. The running statistics are means over the samples."""
     given = _arguments(args, kwargs)
     x, running = given["input"], (given["running_mean"], given["running_var"])
     if not given["training"] or running[0] is None or running[1] is None or not is_dtensor(x) or x.dim() < 3:

@@ -37,7 +37,7 @@ _ATTRIBUTE = "_hyper_parallel_step"
 
 
 def local_step(step: Any) -> Any:
-    """What stands for ``step`` of an optimizer of `ELEMENTWISE`."""
+    """Wrap ``step`` of an optimizer of `ELEMENTWISE`."""
     tensor_class = State.tensor_class
     # Once a class has an instance, torch has put profiling and hooks around its step: these stay outside.
     is_hooked = getattr(step, "hooked", False)
@@ -71,8 +71,8 @@ def local_step(step: Any) -> Any:
 
 
 def without_local_step(found: Any, step: Any) -> Any:
-    """What to put back in place of ``found``, when that is not what `local_step` made of ``step``: torch has put its
-    hooks around it, and would not do so again for the optimizers that exist."""
+    """Return the function to put back in place of ``found``, when that is not `local_step` of ``step``. Torch has
+    then put its hooks around it, and would not do so again for existing optimizers."""
     return _hooked(step) if getattr(found, "hooked", False) else step
 
 
@@ -83,7 +83,7 @@ def _hooked(step: Any) -> Any:
 
 
 def clear_locally(zero_grad: Any) -> Any:
-    """What stands for ``zero_grad`` of all optimizers: what it does is done to local gradients."""
+    """Wrap ``zero_grad`` of all optimizers, so that it works on local gradients."""
     tensor_class: Any = State.tensor_class
     local_classes = {tensor_class, tensor_class.__bases__[-1], torch.nn.Parameter}
 
@@ -100,7 +100,7 @@ def clear_locally(zero_grad: Any) -> Any:
 
 
 def collect_locals(init_group: Any, aliases: bool) -> Any:
-    """What stands for ``_init_group``, which fills lists with the tensors that an optimizer has for a group.
+    """Wrap ``_init_group``, which fills lists with the tensors that an optimizer has for a group.
 
     Args:
         init_group: torch's. In all listed classes it does nothing but look state up, once there is some.
@@ -224,8 +224,8 @@ class _LocalStep:
             x.__class__ = plain_class
 
     def _make_gradients_plain(self, lists: tuple) -> None:
-        """Those of distributed parameters, brought to the layouts of these, which they have unless a parameter was
-        given other data."""
+        """Bring the gradients of distributed parameters to the parameters' layouts. They have them unless a
+        parameter was given other data."""
         parameters, gradients, tensor_class = lists[0], lists[1], self.tensor_class
         kinds = set(map(type, gradients))
         if tensor_class not in kinds:

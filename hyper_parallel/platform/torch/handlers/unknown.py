@@ -115,7 +115,7 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @functools.cache
 def _served(name: str) -> Callable | None:
-    """What returns a new tensor where the function ``name`` writes in place, if it has a rule or a handler."""
+    """Return the function that gives a new tensor where ``name`` writes in place, if it has a rule or a handler."""
     found = (getattr(owner, name.rstrip("_"), None) for owner in (Tensor, torch, torch.nn.functional, torch.special))
     return next((f for f in found if f is not None and f in State.table), None)
 

@@ -76,7 +76,7 @@ def _taken_apart(func: Any, args: tuple, kwargs: dict, known: dict[str, int]) ->
 
 
 def _value(x: Any) -> Any:
-    """What can be kept of an argument: nothing of a tensor."""
+    """Return a form of an argument that can be kept: nothing of a tensor."""
     if isinstance(x, (list, tuple)):
         if any(isinstance(y, Tensor) for y in x):
             raise UnboundCallError

@@ -113,14 +113,14 @@ def _shapes(call: Callable, func: Any, operands: tuple, others: tuple) -> tuple[
 
 
 def _without_data(x: Tensor) -> Tensor:
-    """Of one floating dtype, because autocast makes them equal within the native call only."""
+    """Return an empty tensor of one floating dtype, because autocast makes dtypes equal within the native call only."""
     exact = not (x.is_floating_point() or x.is_complex())
     return torch.empty(tuple(global_shape(x)), dtype=x.dtype if exact else torch.float32, device="meta")
 
 
 # ---------------------------------------------------------------------------------------------------- pools
 def _windows(dims: int, ndim: int) -> str | None:
-    """Of samples of channels, or of channels alone; the last ``dims`` dimensions are whole."""
+    """Describe samples of channels, or channels alone; the last ``dims`` dimensions are whole."""
     letters = {dims + 2: "nc", dims + 1: "c"}.get(ndim)
     return letters and f"{letters}{'.' * dims}->{letters}{'.' * dims}"
 
@@ -291,7 +291,7 @@ def _bilinear(batch: str) -> str:
 
 
 def _across(shapes: Shapes, dim: int) -> str | None:
-    """Of two tensors that broadcast, reduced along ``dim``: what is stretched is whole."""
+    """Describe two tensors that broadcast, reduced along ``dim``: stretched dimensions are whole."""
     try:
         common = torch.broadcast_shapes(*shapes)
     except RuntimeError:

@@ -151,5 +151,5 @@ def _call_dropout(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 
 def _call_channels(func: Any, operands: tuple, static_args: tuple) -> Any:
-    """Of whole channels: ``func`` sees which dimension has them by how many there are."""
+    """Call ``func`` on whole channels. It finds their dimension by their number."""
     return func(operands[0], *static_args[:2])
