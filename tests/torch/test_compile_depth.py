@@ -24,7 +24,6 @@ from hyper_parallel import (
     fully_shard,
     parallelize_module,
 )
-from hyper_parallel.testing.extent import in_gate
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch import decoder
 from tests.torch.compiled import fresh
@@ -241,7 +240,7 @@ STACKS = (
 )
 
 
-@pytest.mark.parametrize("name", in_gate(STACKS, ("sequence parallel", "mixed", "norms that compute on weights")))
+@pytest.mark.parametrize("name", STACKS)
 def test_depth(pool: Any, name: str) -> None:
     pool.run(2, deep, name, DEPTH)
 

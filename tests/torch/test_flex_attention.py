@@ -33,7 +33,6 @@ from hyper_parallel import (
 from hyper_parallel.experimental import local_map
 from hyper_parallel.platform.torch.compiled import flex as patched
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.extent import in_gate
 from hyper_parallel.testing.spmd import on_mesh
 from tests.support.patched_programs import fresh
 from tests.torch import compiled
@@ -424,10 +423,7 @@ def test_right(pool: Any) -> None:
 
 @pytest.mark.parametrize(
     "job",
-    in_gate(
-        [uneven, gathered, read_by_functions, refused, in_a_model, in_compiled_code, plain_tensors],
-        [uneven, refused, in_a_model, plain_tensors],
-    ),
+    [uneven, gathered, read_by_functions, refused, in_a_model, in_compiled_code, plain_tensors],
     ids=lambda job: job.__name__,
 )
 def test_on_two_ranks(pool: Any, job: Any) -> None:
