@@ -203,11 +203,25 @@ class CommunicationVerbs(Platform):
             out.copy_(local)
         return backend.allreduce([out], _ALL_REDUCE[op])
 
-    def all_to_all(self, local: Tensor, group: Any, size: int) -> Tensor:
+    def all_to_all(
+        self,
+        local: Tensor,
+        group: Any,
+        size: int,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Tensor:
         """See `Platform.all_to_all`."""
         local = _sendable(local)
-        out = torch.empty_like(local)
-        _resolve(group).alltoall_base(self._movable(out), self._movable(local), [], []).wait()
+        if sent is None or received is None:
+            out = torch.empty_like(local)
+            _resolve(group).alltoall_base(self._movable(out), self._movable(local), [], []).wait()
+            return out
+        out = local.new_empty((sum(received), *local.shape[1:]))
+        # What travels as bytes is one vector: a row is as many of its elements.
+        each = 1 if local.dtype in self.moved_dtypes else local[:1].nbytes if len(local) else out[:1].nbytes
+        to, of = [each * n for n in sent], [each * n for n in received]
+        _resolve(group).alltoall_base(self._movable(out), self._movable(local), of, to).wait()
         return out
 
     def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:
