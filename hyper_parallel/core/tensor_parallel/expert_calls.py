@@ -35,8 +35,8 @@ _WRONG = {
     6: "there are indices for {0} tokens, and {1} tokens",
 }
 _REMEDY = (
-    "give the module (tokens sorted by expert (N, d), tokens for each expert (E,)), or (hidden states (T, d), indices of "
-    "experts (T, k), weights (T, k))"
+    "give the module (tokens sorted by expert (N, d), tokens for each expert (E,)), or (hidden states (T, d), indices "
+    "of experts (T, k), weights (T, k))"
 )
 
 

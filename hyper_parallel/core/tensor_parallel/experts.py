@@ -93,6 +93,11 @@ class ExpertParallel(ModuleStyle):
         super().check(module, device_mesh, where)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        if device_mesh.get_coordinate() is not None:
+            self._compare_experts(module, device_mesh)
+        return super()._apply(module, device_mesh)
+
+    def _compare_experts(self, module: Any, device_mesh: DeviceMesh) -> None:
         shapes = [(name, tuple(p.shape)) for name, p in device_mesh.platform.named_parameters(module)]
         told = shapes[0][1][0], zlib.crc32(repr(shapes).encode())
         rows = numbers_of_ranks(told, device_mesh, f"the comparison of the experts of {module_label(module)}")
@@ -106,7 +111,6 @@ class ExpertParallel(ModuleStyle):
                 "model on all ranks",
                 odd,
             )
-        return super()._apply(module, device_mesh)
 
     def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
         if mesh.get_coordinate() is None:
