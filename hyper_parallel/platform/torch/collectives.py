@@ -272,7 +272,7 @@ class CommunicationVerbs(Platform):
         """The same memory, as a tensor of a dtype that the backend can move."""
         if x.dtype in self.moved_dtypes:
             return x
-        return x.detach().reshape(-1).view(torch.uint8) if x.numel() else x.detach()
+        return x.detach().reshape(-1).view(torch.uint8)
 
     def _select_device(self, local_rank: int) -> None:
         """Make the device of this rank the current one."""

@@ -22,6 +22,7 @@ from hyper_parallel import (
     parallelize_module,
     replicate,
 )
+from hyper_parallel.core.communication.collectives import exchange_rows
 from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
@@ -289,7 +290,9 @@ def module_with(forward: Any) -> Any:
 def wrong_uses(mesh: Any) -> None:
     adapter = get_adapter()
     x, counts = adapter.tensor(np.ones((3, FEATURES), np.float32)), adapter.tensor(np.array([1, 1, 1], np.int64))
-    module = parallelize_module(module_with(_few_rows), mesh, ExpertParallel())
+    module = module_with(_few_rows)
+    del module.num_experts  # which nothing asks for
+    parallelize_module(module, mesh, ExpertParallel())
     with pytest.raises(ValueError, match="a row for each token"):
         adapter.call(module, x, counts)
     token = SUMMED_OVER.set(mesh)
@@ -297,6 +300,23 @@ def wrong_uses(mesh: Any) -> None:
         refused(lambda: adapter.call(module, x, counts), ValueError, "plain tokens inside of a batch of DTensors")
     finally:
         SUMMED_OVER.reset(token)
+
+
+@spmd.on_mesh()
+def rows_of_dtypes(mesh: Any) -> None:
+    """Rows of any dtype travel, natively or not."""
+    adapter, me, size = get_adapter(), mesh.get_local_rank(), mesh.size()
+    counts = np.arange(size * size).reshape(size, size) % 3
+    for dtype in (np.float32, np.int16, np.bool_, np.float16):
+        sent = [np.arange(n * 2).reshape(n, 2) + 10 * me + j for j, n in enumerate(counts[me])]
+        with mesh.platform.no_dispatch():
+            got = exchange_rows(adapter.tensor(np.concatenate(sent).astype(dtype)), mesh, 0, counts)
+        wanted = [np.arange(n * 2).reshape(n, 2) + 10 * i + me for i, n in enumerate(counts[:, me])]
+        np.testing.assert_array_equal(adapter.numpy(got), np.concatenate(wanted).astype(dtype))
+
+
+def test_rows_of_dtypes(pool: Any) -> None:
+    pool.run(3, rows_of_dtypes)
 
 
 def outside() -> None:
