@@ -35,7 +35,7 @@ _SHORT = 1 << 15
 
 
 class Routes:
-    """Which rows go from which rank to which expert.
+    """The numbers of rows that go from each rank to each expert.
 
     Args:
         mesh, mesh_dim: along which the experts lie.

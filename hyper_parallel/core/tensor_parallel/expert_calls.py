@@ -129,7 +129,7 @@ def read_call(args: tuple, kwargs: dict, count: int, platform: Platform) -> Expe
 
 
 def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], what: str) -> Routes:
-    """Exchange what the ranks of a 1-D mesh call their experts with: one small all-gather.
+    """Exchange the numbers of the calls that the ranks of a 1-D mesh make: one small all-gather.
 
     Args:
         call: that of this rank.
@@ -173,7 +173,7 @@ def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], wh
         odd = tuple(rank for rank, row in zip(ranks, rows, strict=True) if row[i] != rows[0, i])
         if odd:
             raise RankMismatchError(
-                f"{what}: {names_of(odd)} and rank {ranks[0]} differ in {name}, {value} here: call it alike on all "
+                f"{what}: {names_of(odd)} and rank {ranks[0]} differ in {name}, {value} here: call it so on all "
                 f"ranks of {mesh}, also with no tokens",
                 odd,
             )

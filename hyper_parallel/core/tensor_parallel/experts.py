@@ -31,13 +31,13 @@ class ExpertParallel(ModuleStyle):
 
     For a module whose parameters have a leading dimension of experts. Each rank calls it with tokens of its own, in one
     of two ways: ``(tokens sorted by expert (N, d), tokens for each expert (E,))``, or ``(hidden states (T, d), indices
-    of experts (T, k), weights (T, k))``, where the module sums what the k experts give by the weights. The module's own
+    of experts (T, k), weights (T, k))``, where the module sums the k outputs by the weights. The module's own
     forward runs on this rank's experts, as plain tensors, with the tokens for them; with indices it gets one expert for
     each row, and weights of one.
 
     Exactly the routed tokens travel: one exchange there and one back, in forward and in backward, after one small
     all-gather of their numbers. Ranks may have any number of tokens, and of experts. A rank whose experts get no token
-    computes one of zeros for nobody, so that it takes part in backward.
+    computes one of zeros, so that it takes part in backward.
 
     Args:
         input_layout: how plain tokens of the ranks belong together. None: each rank has a batch and a loss of its own,
@@ -183,7 +183,7 @@ def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
     Args:
         module: any module.
         mesh: of data parallelism.
-        caller: what is applied over it.
+        caller: the function that is applied over it.
 
     Raises:
         ValueError: where tokens of some of the ranks alone come there.
@@ -202,7 +202,7 @@ def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
 
 
 def _weighted(y: Any, call: ExpertCall, platform: Any) -> Any:
-    """The sums of what the experts of each token give, by the router's weights; in the dtype of the tokens."""
+    """The sums of the outputs for each token, by the router's weights; in the dtype of the tokens."""
     _, *rest = platform.shape_of(y)
     weights, dtype = call.given[call.weights], y.dtype  # type: ignore[index]
     count = platform.shape_of(weights)[0]
@@ -211,7 +211,7 @@ def _weighted(y: Any, call: ExpertCall, platform: Any) -> Any:
 
 
 def _local(p: Any, mesh: DeviceMesh, losses: int) -> Any:
-    """What the forward reads of a parameter: this rank's experts, one of zeros where it has none.
+    """A parameter as the forward reads it: this rank's experts, one of zeros where it has none.
 
     Args:
         p: the DTensor.

@@ -96,8 +96,8 @@ class CollectiveRole(ABC):
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> Tensor:
-        """Part i of contiguous ``local`` goes to rank i, part j of the result comes from rank j. Without numbers parts
-        are equal; with them ``sent[i]`` rows go to rank i, and ``received[j]``, of the same width, come from rank j."""
+        """Part i of contiguous ``local`` goes to rank i, part j of the result comes from rank j. Parts are equal
+        without numbers. With them ``sent[i]`` rows go to rank i, and ``received[j]`` come from rank j."""
         raise self._missing("all_to_all")
 
     def broadcast(self, local: Tensor, src: int, group: Group) -> Tensor:

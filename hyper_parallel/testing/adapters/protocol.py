@@ -168,7 +168,7 @@ class Adapter(Protocol):
 
     def Mixture(self, vocabulary: int, experts: int, features: int, hidden: int, by_index: bool) -> Module:
         """`forwards.mixture`: ``embedding``, a linear layer ``router`` without bias, and ``experts``, which are
-        `RoutedExperts` with ``by_index`` and else `SortedExperts`; whoever calls it sets ``choose``."""
+        `RoutedExperts` with ``by_index`` and else `SortedExperts`. A caller sets ``choose``."""
 
     def Projection(self, n_in: int, n_out: int) -> Module:
         """A class that is no linear layer to the backend: parameters ``kernel`` (in, out) and ``shift`` (out,)."""
