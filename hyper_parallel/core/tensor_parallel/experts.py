@@ -29,11 +29,12 @@ __all__ = ["ExpertParallel", "has_its_gradients"]
 class ExpertParallel(ModuleStyle):
     """Give each rank some of the experts in whole, and send it the tokens of all ranks for these.
 
-    For a module whose parameters have a leading dimension of experts. Each rank calls it with tokens of its own, in one
-    of two ways: ``(tokens sorted by expert (N, d), tokens for each expert (E,))``, or ``(hidden states (T, d), indices
-    of experts (T, k), weights (T, k))``, where the module sums the k outputs by the weights. The module's own
-    forward runs on this rank's experts, as plain tensors, with the tokens for them; with indices it gets one expert for
-    each row, and weights of one.
+    For a module whose parameters have a leading dimension of experts. Each rank calls it with tokens of its own.
+    ``(tokens (N, d), counts (E,))`` are tokens sorted by expert, and the number for each. ``(hidden states (T, d),
+    indices (T, k), weights (T, k))`` has k experts for each token. There the module sums the k outputs by the weights.
+
+    The module's own forward runs on this rank's experts, as plain tensors, with the tokens for them. With indices it
+    gets one expert for each row, and weights of one.
 
     Exactly the routed tokens travel: one exchange there and one back, in forward and in backward, after one small
     all-gather of their numbers. Ranks may have any number of tokens, and of experts. A rank whose experts get no token
