@@ -24,6 +24,7 @@ HOME_OF = {
     "PackedShard": "hyper_parallel.core.layouts.placement_types",
     "ParallelStyle": "hyper_parallel.core.tensor_parallel.style",
     "ParameterParallel": "hyper_parallel.core.tensor_parallel.style",
+    "ExpertParallel": "hyper_parallel.core.tensor_parallel.style",
     "Partial": "hyper_parallel.core.layouts.placement_types",
     "Placement": "hyper_parallel.core.layouts.placement_types",
     "Platform": "hyper_parallel.platform",

@@ -102,9 +102,17 @@ class SendsNothing:
         first, *rest = self.shape_of(local)
         return self.zeros((first // size, *rest), local)
 
-    def all_to_all(self: Any, local: Any, group: Any, size: int) -> Any:
+    def all_to_all(
+        self: Any,
+        local: Any,
+        group: Any,
+        size: int,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Any:
         """See `Platform.all_to_all`."""
-        return self.zeros(self.shape_of(local), local)
+        rows, *rest = self.shape_of(local)
+        return self.zeros((rows if received is None else sum(received), *rest), local)
 
     def broadcast(self, local: Any, src: int, group: Any) -> Any:
         """See `Platform.broadcast`."""

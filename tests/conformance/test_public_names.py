@@ -33,6 +33,7 @@ PATHS = {
         "HeadNormParallel",
         "NoParallel",
         "ParameterParallel",
+        "ExpertParallel",
         "PrepareModuleInput",
         "PrepareModuleOutput",
         "PrepareModuleInputOutput",

@@ -19,6 +19,7 @@ from hyper_parallel import (
     DataParallelMeshDims,
     DeviceMesh,
     DTensor,
+    ExpertParallel,
     FSDPModule,
     GradientReductionHandle,
     HeadNormParallel,
@@ -88,6 +89,7 @@ from hyper_parallel.mindspore import grad, value_and_grad
 
 STYLES: tuple[ParallelStyle, ...] = (
     ColwiseParallel(),
+    ExpertParallel(),
     HeadNormParallel(),
     ModuleStyle(),
     NoParallel(),

@@ -267,6 +267,33 @@ class Experts(modules.Module):
         return forwards.experts(_ADAPTER, self, x)
 
 
+class SortedExperts(Experts):
+    def __init__(self, count: int, features: int, hidden: int) -> None:
+        super().__init__(count, features, hidden)
+        self.num_experts = count
+
+    def forward(self, x: Any, counts: Any) -> Any:
+        return forwards.sorted_experts(_ADAPTER, self, x, counts)
+
+
+class RoutedExperts(SortedExperts):
+    def forward(self, x: Any, indices: Any, weights: Any) -> Any:
+        return forwards.routed_experts(_ADAPTER, self, x, indices, weights)
+
+
+class Mixture(modules.Module):
+    choose: Any = None
+
+    def __init__(self, vocabulary: int, experts: int, features: int, hidden: int, by_index: bool) -> None:
+        super().__init__()
+        self.by_index = by_index
+        self.embedding, self.router = embedding_module(vocabulary, features), linear_module(features, experts, False)
+        self.experts = (RoutedExperts if by_index else SortedExperts)(experts, features, hidden)
+
+    def forward(self, ids: Any) -> Any:
+        return forwards.mixture(_ADAPTER, self, ids)
+
+
 class Projection(modules.Module):
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()

@@ -21,6 +21,8 @@ from hyper_parallel.core.communication.recorder import LISTENERS, record
 from hyper_parallel.platform.contract.autograd import TensorFunction
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 _DIM, _SIZES, _SOURCE = "the tensor dimension", "the sizes of shards", "the source"
@@ -243,6 +245,37 @@ def all_to_all(
 
     details = {"the tensor dimensions": (src_dim, dst_dim), _SIZES: (tuple(src_sizes), tuple(dst_sizes))}
     uneven = (src_dim, largest)
+    return _bind("all_to_all", mesh, mesh_dim, send, emulate, nothing, details=details, uneven=uneven)(x)
+
+
+def exchange_rows(x: Any, mesh: DeviceMesh, mesh_dim: int, counts: np.ndarray) -> Any:
+    """The rows of ``x`` to the ranks that are to have them, exactly as many as there are.
+
+    Args:
+        x: its rows lie in the order of the ranks that they go to; those of the result, of the ranks that they are from.
+        mesh, mesh_dim: between which ranks.
+        counts: ``counts[i, j]`` rows go from rank i of the mesh dimension to rank j; the same on all ranks.
+    """
+    size, platform = mesh.shape[mesh_dim], mesh.platform
+    if size == 1:
+        return x
+    rank, largest = mesh.get_local_rank(mesh_dim), int(counts.sum(1).max())
+    sent, received = counts[rank].tolist(), counts[:, rank].tolist()
+
+    def send(x: Any) -> Any:
+        group = mesh.platform_group(mesh_dim)
+        return platform.all_to_all(platform.contiguous(x), group, size, sent, received)
+
+    def emulate(x: Any) -> Any:
+        parts = _gather_parts(_pad(x, 0, largest, platform), mesh, mesh_dim)
+        mine = [_part(part, 0, counts[i].tolist(), rank, platform) for i, part in enumerate(parts) if received[i]]
+        return platform.cat(mine, 0) if mine else platform.zeros((0, *platform.shape_of(x)[1:]), x)
+
+    def nothing(x: Any) -> Any:
+        shape = (sum(received), *platform.shape_of(x)[1:])
+        return platform.zeros(shape, x) if not largest or 0 in shape[1:] else None
+
+    details, uneven = {"the numbers of rows": counts.tolist()} if LISTENERS else None, (0, largest)
     return _bind("all_to_all", mesh, mesh_dim, send, emulate, nothing, details=details, uneven=uneven)(x)
 
 

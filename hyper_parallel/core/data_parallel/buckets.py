@@ -99,7 +99,7 @@ class Bucket:
         if average and platform.supports("all_reduce", "avg", buffer):
             op = "avg"
         elif average:
-            buffer *= 1 / size  # before, so that the sum is not too large for a narrow dtype
+            buffer /= size  # before, so that the sum is not too large for a narrow dtype
         return Sent(self, buffer, asynchronous.start("all_reduce", buffer, buffer, mesh, 0, op), used, None)
 
     def _some_flags(self, used: Sequence[bool]) -> Any:

@@ -370,14 +370,14 @@ class Reduction:
         if self._selection.length:
             self._work = asynchronous.start("all_reduce", self._mine, self._mine, self.mesh, 0, self._op)
 
-    def shards(self, factor: float = 1.0) -> list[Any]:
-        """Wait. This rank's shard of each gradient, times ``factor``; None for what no rank has used, as far as nothing
+    def shards(self, divisor: float = 1.0) -> list[Any]:
+        """Wait. This rank's shard of each gradient, by ``divisor``; None for what no rank has used, as far as nothing
         has been added to it since."""
         selection, whole, hook = self._selection, self.row(), self._comms.all_reduce_hook
         platform, flags = selection.platform, selection.width
         if hook is not None:
             hook(whole if whole.shape[0] == flags else platform.narrow(whole, 0, 0, flags))
-        mine = whole if factor == 1.0 else whole * factor
+        mine = whole if divisor == 1.0 else whole / divisor
         if selection.cut is not None and all(self.used):
             return selection.cut(mine)
         if selection.shapes is not None and all(self.used):

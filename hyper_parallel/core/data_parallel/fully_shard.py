@@ -22,6 +22,7 @@ from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.operations.operands import refuse_foreign
+from hyper_parallel.core.tensor_parallel.experts import has_its_gradients
 from hyper_parallel.core.weak_table import WeakTable
 
 __all__ = ["buffers_of", "fully_shard"]
@@ -109,6 +110,8 @@ def fully_shard(
     parameters: list[tuple[Any, str, Any]] = []
     keeps_dtype: list[bool] = []
     for root, path, holder in _modules_of(modules, platform):
+        if has_its_gradients(holder, mesh, "fully_shard"):
+            continue
         for name, p in platform.named_parameters(holder):
             if id(p) in ignored:
                 continue

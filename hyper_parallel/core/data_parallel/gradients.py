@@ -95,7 +95,7 @@ class Gradients:
                 self._sums[buffer] = kept
                 return nothing
             cotangents = [kept.get(i) for i in indices]
-        op, factor = self._scale(model, buffer)
+        op, divisor = self._scale(model, buffer)
         if len(model.delayed) >= self.under_way:
             model.delayed[-self.under_way][0].row()
         # Mostly all of them.
@@ -109,7 +109,7 @@ class Gradients:
             reduction.all_reduce(row)
 
         def shards() -> list[Any]:
-            found, dtype = reduction.shards(factor), parameters[members[0]].dtype
+            found, dtype = reduction.shards(divisor), parameters[members[0]].dtype
             if dtype != buffer.reduce_dtype or self._plan.moves_shards:
                 found = [None if g is None else self._plan.kept(platform.to_dtype(g, dtype)) for g in found]
             return found
@@ -126,14 +126,14 @@ class Gradients:
         return nothing
 
     def _scale(self, model: Model, buffer: FlatBuffer) -> tuple[str, float]:
-        """The operation by which gradients are reduced, and what the result is to be multiplied by."""
+        """The operation by which gradients are reduced, and what the result is to be divided by."""
         if model.one_loss:
             return "sum", 1.0
         if self.divide_factor is not None:
-            return "sum", 1 / self.divide_factor
+            return "sum", self.divide_factor
         # What a program brings may know sums alone, as gloo does.
         force_sum = self.force_sum or buffer.comms.reduce_scatter is not None
-        return ("sum", 1 / self._plan.mesh.size()) if force_sum else ("avg", 1.0)
+        return ("sum", float(self._plan.mesh.size())) if force_sum else ("avg", 1.0)
 
 
 def _add_to_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> None:

@@ -53,6 +53,11 @@ class Mark:
     options: Options
     layouts: dict[str, tuple[Layout, Layout | None]] = field(default_factory=dict)
 
+    def marks(self, module: Any) -> bool:
+        """Whether the call of `replicate` that made this mark is about ``module`` too, and not another, of experts."""
+        other: Mark | None = vars(module).get(MARK)
+        return other is not None and other.options is self.options
+
     def __deepcopy__(self, memo: dict) -> Mark:
         return self
 
@@ -75,7 +80,7 @@ class Replica:
         self._at = [
             (holder, platform.own_parameters(holder), name, *layout)
             for _, holder in platform.named_modules(module)
-            if MARK in vars(holder)
+            if mark.marks(holder)
             for name, layout in vars(holder)[MARK].layouts.items()
         ]
         self._parts: dict[int, Replica] = {}
@@ -281,8 +286,9 @@ def replica_of(module: Any) -> Replica:
     replica: Replica | None = vars(module)[REPLICA]
     if replica is None:
         replica = Replica(module)
+        mark: Mark = vars(module)[MARK]
         for _, submodule in replica.platform.named_modules(module):
-            if MARK in vars(submodule):
+            if mark.marks(submodule):
                 object.__setattr__(submodule, REPLICA, replica)
     return replica
 

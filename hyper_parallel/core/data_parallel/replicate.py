@@ -20,6 +20,7 @@ from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, current_mesh, init_device_mesh, resolve_mesh
 from hyper_parallel.core.operations.operands import refuse_foreign
+from hyper_parallel.core.tensor_parallel.experts import has_its_gradients
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract.modules import APPLIED
 
@@ -143,7 +144,11 @@ def replicate(
         raise ValueError(f"replicate(bucket_cap_mb=...) is a positive number of MiB, got {bucket_cap_mb!r}")
     mesh.require_member("replicate")
     ignored = {id(m) for top in ignored_modules or () for _, m in platform.named_modules(top)}
-    modules = [(path, m) for path, m in platform.named_modules(module) if id(m) not in ignored]
+    modules = [
+        (path, m)
+        for path, m in platform.named_modules(module)
+        if id(m) not in ignored and not has_its_gradients(m, mesh, "replicate")
+    ]
     layouts: dict[int, tuple[Layout, Layout | None]] = {}
     tensors: dict[int, Any] = {}
     marks = []

@@ -93,6 +93,14 @@ class Slices:
         mine, others = ({dim for entry in along for dim in entry} for along in common[1])
         return mine.isdisjoint(others)
 
+    def spans(self, other: Slices) -> bool:
+        """Whether both are slices of one mesh, and this one has all ranks of the other: flattened or not."""
+        common = common_root([self, other])
+        if common is None:
+            return False
+        mine, others = ({dim for entry in along for dim in entry} for along in common[1])
+        return mine >= others
+
     def contains(self, other: Slices) -> bool:
         """Whether both are slices of one mesh, and this one has all dimensions of the other."""
         along = other.along_in(self.get_root_mesh())

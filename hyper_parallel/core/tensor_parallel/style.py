@@ -6,6 +6,7 @@ module needs, and its outputs to the layout that the plan asks for. `ModuleStyle
 
 from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.experts import ExpertParallel
 from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
 from hyper_parallel.core.tensor_parallel.parameters import ParameterParallel
 from hyper_parallel.core.tensor_parallel.prepare import (
@@ -20,6 +21,7 @@ from hyper_parallel.core.tensor_parallel.style_names import register_style
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
     "HeadNormParallel",
     "ModuleStyle",
     "NoParallel",

@@ -88,8 +88,16 @@ class CollectiveRole(ABC):
             self.write(out, result)
         return FINISHED
 
-    def all_to_all(self, local: Tensor, group: Group, size: int) -> Tensor:
-        """``local`` (size * s0, ...) contiguous -> the same shape: part i goes to rank i, part j comes from rank j."""
+    def all_to_all(
+        self,
+        local: Tensor,
+        group: Group,
+        size: int,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Part i of contiguous ``local`` goes to rank i, part j of the result comes from rank j. Parts are equal
+        without numbers. With them ``sent[i]`` rows go to rank i, and ``received[j]`` come from rank j."""
         raise self._missing("all_to_all")
 
     def broadcast(self, local: Tensor, src: int, group: Group) -> Tensor:

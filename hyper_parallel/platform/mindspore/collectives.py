@@ -99,10 +99,21 @@ class CollectiveVerbs:
         dist.reduce_scatter_tensor(out, local, op, group)
         return out
 
-    def all_to_all(self, local: Tensor, group: Any, size: int) -> Tensor:
+    def all_to_all(
+        self,
+        local: Tensor,
+        group: Any,
+        size: int,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Tensor:
         self.check_group(group)
-        out = mint.empty(local.shape, dtype=local.dtype)
-        dist.all_to_all_single(out, local, group=group)
+        rows = local.shape[0] if received is None else sum(received)
+        out = mint.empty((rows, *local.shape[1:]), dtype=local.dtype)
+        if sent is None or received is None:
+            dist.all_to_all_single(out, local, group=group)
+        else:
+            dist.all_to_all_single(out, local, list(received), list(sent), group=group)
         return out
 
     def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:

@@ -203,11 +203,25 @@ class CommunicationVerbs(Platform):
             out.copy_(local)
         return backend.allreduce([out], _ALL_REDUCE[op])
 
-    def all_to_all(self, local: Tensor, group: Any, size: int) -> Tensor:
+    def all_to_all(
+        self,
+        local: Tensor,
+        group: Any,
+        size: int,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Tensor:
         """See `Platform.all_to_all`."""
         local = _sendable(local)
-        out = torch.empty_like(local)
-        _resolve(group).alltoall_base(self._movable(out), self._movable(local), [], []).wait()
+        if sent is None or received is None:
+            out = torch.empty_like(local)
+            _resolve(group).alltoall_base(self._movable(out), self._movable(local), [], []).wait()
+            return out
+        out = local.new_empty((sum(received), *local.shape[1:]))
+        # What travels as bytes is one vector: a row is as many of its elements.
+        each = 1 if local.dtype in self.moved_dtypes else local[:1].nbytes if len(local) else out[:1].nbytes
+        to, of = [each * n for n in sent], [each * n for n in received]
+        _resolve(group).alltoall_base(self._movable(out), self._movable(local), of, to).wait()
         return out
 
     def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:
@@ -258,7 +272,7 @@ class CommunicationVerbs(Platform):
         """The same memory, as a tensor of a dtype that the backend can move."""
         if x.dtype in self.moved_dtypes:
             return x
-        return x.detach().reshape(-1).view(torch.uint8) if x.numel() else x.detach()
+        return x.detach().reshape(-1).view(torch.uint8)
 
     def _select_device(self, local_rank: int) -> None:
         """Make the device of this rank the current one."""

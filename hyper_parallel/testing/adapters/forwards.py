@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 
 def grouped_attention(adapter: Any, module: Any, x: Any) -> Any:
     """Attention with fewer key and value heads than query heads; norms inside the heads where the module has them."""
@@ -37,6 +39,52 @@ def experts(adapter: Any, module: Any, x: Any) -> Any:
     """Gated feed-forward of several experts, (experts, tokens, features) -> the same."""
     gate, up = adapter.chunk(adapter.matmul(x, module.gate_up), 2, -1)
     return adapter.matmul(adapter.silu(gate) * up, module.down)
+
+
+def sorted_experts(adapter: Any, module: Any, x: Any, counts: Any) -> Any:
+    """`experts` of tokens (N, features) sorted by expert, of which each expert has some: ``counts`` (experts,)."""
+    places = np.repeat(np.arange(module.gate_up.shape[0]), adapter.numpy(counts))
+    return _each_its_own(adapter, module, x, places)
+
+
+def routed_experts(adapter: Any, module: Any, x: Any, indices: Any, weights: Any) -> Any:
+    """For tokens (T, features), the sums by ``weights`` (T, k) of the outputs of their experts ``indices`` (T, k)."""
+    count, k = indices.shape
+    rows = x[adapter.tensor(np.repeat(np.arange(count), k))]
+    y = _each_its_own(adapter, module, rows, adapter.numpy(indices).ravel())
+    return adapter.sum(adapter.reshape(y, (count, k, y.shape[-1])) * adapter.reshape(weights, (count, k, 1)), 1)
+
+
+def _each_its_own(adapter: Any, module: Any, x: Any, places: np.ndarray) -> Any:
+    if module.num_experts != module.gate_up.shape[0]:
+        raise ValueError(f"{module.num_experts} experts, and weights of shape {module.gate_up.shape}")
+    index = adapter.tensor(places.astype(np.int64))
+    rows = adapter.reshape(x, (x.shape[0], 1, x.shape[1]))
+    gate, up = adapter.chunk(adapter.matmul(rows, module.gate_up[index]), 2, -1)
+    y = adapter.matmul(adapter.silu(gate) * up, module.down[index])
+    return adapter.reshape(y, x.shape)
+
+
+def mixture(adapter: Any, module: Any, ids: Any) -> Any:
+    """Embeddings of ids (T,), each of which a router sends to ``module.k`` of the experts, added to what they give.
+    ``module.choose`` gives the indices (T, k) for the logits, which may be any. The experts are called in one of two
+    ways, as `sorted_experts` or as `routed_experts`, where ``module.by_index`` is true."""
+    x = module.embedding(ids)
+    logits = module.router(x)
+    chosen = module.choose(adapter.numpy(adapter.detach(logits)))
+    indices = adapter.tensor(chosen)
+    weights = adapter.softmax(adapter.gather(logits, 1, indices), -1)
+    if module.by_index:
+        return x + module.experts(x, indices, weights)
+    count, k = chosen.shape
+    order = np.argsort(chosen.ravel(), kind="stable")
+    numbers = np.bincount(chosen.ravel(), minlength=logits.shape[1])
+    rows = x[adapter.tensor(order // k)]
+    y = module.experts(rows, adapter.tensor(numbers))
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    y = adapter.reshape(y[adapter.tensor(back)], (count, k, y.shape[-1]))
+    return x + adapter.sum(y * adapter.reshape(weights, (count, k, 1)), 1)
 
 
 def _attend(adapter: Any, module: Any, x: Any, q: Any, k: Any, v: Any) -> Any:

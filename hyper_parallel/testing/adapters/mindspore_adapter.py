@@ -317,6 +317,40 @@ class Experts(nn.Cell):
         return forwards.experts(_ADAPTER, self, x)
 
 
+class SortedExperts(Experts):
+    """Experts that are called with tokens in their order."""
+
+    def __init__(self, count: int, features: int, hidden: int) -> None:
+        super().__init__(count, features, hidden)
+        self.num_experts = count
+
+    def construct(self, x: Any, counts: Any) -> Any:
+        return forwards.sorted_experts(_ADAPTER, self, x, counts)
+
+
+class RoutedExperts(SortedExperts):
+    """Experts that are called with their numbers."""
+
+    def construct(self, x: Any, indices: Any, weights: Any) -> Any:
+        return forwards.routed_experts(_ADAPTER, self, x, indices, weights)
+
+
+class Mixture(nn.Cell):
+    """Embeddings, a router and experts."""
+
+    choose: Any = None
+
+    def __init__(self, vocabulary: int, experts: int, features: int, hidden: int, by_index: bool) -> None:
+        super().__init__()
+        self.by_index = by_index
+        self.embedding = nn.Embedding(vocabulary, features)
+        self.router = mint.nn.Linear(features, experts, bias=False)
+        self.experts = (RoutedExperts if by_index else SortedExperts)(experts, features, hidden)
+
+    def construct(self, ids: Any) -> Any:
+        return forwards.mixture(_ADAPTER, self, ids)
+
+
 class Projection(nn.Cell):
     """A linear layer of its own kind: its weight is (in, out)."""
 

@@ -160,6 +160,16 @@ class Adapter(Protocol):
         """`forwards.experts`: parameters ``gate_up`` (count, features, 2 * hidden), ``down`` (count, hidden,
         features)."""
 
+    def SortedExperts(self, count: int, features: int, hidden: int) -> Module:
+        """`forwards.sorted_experts`: the parameters of `Experts`, and ``num_experts``."""
+
+    def RoutedExperts(self, count: int, features: int, hidden: int) -> Module:
+        """`forwards.routed_experts`: the same."""
+
+    def Mixture(self, vocabulary: int, experts: int, features: int, hidden: int, by_index: bool) -> Module:
+        """`forwards.mixture`: ``embedding``, a linear layer ``router`` without bias, and ``experts``, which are
+        `RoutedExperts` with ``by_index`` and else `SortedExperts`. A caller sets ``choose``."""
+
     def Projection(self, n_in: int, n_out: int) -> Module:
         """A class that is no linear layer to the backend: parameters ``kernel`` (in, out) and ``shift`` (out,)."""
 

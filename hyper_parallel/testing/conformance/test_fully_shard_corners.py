@@ -215,7 +215,7 @@ def unused_somewhere(mesh: Any) -> None:
     for users in ((range(size), range(size)), (range(size), [size - 1]), ([size - 1], []), ([], [])):
         with other(platform, tells_unused=True), platform.no_grad(), platform.no_dispatch():
             given = [adapter.tensor(x) if rank in use else None for x, use in zip(every[rank], users, strict=True)]
-            found = buffer.reduce([0, 1], given, "sum").shards(0.5)
+            found = buffer.reduce([0, 1], given, "sum").shards(2.0)
         for i, (use, block, got) in enumerate(zip(users, buffer.blocks, found, strict=True)):
             if not use:
                 assert got is None, users

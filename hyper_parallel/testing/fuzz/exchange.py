@@ -157,10 +157,21 @@ class Exchange:
         reduced = _REDUCTIONS[op](np.stack(self._arrays(f"reduce_scatter {op}", local, group)))
         return self._tensor(np.split(reduced, size)[self._ranks[group].index(self._rank)])
 
-    def all_to_all(self, local: Any, group: Any, size: int) -> Any:
+    def all_to_all(
+        self,
+        local: Any,
+        group: Any,
+        size: int,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Any:
         """See `Platform.all_to_all`."""
-        mine = self._ranks[group].index(self._rank)
-        return self._tensor(np.concatenate([np.split(x, size)[mine] for x in self._arrays("all_to_all", local, group)]))
+        ranks, adapter = self._ranks[group], get_adapter()
+        cuts: Any = size if sent is None else np.cumsum(sent)[:-1]
+        parts = pickle.dumps(np.split(adapter.numpy(local), cuts))
+        mine = ranks.index(self._rank)
+        arrived = [pickle.loads(said)[mine] for said in self._swap("all_to_all", parts, ranks)]
+        return self._tensor(np.concatenate(arrived))
 
     def broadcast(self, local: Any, src: int, group: Any) -> Any:
         """See `Platform.broadcast`."""

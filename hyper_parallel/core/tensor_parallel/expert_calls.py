@@ -1,0 +1,195 @@
+"""How modules of experts are called, and what ranks tell each other before a token is sent.
+
+Two ways are known. ``module(tokens, counts)`` has the tokens of the first expert first, and the number of each.
+``module(hidden, indices, weights)`` has k experts for each token, and sums what they give by the weights.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hyper_parallel.core.communication import collectives
+from hyper_parallel.core.communication.errors import RankMismatchError, names_of
+from hyper_parallel.core.communication.routes import Routes, order_of
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+    from hyper_parallel.platform import Platform
+
+__all__ = ["ExpertCall", "agree_on_routes", "read_call"]
+
+Key = int | str
+
+#: What can be wrong with a call on one rank: text with the two numbers that tell of it.
+_WRONG = {
+    1: "the experts' indices go from {0} to {1}",
+    2: "the numbers of tokens sum to {0}, and there are {1} tokens",
+    3: "there are numbers of tokens for {0} experts",
+    4: "a number of tokens is {0}",
+    5: "the arguments are neither (tokens, counts) nor (hidden states, indices, weights)",
+    6: "there are indices for {0} tokens, and {1} tokens",
+}
+_REMEDY = (
+    "give the module (tokens sorted by expert (N, d), tokens for each expert (E,)), or (hidden states (T, d), indices "
+    "of experts (T, k), weights (T, k))"
+)
+
+
+@dataclass
+class ExpertCall:
+    """A call of a module of experts, as this rank makes it.
+
+    Attributes:
+        given: the arguments, by place or name.
+        tokens, experts, weights: the keys of the tokens, of counts or indices, and of weights, which may be None.
+        counts: how many of this rank's routes go to each expert.
+        order: of the routes, as `Routes` takes it.
+        copies: how many routes each token has.
+        problem: a key of what can be wrong, 0 for nothing, and two numbers.
+    """
+
+    given: dict[Key, Any]
+    tokens: Key = 0
+    experts: Key = 1
+    weights: Key | None = None
+    counts: Any = None
+    order: np.ndarray | None = None
+    copies: int = 1
+    problem: tuple[int, int, int] = (0, 0, 0)
+
+    def local_arguments(self, x: Any, numbers: Sequence[int], platform: Platform) -> dict[Key, Any]:
+        """The arguments for the experts of this rank, which get these numbers of the rows ``x``."""
+        given, like = dict(self.given), self.given[self.experts]
+        given[self.tokens] = x
+        if self.weights is None:
+            given[self.experts] = _like(np.asarray(numbers, np.int64), like, platform)
+        else:
+            places = np.repeat(np.arange(len(numbers)), numbers).reshape(-1, 1)
+            given[self.experts] = _like(places, like, platform)
+            given[self.weights] = platform.ones(places.shape, platform.detach(self.given[self.weights]))
+        return given
+
+
+def read_call(args: tuple, kwargs: dict, count: int, platform: Platform) -> ExpertCall:
+    """Find out what a module of ``count`` experts is called with. No rank communicates.
+
+    Args:
+        args, kwargs: the arguments, plain tensors among them.
+        count: number of experts.
+        platform: of the tensors.
+    """
+    given: dict[Key, Any] = {**dict(enumerate(args)), **kwargs}
+    call, tensors = ExpertCall(given), {key: x for key, x in given.items() if platform.is_tensor(x)}
+    shapes = {key: platform.shape_of(x) for key, x in tensors.items()}
+    first, *others = tensors or (None,)
+    is_float = {key: platform.is_floating_point(x) for key, x in tensors.items()}
+    numbers = [key for key in others if len(shapes[key]) == 1]
+    indices = [key for key in others if len(shapes[key]) == 2 and not is_float[key]]
+    weights = [key for key in others if len(shapes[key]) == 2 and is_float[key]]
+    call.counts = np.zeros(count, np.int64)
+    found = [len(numbers), len(indices), len(weights)]
+    if first is None or len(shapes[first]) != 2 or not is_float[first] or found not in ([1, 0, 0], [0, 1, 1]):
+        call.problem = 5, 0, 0
+        return call
+    call.tokens, rows = first, shapes[first][0]
+    if numbers:
+        call.experts = numbers[0]
+        if platform.sends_nothing:
+            call.counts = _evenly(rows, count)
+            return call
+        counts = _values(tensors[call.experts], platform)
+        if len(counts) != count:
+            call.problem = 3, len(counts), 0
+        elif (counts < 0).any():
+            call.problem = 4, int(counts.min()), 0
+        elif counts.sum() != rows:
+            call.problem = 2, int(counts.sum()), rows
+        else:
+            call.counts = counts
+        return call
+    call.experts, call.weights, call.copies = indices[0], weights[0], shapes[indices[0]][1]
+    if shapes[call.weights] != shapes[call.experts] or not call.copies:
+        call.problem = 5, 0, 0
+    elif shapes[call.experts][0] != rows:
+        call.problem = 6, shapes[call.experts][0], rows
+    elif platform.sends_nothing:
+        call.counts = _evenly(rows * call.copies, count)
+    else:
+        found_there = _values(tensors[call.experts], platform)
+        if found_there.size and (found_there.min() < 0 or found_there.max() >= count):
+            call.problem = 1, int(found_there.min()), int(found_there.max())
+        else:
+            call.counts, call.order = np.bincount(found_there, minlength=count), order_of(found_there)
+    return call
+
+
+def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], what: str) -> Routes:
+    """Exchange the numbers of the calls that the ranks of a 1-D mesh make: one small all-gather.
+
+    Args:
+        call: that of this rank.
+        mesh: along which the experts lie.
+        sizes: how many experts each rank has.
+        what: names the module in messages.
+
+    Raises:
+        ValueError: on all ranks, where something is wrong on one.
+        RankMismatchError: on all ranks, where they differ in the tokens' width, dtype, or need of a gradient, or in the
+            number of experts for each token.
+    """
+    platform = mesh.platform
+    facts: dict[str, Any] = {}
+    if not call.problem[0]:
+        x = call.given[call.tokens]
+        facts = {
+            "the number of features of a token": platform.shape_of(x)[1],
+            "the dtype of tokens": str(x.dtype),
+            "whether tokens need a gradient": platform.requires_grad(x),
+            "the number of experts of a token": call.copies if call.weights is not None else 0,
+        }
+    digests = [n if isinstance(n, int) else zlib.crc32(str(n).encode()) for n in facts.values()] or [0] * 4
+    mine = np.array([[*call.problem, *digests, *call.counts.tolist()]], np.int64)
+    rows = mine
+    if mesh.size() > 1:
+        gather = collectives.bind_all_gather(mesh, 0, 0, (1,) * mesh.size())
+        with platform.no_dispatch(), platform.no_grad():
+            gathered = gather(platform.to_device(platform.host_tensor(mine)))
+            if not platform.sends_nothing:
+                rows = np.frombuffer(platform.bytes_of(gathered), np.int64).reshape(mesh.size(), -1)
+    if platform.sends_nothing:
+        rows = np.broadcast_to(mine, (mesh.size(), mine.shape[1]))
+    ranks = mesh.ranks_along(0)
+    wrong = [
+        f"on rank {rank}, {_WRONG[row[0]].format(*row[1:3])}" for rank, row in zip(ranks, rows, strict=True) if row[0]
+    ]
+    if wrong:
+        raise ValueError(f"{what} has {sum(sizes)} experts, and {'; '.join(wrong)}: {_REMEDY}")
+    for i, (name, value) in enumerate(facts.items(), 3):
+        odd = tuple(rank for rank, row in zip(ranks, rows, strict=True) if row[i] != rows[0, i])
+        if odd:
+            raise RankMismatchError(
+                f"{what}: {names_of(odd)} and rank {ranks[0]} differ in {name}, {value} here: call it so on all "
+                f"ranks of {mesh}, also with no tokens",
+                odd,
+            )
+    return Routes(mesh, 0, rows[:, 7:], sizes, call.order)
+
+
+def _values(x: Any, platform: Platform) -> np.ndarray:
+    """The integers of a plain tensor, as a vector."""
+    wide = platform.host_tensor(np.zeros(1, np.int64)).dtype
+    return np.frombuffer(platform.bytes_of(platform.to_dtype(platform.detach(x), wide)), np.int64)
+
+
+def _like(values: np.ndarray, like: Any, platform: Platform) -> Any:
+    return platform.to_dtype(platform.to_device(platform.host_tensor(values)), like.dtype)
+
+
+def _evenly(rows: int, count: int) -> np.ndarray:
+    """As many rows for each expert as for the others, or one more: for a dry run, which has no values."""
+    return rows // count + (np.arange(count) < rows % count)

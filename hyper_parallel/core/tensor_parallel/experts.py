@@ -1,0 +1,257 @@
+"""`ExpertParallel`: whole experts on each rank, for tokens of which each rank has its own."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hyper_parallel.core.communication.errors import RankMismatchError, names_of
+from hyper_parallel.core.communication.parts import numbers_of_ranks
+from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
+from hyper_parallel.core.communication.routes import Combine, Dispatch
+from hyper_parallel.core.communication.transitions import ConvertCotangent
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.chunking import chunk_sizes
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import Placement, Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.tensor_parallel.base import ModuleStyle
+from hyper_parallel.core.tensor_parallel.convert import Slots, as_single
+from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
+from hyper_parallel.core.tensor_parallel.expert_calls import ExpertCall, agree_on_routes, read_call
+from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, parameter_check, path_of
+from hyper_parallel.platform.contract.modules import APPLIED
+
+__all__ = ["ExpertParallel", "has_its_gradients"]
+
+
+class ExpertParallel(ModuleStyle):
+    """Give each rank some of the experts in whole, and send it the tokens of all ranks for these.
+
+    For a module whose parameters have a leading dimension of experts. Each rank calls it with tokens of its own.
+    ``(tokens (N, d), counts (E,))`` are tokens sorted by expert, and the number for each. ``(hidden states (T, d),
+    indices (T, k), weights (T, k))`` has k experts for each token. There the module sums the k outputs by the weights.
+
+    The module's own forward runs on this rank's experts, as plain tensors, with the tokens for them. With indices it
+    gets one expert for each row, and weights of one.
+
+    Exactly the routed tokens travel: one exchange there and one back, in forward and in backward, after one small
+    all-gather of their numbers. Ranks may have any number of tokens, and of experts. A rank whose experts get no token
+    computes one of zeros, so that it takes part in backward.
+
+    Args:
+        input_layout: how plain tokens of the ranks belong together. None: each rank has a batch and a loss of its own,
+            and gradients of experts are averaged over the ranks of the mesh, as data parallelism averages all others.
+            ``Shard(0)``: they are parts of one tensor with one loss, as in sequence parallelism, and gradients are
+            sums. So they are of DTensors.
+        count_attribute: attribute of the module with the number of experts, where it has one. The forward sees the
+            number on this rank.
+
+    Raises:
+        TypeError: when a layout is no placement. ValueError: for another layout; when applied, for parameters without a
+            common first dimension, and modules below with parameters. When the module is called, on all ranks before a
+            token is sent: for an index outside, counts that do not sum to the number of tokens, other arguments.
+
+    Example:
+        >>> from hyper_parallel import ExpertParallel
+        >>> ExpertParallel()
+        ExpertParallel(count_attribute='num_experts')
+
+    Source: ``torchtitan.distributed.ExpertParallel``; GShard (Lepikhin et al. 2020).
+    """
+
+    input_layouts: Slots = (None,)
+    output_layouts: Slots | None = None
+
+    def __init__(self, *, input_layout: Placement | None = None, count_attribute: str = "num_experts") -> None:
+        name = type(self).__name__
+        self.input_layout = as_single(input_layout, "input_layout", name)
+        if self.input_layout not in (None, Shard(0)):
+            raise ValueError(
+                f"{name}(input_layout={self.input_layout!r}): tokens are each rank's own, None, or parts of one "
+                "tensor, Shard(0)"
+            )
+        self.count_attribute = count_attribute
+
+    def parameter_placements(self, module: Any, mesh: DeviceMesh) -> Mapping[str, Placement]:
+        return {name: Shard(0) for name, _ in mesh.platform.named_parameters(module)}
+
+    def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
+        platform = device_mesh.platform
+        shapes = {name: tuple(p.shape) for name, p in platform.named_parameters(module)}
+        if not shapes or () in shapes.values() or len({shape[0] for shape in shapes.values()}) != 1:
+            raise ValueError(
+                f"{self!r} on {where!r}: its parameters have the shapes {shapes}, and each must be (experts, ...): "
+                "name the module that holds the stacked weights of the experts"
+            )
+        for path, submodule in platform.named_modules(module):
+            if path and (names := [name for name, _ in platform.named_parameters(submodule)]):
+                raise ValueError(
+                    f"{self!r} on {where!r}: the module {path!r} below has the parameter {names[0]!r}, which no expert "
+                    "owns: name the module that holds the stacked weights of the experts alone"
+                )
+        super().check(module, device_mesh, where)
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        if device_mesh.get_coordinate() is not None:
+            self._compare_experts(module, device_mesh)
+        return super()._apply(module, device_mesh)
+
+    def _compare_experts(self, module: Any, device_mesh: DeviceMesh) -> None:
+        shapes = [(name, tuple(p.shape)) for name, p in device_mesh.platform.named_parameters(module)]
+        told = shapes[0][1][0], zlib.crc32(repr(shapes).encode())
+        rows = numbers_of_ranks(told, device_mesh, f"the comparison of the experts of {module_label(module)}")
+        odd = tuple(
+            rank for rank, row in zip(device_mesh.ranks_along(0), rows.tolist(), strict=True) if row != rows[0].tolist()
+        )
+        if odd:
+            raise RankMismatchError(
+                f"{module_label(module)}: {names_of(odd)} and rank {device_mesh.ranks_along(0)[0]} differ in the "
+                f"number of experts, or the names and shapes of their weights, here {dict(shapes)}: make the same "
+                "model on all ranks",
+                odd,
+            )
+
+    def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+        if mesh.get_coordinate() is None:
+            return super()._new_forward(module, forward, mesh)
+        check = parameter_check(module, mesh)
+        count = next(p.shape[0] for _, p in mesh.platform.named_parameters(module))
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if LISTENERS and current_module() != path_of(module):
+                return run_in_module(path_of(module), run, module, *args, **kwargs)
+            check(module)
+            return self._run(module, forward, args, kwargs, mesh, count)
+
+        return run
+
+    def _run(
+        self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict, mesh: DeviceMesh, count: int
+    ) -> Any:
+        platform, name = mesh.platform, module_label(module)
+        batch, args, kwargs = _plain(args, kwargs, mesh, name)
+        if batch is None and self.input_layout is None and SUMMED_OVER.get() is not None:
+            raise ValueError(
+                f"{name} is called with plain tokens inside of a batch of DTensors, which has one loss for all ranks: "
+                "give it DTensors, or say ExpertParallel(input_layout=Shard(0))"
+            )
+        losses = mesh.size() if batch is None and self.input_layout is None else 1
+        call, sizes = read_call(args, kwargs, count, platform), chunk_sizes(count, mesh.size())
+        routes = agree_on_routes(call, mesh, sizes, name)
+        with platform.no_dispatch():
+            x = Dispatch(routes, call.copies)(call.given[call.tokens])
+            numbers, rows = routes.arriving.tolist() or [0], platform.shape_of(x)[0]
+            if not rows:
+                numbers[0] = 1
+                x = platform.cat([x, platform.zeros((1, platform.shape_of(x)[1]), platform.detach(x))], 0)
+            given = call.local_arguments(x, numbers, platform)
+        own = platform.own_parameters(module)
+        held = {key: p for key, p in own.items() if p is not None}
+        seen, attributes = self.count_attribute, vars(module)
+        counted = attributes.get(seen) == count
+        with platform.no_dispatch():
+            own.update({key: _local(p, mesh, losses) for key, p in held.items()})
+        if counted:
+            attributes[seen] = len(numbers)
+        try:
+            local_args = tuple(given[i] for i in range(len(args)))
+            y = forward(module, *local_args, **{key: given[key] for key in kwargs})
+        finally:
+            own.update(held)
+            if counted:
+                attributes[seen] = count
+        if not platform.is_tensor(y) or not len(y.shape) or y.shape[0] != sum(numbers):
+            shape = tuple(y.shape) if platform.is_tensor(y) else type(y).__name__
+            raise ValueError(
+                f"{name} was given {sum(numbers)} tokens for the experts of this rank, and gave {shape}: it must give "
+                "one tensor with a row for each token, in their order"
+            )
+        with platform.no_dispatch():
+            y = Combine(routes)(y if rows else platform.narrow(y, 0, 0, 0))
+            if call.weights is not None:
+                y = _weighted(y, call, platform)
+            if batch is not None:
+                y = DTensor._of_part(y, get_layout(batch.mesh, batch.placements, (batch.shape[0], *y.shape[1:])))
+        return y
+
+
+def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
+    """Whether a module of experts gets the gradients of all ranks of a data-parallel mesh without that: tokens of all
+    ranks come to its parameters.
+
+    Args:
+        module: any module.
+        mesh: of data parallelism.
+        caller: the function that is applied over it.
+
+    Raises:
+        ValueError: where tokens of some of the ranks alone come there.
+    """
+    if not any(isinstance(style, ExpertParallel) for style, _ in getattr(module, APPLIED, ())):
+        return False
+    held = next(p for _, p in mesh.platform.named_parameters(module))._layout.mesh
+    if mesh.is_beside(held) or not mesh.shares_root(held):
+        return False
+    if not held.spans(mesh):
+        raise ValueError(
+            f"{caller}: the experts {module_label(module)} lie on {held}, a part of the ranks of {mesh}: apply "
+            "fully_shard or replicate to them first, over the other dimensions of the mesh of the job"
+        )
+    return True
+
+
+def _weighted(y: Any, call: ExpertCall, platform: Any) -> Any:
+    """The sums of the outputs for each token, by the router's weights; in the dtype of the tokens."""
+    _, *rest = platform.shape_of(y)
+    weights, dtype = call.given[call.weights], y.dtype  # type: ignore[index]
+    count = platform.shape_of(weights)[0]
+    weighted = y.reshape((count, call.copies, *rest)) * weights.reshape((count, call.copies, *[1] * len(rest)))
+    return platform.to_dtype(platform.sum_along(weighted, 1).reshape((count, *rest)), dtype)
+
+
+def _local(p: Any, mesh: DeviceMesh, losses: int) -> Any:
+    """A parameter as the forward reads it: this rank's experts, one of zeros where it has none.
+
+    Args:
+        p: the DTensor.
+        mesh: of the style.
+        losses: of how many losses of the ranks its gradient is the average.
+    """
+    platform = mesh.platform
+    x = p.to_local(grad_placements=(Shard(0),))
+    if losses > 1:
+        x = ConvertCotangent(platform, lambda g: g / losses)(x)
+    shape = platform.shape_of(x)
+    return x if shape[0] else platform.cat([x, platform.zeros((1, *shape[1:]), platform.detach(x))], 0)
+
+
+def _plain(args: tuple, kwargs: dict, mesh: DeviceMesh, name: str) -> tuple[Layout | None, tuple, dict]:
+    """This rank's parts of arguments that are DTensors, and how the first lies; None where all are plain.
+
+    Raises:
+        ValueError: for plain tensors and DTensors at once, and DTensors that are not parts of one batch.
+    """
+    tensors = [x for x in (*args, *kwargs.values()) if mesh.platform.is_tensor(x)]
+    layouts = [x._layout for x in tensors if isinstance(x, DTensor)]
+    if not layouts:
+        return None, args, kwargs
+    batch = layouts[0]
+    ranks = set(batch.mesh.ranks.ravel().tolist())
+    if (
+        len(layouts) != len(tensors)
+        or not ranks.issuperset(mesh.ranks_along(0))
+        or any(layout.mesh is not batch.mesh or layout.placements != batch.placements for layout in layouts)
+        or any(placement is not Shard(0) for placement in batch.placements)
+    ):
+        lie = [f"{list(x.placements)} on {x.device_mesh}" if isinstance(x, DTensor) else "plain" for x in tensors]
+        raise ValueError(
+            f"{name} is called with tensors that lie as {lie}: give plain tensors, or DTensors of one mesh with the "
+            f"ranks of {mesh}, all placed Shard(0)"
+        )
+
+    def part(x: Any) -> Any:
+        return x.to_local() if isinstance(x, DTensor) else x
+
+    return batch, tuple(map(part, args)), {key: part(x) for key, x in kwargs.items()}
