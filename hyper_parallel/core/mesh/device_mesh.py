@@ -66,7 +66,7 @@ class DeviceMesh(MeshGroups):
     Source: ``torch.distributed.device_mesh.DeviceMesh``.
     """
 
-    #: Whether a layer has given plain shards of unequal sizes: see `core.tensor_parallel.uneven_shards`.
+    #: Whether a layer has given plain shards of unequal sizes: see `core.tensor_parallel.program.uneven_shards`.
     _has_uneven_shards: bool
 
     def __new__(

@@ -23,7 +23,7 @@ from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard, StridedShard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules.batch_parts import BATCH_PART, BatchPart
-from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label
 
 __all__ = ["SUMMED_OVER", "OtherMeshError", "convert_part", "run_on_parts"]
 

@@ -14,12 +14,12 @@ from typing import Any
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.modes import is_strict
-from hyper_parallel.core.tensor_parallel.attention import KEY_OR_VALUE, Attention, Match
-from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
-from hyper_parallel.core.tensor_parallel.heads import check_heads
-from hyper_parallel.core.tensor_parallel.latent import Latent, Latents
-from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
-from hyper_parallel.core.tensor_parallel.weight import linear_sizes
+from hyper_parallel.core.tensor_parallel.checks.attention import KEY_OR_VALUE, Attention, Match
+from hyper_parallel.core.tensor_parallel.checks.latent import Latent, Latents
+from hyper_parallel.core.tensor_parallel.program.heads import check_heads
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.weight import linear_sizes
 
 _OF_ATTENTION = re.compile(r"(c_attn|q_?k_?v|query_?key_?value|in_?proj)", re.IGNORECASE)
 _FUSED = re.compile(

@@ -9,11 +9,11 @@ from typing import Any
 
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle
-from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
-from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
-from hyper_parallel.core.tensor_parallel.heads import check_heads
-from hyper_parallel.core.tensor_parallel.paths import by_parent
+from hyper_parallel.core.tensor_parallel.checks.paths import by_parent
+from hyper_parallel.core.tensor_parallel.program.heads import check_heads
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.head_norm import HeadNormParallel
 
 #: (path, module, style): what a plan gives one module.
 Match = tuple[str, Any, ParallelStyle]
