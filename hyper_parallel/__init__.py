@@ -67,18 +67,18 @@ if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at r
     from hyper_parallel.core.tensor_parallel.loss import loss_parallel as loss_parallel
     from hyper_parallel.core.tensor_parallel.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from hyper_parallel.core.tensor_parallel.program.overlap import overlap_collectives as overlap_collectives
-    from hyper_parallel.core.tensor_parallel.styles.style import ColwiseParallel as ColwiseParallel
-    from hyper_parallel.core.tensor_parallel.styles.style import HeadNormParallel as HeadNormParallel
-    from hyper_parallel.core.tensor_parallel.styles.style import ModuleStyle as ModuleStyle
-    from hyper_parallel.core.tensor_parallel.styles.style import NoParallel as NoParallel
-    from hyper_parallel.core.tensor_parallel.styles.style import ParallelStyle as ParallelStyle
-    from hyper_parallel.core.tensor_parallel.styles.style import ParameterParallel as ParameterParallel
-    from hyper_parallel.core.tensor_parallel.styles.style import PrepareModuleInput as PrepareModuleInput
-    from hyper_parallel.core.tensor_parallel.styles.style import PrepareModuleInputOutput as PrepareModuleInputOutput
-    from hyper_parallel.core.tensor_parallel.styles.style import PrepareModuleOutput as PrepareModuleOutput
-    from hyper_parallel.core.tensor_parallel.styles.style import RowwiseParallel as RowwiseParallel
-    from hyper_parallel.core.tensor_parallel.styles.style import SequenceParallel as SequenceParallel
-    from hyper_parallel.core.tensor_parallel.styles.style import register_style as register_style
+    from hyper_parallel.core.tensor_parallel.style import ColwiseParallel as ColwiseParallel
+    from hyper_parallel.core.tensor_parallel.style import HeadNormParallel as HeadNormParallel
+    from hyper_parallel.core.tensor_parallel.style import ModuleStyle as ModuleStyle
+    from hyper_parallel.core.tensor_parallel.style import NoParallel as NoParallel
+    from hyper_parallel.core.tensor_parallel.style import ParallelStyle as ParallelStyle
+    from hyper_parallel.core.tensor_parallel.style import ParameterParallel as ParameterParallel
+    from hyper_parallel.core.tensor_parallel.style import PrepareModuleInput as PrepareModuleInput
+    from hyper_parallel.core.tensor_parallel.style import PrepareModuleInputOutput as PrepareModuleInputOutput
+    from hyper_parallel.core.tensor_parallel.style import PrepareModuleOutput as PrepareModuleOutput
+    from hyper_parallel.core.tensor_parallel.style import RowwiseParallel as RowwiseParallel
+    from hyper_parallel.core.tensor_parallel.style import SequenceParallel as SequenceParallel
+    from hyper_parallel.core.tensor_parallel.style import register_style as register_style
     from hyper_parallel.debug import CommDebugMode as CommDebugMode
     from hyper_parallel.debug import visualize_sharding as visualize_sharding
     from hyper_parallel.debug.comm_trace import CommTrace as CommTrace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.layouts.placement_types import Replicate, Shard
-from hyper_parallel.core.tensor_parallel.styles.style import (
+from hyper_parallel.core.tensor_parallel.style import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,

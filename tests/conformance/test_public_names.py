@@ -13,7 +13,7 @@ PATHS = {
     "hyper_parallel.core.mesh.device_mesh": ["DeviceMesh", "init_device_mesh"],
     "hyper_parallel.core.dtensor.dtensor": ["DTensor", "distribute_tensor", "distribute_module"],
     "hyper_parallel.core.layouts.placement_types": ["Placement", "Shard", "Replicate", "Partial"],
-    "hyper_parallel.core.tensor_parallel.styles.style": [
+    "hyper_parallel.core.tensor_parallel.style": [
         "ParallelStyle",
         "ModuleStyle",
         "ColwiseParallel",
