@@ -143,7 +143,7 @@ def _split(key: tuple[Layout, DeviceMesh]) -> _Split | None:
     others = [mesh_dim for mesh_dim in range(both.ndim) if mesh_dim != at]
     # How each lies by itself: the order of the cuts, which strides say, is compared below.
     alone = [Shard(p.dim) if isinstance(p, StridedShard) else p for p in layout.placements]
-    beside = get_layout(both._at(tuple(others)), tuple(alone[mesh_dim] for mesh_dim in others), layout.shape)
+    beside = get_layout(both.slices.at(tuple(others)), tuple(alone[mesh_dim] for mesh_dim in others), layout.shape)
     try:
         same = nest(beside, mesh, [alone[at]], layout.shape) is layout
     except ValueError:  # a `PackedShard` that another dimension cuts before
