@@ -66,7 +66,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at r
     from hyper_parallel.core.tensor_parallel.api import parallelize_module as parallelize_module
     from hyper_parallel.core.tensor_parallel.loss import loss_parallel as loss_parallel
     from hyper_parallel.core.tensor_parallel.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-    from hyper_parallel.core.tensor_parallel.overlap import overlap_collectives as overlap_collectives
+    from hyper_parallel.core.tensor_parallel.program.overlap import overlap_collectives as overlap_collectives
     from hyper_parallel.core.tensor_parallel.style import ColwiseParallel as ColwiseParallel
     from hyper_parallel.core.tensor_parallel.style import ExpertParallel as ExpertParallel
     from hyper_parallel.core.tensor_parallel.style import HeadNormParallel as HeadNormParallel

@@ -63,7 +63,7 @@ HOME_OF = {
     "loss_parallel": "hyper_parallel.core.tensor_parallel.loss",
     "manual_seed": "hyper_parallel.core.rules.random",
     "ones": "hyper_parallel.core.dtensor.factories",
-    "overlap_collectives": "hyper_parallel.core.tensor_parallel.overlap",
+    "overlap_collectives": "hyper_parallel.core.tensor_parallel.program.overlap",
     "parallelize_module": "hyper_parallel.core.tensor_parallel.api",
     "rand": "hyper_parallel.core.dtensor.factories",
     "randn": "hyper_parallel.core.dtensor.factories",

@@ -181,7 +181,7 @@ def _place(layout: Any) -> str:
     if layout is None:
         return "plain"
     mesh = layout.mesh
-    along = "" if mesh.get_root_mesh() is mesh else f" along its dimensions {mesh._along}"
+    along = "" if mesh.get_root_mesh() is mesh else f" along its dimensions {mesh.slices.along}"
     return f"placed {list(layout.placements)} on {mesh.get_root_mesh()}{along}"
 
 

@@ -85,7 +85,7 @@ def _holders(layout: Layout) -> list[tuple[tuple[Rectangle, ...], list[int]]]:
     known: dict[tuple[int, ...], tuple[Rectangle, ...]] = {}
     for place in np.ndindex(*ranks.shape):
         coordinate = tuple(
-            _joint_index([place[d] for d in dims], [ranks.shape[d] for d in dims]) for dims in mesh._along
+            _joint_index([place[d] for d in dims], [ranks.shape[d] for d in dims]) for dims in mesh.slices.along
         )
         if coordinate not in known:
             known[coordinate] = held_rectangles(layout, coordinate)

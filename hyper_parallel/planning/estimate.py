@@ -12,8 +12,8 @@ from typing import Any
 from hyper_parallel.core.data_parallel.fully_shard import fully_shard
 from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy
 from hyper_parallel.core.data_parallel.replicate import replicate
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle
-from hyper_parallel.core.tensor_parallel.paths import Paths
+from hyper_parallel.core.tensor_parallel.checks.paths import Paths
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
 from hyper_parallel.debug.collective import Collective
 from hyper_parallel.debug.description import describe_on
 from hyper_parallel.debug.text import TERMINAL, format_bytes, format_seconds, format_table

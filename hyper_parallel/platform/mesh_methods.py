@@ -64,6 +64,14 @@ class MeshMethods(ABC):
         """
         return self._to_native()
 
+    def _get_root_mesh(self) -> Any:
+        """`get_root_mesh`, by the name that torch's wrappers ask a mesh for."""
+        return self.get_root_mesh()
+
+    @abstractmethod
+    def get_root_mesh(self) -> Any:
+        """The mesh that this one was sliced from; itself where it was not."""
+
     @abstractmethod
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """The framework's process group of this rank along a dimension."""

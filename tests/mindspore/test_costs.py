@@ -18,7 +18,7 @@ from benchmarks.plans import llama_plan, mlp_plan
 from benchmarks.sizes import LlamaSizes, MlpSizes
 from hyper_parallel import CommDebugMode, DTensor, coalesce_gradients, get_platform, parallelize_module
 from hyper_parallel.core.dtensor.tensor import dtensor_class
-from hyper_parallel.core.tensor_parallel import uneven_shards
+from hyper_parallel.core.tensor_parallel.program import uneven_shards
 from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.platform.mindspore import collectives, local_tensors
 from hyper_parallel.testing.spmd import on_mesh

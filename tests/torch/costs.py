@@ -27,7 +27,7 @@ from benchmarks.torch_traffic import count_passes
 from benchmarks.torch_versions import DTENSORS, HYPER_PARALLEL, TUNED, Version, llama_versions, mlp_versions
 from benchmarks.traffic import Traffic
 from hyper_parallel.core.operations.dispatch import dispatch
-from hyper_parallel.core.tensor_parallel import uneven_shards
+from hyper_parallel.core.tensor_parallel.program import uneven_shards
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 
 __all__ = ["RANKS", "Cost", "Counted", "count_all"]

@@ -19,7 +19,7 @@ from hyper_parallel import (
     Shard,
     parallelize_module,
 )
-from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
+from hyper_parallel.core.tensor_parallel.program.uneven_shards import HANDED_OUT
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.compiled import fresh
 from tests.torch.support import close, device, randn

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from hyper_parallel import ColwiseParallel, RowwiseParallel, init_device_mesh, parallelize_module
-from hyper_parallel.core.tensor_parallel.paths import Paths, by_parent
+from hyper_parallel.core.tensor_parallel.checks.paths import Paths, by_parent
 from hyper_parallel.planning import DryStep
 from tests.support.counted_calls import calls_of
 

@@ -31,7 +31,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.core.communication.recorder import LISTENERS
-from hyper_parallel.core.tensor_parallel.weight import WeightParallel
+from hyper_parallel.core.tensor_parallel.styles.weight import WeightParallel
 from hyper_parallel.testing.extent import in_gate
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.decoder import UNEVEN, Decoder, Sizes, batch, plan

@@ -25,6 +25,9 @@ LAYERS = {
     "rules": ["core.rules"],
     "operations": ["core.operations"],
     "dtensor": ["core.dtensor"],
+    "programs": ["core.tensor_parallel.program"],
+    "styles": ["core.tensor_parallel.styles"],
+    "checks of plans": ["core.tensor_parallel.checks"],
     "tensor_parallel": ["core.tensor_parallel"],
     "data_parallel": ["core.data_parallel"],
     "integrations": ["integrations"],
@@ -50,6 +53,9 @@ FLOORS = (
     "rules",
     "operations",
     "dtensor",
+    "programs",
+    "styles",
+    "checks of plans",
     "tensor_parallel",
     "data_parallel",
 )
@@ -71,11 +77,11 @@ MAY_IMPORT = {
     **{floor: below(floor) for floor in FLOORS},
     "integrations": {*below("data_parallel"), "checkpoint"},
     "texts": {"platforms"},
-    "checkpoint": {*below("tensor_parallel"), "data_parallel", "texts"},
-    "debug": {*below("tensor_parallel"), "texts"},
+    "checkpoint": {*below("programs"), "data_parallel", "texts"},
+    "debug": {*below("programs"), "texts"},
     "planning": {*below("data_parallel"), "data_parallel", "integrations", "texts", "debug", "names"},
     "command line": {
-        *below("tensor_parallel"),
+        *below("programs"),
         *("checkpoint", "texts", "debug", "planning", "testing", "adapters", "names"),
     },
     "testing": {
@@ -85,7 +91,7 @@ MAY_IMPORT = {
     },
     "adapters": {"names", "names of mindspore", "torch", "mindspore"},
     "names": {"platforms", "contract", "table of names"},  # those of the package are resolved when they are first used
-    "names of experimental": below("tensor_parallel"),
+    "names of experimental": below("programs"),
     "names of mindspore": {"mindspore", "platforms"},
     "names of torch": {"torch", "platforms"},
 }
@@ -202,6 +208,11 @@ def test_the_arrows_themselves_go_one_way() -> None:
             "layouts may not import dtensor",
         ),
         ("core.dtensor.undistributed", "import hyper_parallel.core.tensor_parallel", "may not import tensor_parallel"),
+        (
+            "core.tensor_parallel.program.overlap",
+            "import hyper_parallel.core.tensor_parallel.styles.base",
+            "programs may not import styles",
+        ),
         ("platform.torch.tensor", "import hyper_parallel.platform.mindspore.base", "torch may not import mindspore"),
         ("testing.worker", "import hyper_parallel.platform.torch.base", "testing may not import torch"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,6 +92,17 @@ def test_core_names_no_framework() -> None:
         for line, word in offending_words(path.read_text(encoding="utf-8"))
     ]
     assert found == []
+
+
+def test_checks_of_plans_alone_know_models_by_name() -> None:
+    """A style that guesses by the name of a layer would be right for some models only."""
+    names = re.compile(r"c_attn|gate_?up|num_(kv|key_value)_heads|head_dim|\b[qk]_proj|(query|key)_norm\b")
+    knowing = {
+        path.relative_to(PACKAGE / "core").as_posix()
+        for path in python_files(PACKAGE / "core")
+        if any(names.search(word) for _, word in words_of_code(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert knowing == {"tensor_parallel/checks/known_names.py"}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hyper_parallel.core.caches import Table
 from hyper_parallel.core.communication.errors import RankMismatchError, names_of
 from hyper_parallel.core.communication.rank_check import Check
 from hyper_parallel.core.observers import CHECKS
-from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import UNIT
 
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh

@@ -22,7 +22,7 @@ from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.operations.operands import refuse_foreign
-from hyper_parallel.core.tensor_parallel.experts import has_its_gradients
+from hyper_parallel.core.tensor_parallel.styles.experts import has_its_gradients
 from hyper_parallel.core.weak_table import WeakTable
 
 __all__ = ["buffers_of", "fully_shard"]

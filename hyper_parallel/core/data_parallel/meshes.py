@@ -141,5 +141,5 @@ def fewer_ranks(mesh: DeviceMesh, reshard_after_forward: Any) -> DeviceMesh | No
             f"fully_shard(reshard_after_forward={count}) makes new groups of ranks, in which all ranks of the world "
             f"take part, and {root} has {root.ranks.size} of {mesh.platform.world_size()}: give True or False"
         )
-    rows = np.array(rows_along(root.ranks, mesh._along[-1])).reshape(-1, count)
+    rows = np.array(rows_along(root.ranks, mesh.slices.along[-1])).reshape(-1, count)
     return DeviceMesh(mesh.device_type, rows, mesh_dim_names=("after_forward_groups", "after_forward"))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.data_parallel.agreement import Event, agreements_below
 from hyper_parallel.core.dtensor.announcing import announce
-from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import UNIT
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.call import Call

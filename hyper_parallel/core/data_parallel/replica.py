@@ -18,7 +18,7 @@ from hyper_parallel.core.dtensor.undistributed import broadcast_tensors
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules.random import BESIDE
-from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
+from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["MARK", "REPLICA", "Mark", "Options", "Replica", "entered", "replica_of"]

@@ -20,7 +20,7 @@ from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, current_mesh, init_device_mesh, resolve_mesh
 from hyper_parallel.core.operations.operands import refuse_foreign
-from hyper_parallel.core.tensor_parallel.experts import has_its_gradients
+from hyper_parallel.core.tensor_parallel.styles.experts import has_its_gradients
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract.modules import APPLIED
 

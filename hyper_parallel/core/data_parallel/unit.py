@@ -29,7 +29,7 @@ from hyper_parallel.core.data_parallel.trees import tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
 from hyper_parallel.core.data_parallel.writes import counts_of
 from hyper_parallel.core.rules.random import BESIDE
-from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
+from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
 from hyper_parallel.platform.contract import NOTHING_FASTER
 from hyper_parallel.platform.contract.autograd import named
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.unit import Unit
-from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import UNIT
 from hyper_parallel.core.weak_table import WeakTable
 
 __all__ = ["is_unit", "make_unit", "shows_whole_parameters", "unit_of"]

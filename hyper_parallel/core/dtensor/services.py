@@ -14,7 +14,7 @@ from hyper_parallel.core.layouts.layout import Layout, get_layout, replicated_la
 from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Replicate, Shard, StridedShard, described
 from hyper_parallel.core.layouts.rectangles import Rectangle, held_rectangles
 from hyper_parallel.core.layouts.strides import contiguous_strides
-from hyper_parallel.core.mesh import device_mesh
+from hyper_parallel.core.mesh.mesh_class import DeviceMesh, rebuild
 from hyper_parallel.core.operations import views
 from hyper_parallel.core.operations.dispatch import dispatch
 from hyper_parallel.core.rules import class_shards, logit_shards, random
@@ -53,7 +53,7 @@ class Services:
         self.unpickling = (
             restore,
             get_layout,
-            device_mesh._rebuild,
+            rebuild,
             Replicate,
             Shard,
             PackedShard,
@@ -65,7 +65,7 @@ class Services:
         self, native: Any, device_type: str, placements: Sequence[tuple[Any, ...]], shape: Sequence[int]
     ) -> Layout:
         """See `platform.contract.Core`."""
-        mesh = device_mesh.DeviceMesh._of_native(get_platform_for_device(device_type), native)
+        mesh = DeviceMesh._of_native(get_platform_for_device(device_type), native)
         return get_layout(mesh, tuple(described(*each) for each in placements), shape)
 
     def held_rectangles(self, layout: Layout) -> tuple[Rectangle, ...]:
@@ -73,11 +73,11 @@ class Services:
         coordinate = layout.mesh.get_coordinate()
         return () if coordinate is None else held_rectangles(layout, coordinate)
 
-    def layout_of_cut(self, mesh: device_mesh.DeviceMesh, cut: int | None, shape: Sequence[int]) -> Layout:
+    def layout_of_cut(self, mesh: DeviceMesh, cut: int | None, shape: Sequence[int]) -> Layout:
         """See `platform.contract.Core`."""
         return get_layout(mesh, (Replicate() if cut is None else Shard(cut % len(shape)),), tuple(shape))
 
-    def cut_of_layout(self, layout: Layout) -> tuple[device_mesh.DeviceMesh | None, int | None]:
+    def cut_of_layout(self, layout: Layout) -> tuple[DeviceMesh | None, int | None]:
         """See `platform.contract.Core`."""
         placement = layout.placements[0]
         if layout.mesh.ndim == 1 and placement is Replicate():
@@ -93,12 +93,12 @@ class Services:
             strides = memory_order.strides_of(x, layout)
         return contiguous_strides(layout.shape) if strides is memory_order.UNKNOWN else tuple(strides)
 
-    def failed_in_backward(self, error: Exception, meshes: Iterable[device_mesh.DeviceMesh]) -> None:
+    def failed_in_backward(self, error: Exception, meshes: Iterable[DeviceMesh]) -> None:
         """See `platform.contract.Core`."""
         roots = {mesh.get_root_mesh() for mesh in meshes}
         tell_of_failure(error, "backward", max(roots, key=lambda mesh: (mesh.size(), mesh.shape)))
 
-    def replicated(self, local: Any, mesh: device_mesh.DeviceMesh) -> Any:
+    def replicated(self, local: Any, mesh: DeviceMesh) -> Any:
         """See `platform.contract.Core`."""
         platform = mesh.platform
         return platform.wrap(local, replicated_layout(mesh, platform.shape_of(local)))

@@ -40,7 +40,7 @@ def broadcast_undistributed(module: Any, mesh: DeviceMesh, src_data_rank: int | 
         return
     plain = [x for _, _, x in held_tensors(module, mesh.platform) if not isinstance(x, DTensor)]
     for mesh_dim in range(mesh.ndim):
-        broadcast_tensors(plain, mesh if mesh.ndim == 1 else mesh._at((mesh_dim,)), src_data_rank)
+        broadcast_tensors(plain, mesh if mesh.ndim == 1 else mesh.slices.at((mesh_dim,)), src_data_rank)
 
 
 def broadcast_tensors(tensors: Sequence[Any], mesh: DeviceMesh, src: int) -> None:

@@ -67,7 +67,7 @@ def joined_meshes(layouts: Sequence[Layout | None]) -> dict[DeviceMesh, DeviceMe
     found: dict[DeviceMesh, DeviceMesh] = {}
     for mesh in meshes:
         same_root = [other for other in meshes if mesh.shares_root(other)]
-        found[mesh] = mesh._union(same_root) or mesh
+        found[mesh] = mesh.slices.union(same_root) or mesh
     return found
 
 

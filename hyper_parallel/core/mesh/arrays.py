@@ -1,4 +1,4 @@
-"""Arrays of ranks: checks, parts and rows, on shapes and numbers alone."""
+"""Arrays of ranks and their dimensions: checks, parts and rows, on shapes and numbers alone."""
 
 from __future__ import annotations
 
@@ -32,6 +32,27 @@ def check_ranks_of_mesh(ranks: np.ndarray, names: tuple[str, ...] | None, world_
             raise ValueError(f"a mesh of shape {ranks.shape} needs {ranks.ndim} mesh_dim_names, got {names}")
         if len(set(names)) != len(names):
             raise ValueError(f"mesh_dim_names must differ from each other, got {names}")
+
+
+def index_of_dim(mesh: Any, mesh_dim: int | str | None, caller: str) -> int:
+    """The index of a dimension of ``mesh`` that ``caller`` was given, from 0 on; None is the only one.
+
+    Raises:
+        ValueError: for a dimension that there is not, and for None where there are several.
+    """
+    if mesh_dim is None:
+        if mesh.ndim != 1:
+            raise ValueError(f"{mesh} has {mesh.ndim} dimensions: say which, {caller}(mesh_dim)")
+        return 0
+    if isinstance(mesh_dim, str):
+        names: tuple[str, ...] | None = mesh.mesh_dim_names
+        if names is None or mesh_dim not in names:
+            raise ValueError(f"{mesh} has no dimension named {mesh_dim!r}")
+        return names.index(mesh_dim)
+    ndim: int = mesh.ndim
+    if not -ndim <= mesh_dim < ndim:
+        raise ValueError(f"{mesh} has {ndim} dimension(s), there is no dimension {mesh_dim}")
+    return mesh_dim % ndim
 
 
 def sub_array(ranks: np.ndarray, along: Sequence[Sequence[int]], coordinate: Sequence[int]) -> np.ndarray:

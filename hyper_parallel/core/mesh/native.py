@@ -5,66 +5,65 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hyper_parallel.core.mesh.arrays import sub_array
-from hyper_parallel.core.mesh.slices import Slices
-from hyper_parallel.platform.mesh_methods import MeshMethods
+from hyper_parallel.core.mesh.roots import root_mesh
 
 if TYPE_CHECKING:
+    from hyper_parallel.platform import Platform
     from hyper_parallel.platform.contract import NativeMesh
+
+_Mesh = TypeVar("_Mesh", bound=Any)
 
 #: The framework's mesh -> the world that there was when a mesh was made of it, and that mesh.
 _MADE: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], Any]] = weakref.WeakKeyDictionary()
 
 
-class NativeMeshes(Slices, MeshMethods):
-    """Relation of a `DeviceMesh` to the framework's own meshes."""
-
-    #: Of a root: the framework's mesh that shares its groups, while somebody holds it. Kept weakly, because it may hold
-    #: groups, which must not outlive the default group.
-    _native: Callable[[], Any] | None = None
-
-    def _get_root_mesh(self) -> Any:
-        """`get_root_mesh`, by the name that torch's wrappers ask a mesh for."""
-        return self.get_root_mesh()
-
-    def _to_native(self) -> Any:
-        platform, root = self.platform, self.get_root_mesh()
-        if self._coordinate is None:
-            raise ValueError(
-                f"rank {platform.rank()} is not part of {self}, and has no groups to share: let only the ranks of the "
-                "mesh do this, as in `if mesh.get_coordinate() is not None:`"
-            )
-        if any(len(dims) > 1 for dims in self._along):
-            raise ValueError(
-                f"a dimension of {self} was flattened here, and the framework's mesh of {root} does not know it: make "
-                "that mesh first, flatten it, and make this library's of it"
-            )
-        native = None if root._native is None else root._native()
-        if native is None:
-            native = platform.native_mesh(root.ranks, root.mesh_dim_names, root._groups)
-            root._native = weakref.ref(native)
-        if root is self:
-            return native
-        return platform.native_mesh(self.ranks, self.mesh_dim_names, self._groups, native)
+def native_of(mesh: Any) -> Any:
+    """The framework's own mesh made of ``mesh``; slices of one mesh become slices of one."""
+    platform, root = mesh.platform, mesh.get_root_mesh()
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {platform.rank()} is not part of {mesh}, and has no groups to share: let only the ranks of the "
+            "mesh do this, as in `if mesh.get_coordinate() is not None:`"
+        )
+    if any(len(dims) > 1 for dims in mesh.slices.along):
+        raise ValueError(
+            f"a dimension of {mesh} was flattened here, and the framework's mesh of {root} does not know it: make "
+            "that mesh first, flatten it, and make this library's of it"
+        )
+    native = root.groups.native_mesh()
+    if native is None:
+        native = platform.native_mesh(root.ranks, root.mesh_dim_names, root.groups.own)
+        root.groups.share_with(weakref.ref(native))
+    if root is mesh:
+        return native
+    return platform.native_mesh(mesh.ranks, mesh.mesh_dim_names, mesh.groups.own, native)
 
 
-def made_of(native: Any, world: Any) -> Any:
-    """The mesh that was made of the framework's own in this ``world``; None where there is none."""
+def mesh_of(cls: type[_Mesh], platform: Platform, native: Any) -> _Mesh:
+    """The mesh of the framework's own ``native``: the one that was made of it in this world, if there is one."""
+    world = platform.world()
     try:
         entry = _MADE.get(native)
     except TypeError:  # what is no mesh may have no hash, and no weak references
-        return None
-    return None if entry is None or entry[0]() is not world else entry[1]
-
-
-def remember_made(native: Any, world: Any, mesh: Any) -> None:
-    """Let `made_of` find ``mesh``."""
+        entry = None
+    if entry is not None and entry[0]() is world:
+        made: _Mesh = entry[1]
+        return made
+    known = platform.describe_native_mesh(native)
+    if known.root is not None:
+        mesh: _Mesh = _slice_like(mesh_of(cls, platform, known.root), known)
+    else:
+        mesh = root_mesh(cls, platform, known.ranks, known.names, known.groups)
+        if mesh.groups.own is known.groups:
+            mesh.groups.share_with(weakref.ref(native))
     _MADE[native] = (weakref.ref(world), mesh)
+    return mesh
 
 
-def slice_like(root: Any, known: NativeMesh) -> Any:
+def _slice_like(root: Any, known: NativeMesh) -> Any:
     """The slice of the mesh ``root`` with the ranks of a slice of the framework's own.
 
     Raises:
@@ -75,7 +74,7 @@ def slice_like(root: Any, known: NativeMesh) -> Any:
         raise ValueError(f"a slice of a mesh without this rank: {root} is without rank {root.get_rank()}")
     place = next(zip(*(known.ranks == root.get_rank()).nonzero(), strict=True))
     for dim, name in enumerate(names):
-        if name in root.mesh_dim_names or name in root._flat_names:
+        if name in root.mesh_dim_names or name in root.slices.flat_names:
             continue
         row = known.ranks[tuple(slice(None) if d == dim else i for d, i in enumerate(place))].tolist()
         dims = _dims_of_row(root, row, coordinate)
@@ -84,8 +83,8 @@ def slice_like(root: Any, known: NativeMesh) -> Any:
                 f"dimension {name!r}, with the ranks {row} here, is not one of {root}, nor several as one: make a mesh "
                 "that has it"
             )
-        root._flat_groups.setdefault(dims, known.groups[dim])
-        root._flat_names[name] = dims
+        root.slices.flat_groups.setdefault(dims, known.groups[dim])
+        root.slices.flat_names[name] = dims
     return root[names]
 
 

@@ -1,7 +1,11 @@
-"""Meshes that are no slices: made of new groups or of given ones, and forgotten when the default group is gone."""
+"""Meshes that are no slices: made of new groups, of given ones, or by cutting a dimension of another mesh.
+
+They are forgotten when the default group is gone.
+"""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -9,17 +13,25 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hyper_parallel.core.caches import clear_caches
-from hyper_parallel.core.mesh.arrays import rows_along
-from hyper_parallel.core.mesh.slices import MESHES, new_mesh, override_of
-from hyper_parallel.platform import Platform
+from hyper_parallel.core.mesh.arrays import check_ranks_of_mesh, ranks_of, rows_along
+from hyper_parallel.core.mesh.groups import NO_OVERRIDES, Overrides, override_of
+from hyper_parallel.core.mesh.slices import MESHES, new_mesh
+from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.platform import Platform, get_platform
+from hyper_parallel.platform.registry import get_platform_for_device
 
 _WORLDS: dict[Platform, weakref.ref[Any]] = {}
-_Mesh = TypeVar("_Mesh")
+_Mesh = TypeVar("_Mesh", bound=Any)
 
-#: For each dimension the backend and the options of its groups, None for the platform's own.
-Overrides = tuple[tuple[Any, Any], ...]
-#: Of a mesh that has none.
-NO_OVERRIDES: Overrides = ()
+
+def platform_for(device_type: str | None) -> Platform:
+    """The platform that serves a type of device; None is the selected one."""
+    if device_type is not None and not isinstance(device_type, str):
+        raise TypeError(
+            f"device_type must be a string such as 'cpu', got {device_type!r}; with the platform's own device write "
+            "init_device_mesh(mesh_shape=...)"
+        )
+    return get_platform() if device_type is None else get_platform_for_device(device_type)
 
 
 def root_mesh(
@@ -53,10 +65,7 @@ def root_mesh(
     if found is None:
         if groups is None:
             groups = tuple(new_groups(platform, ranks, overrides))
-        found = MESHES[key] = new_mesh(cls, platform, ranks, names, groups)
-        found._root, found._along = None, tuple((dim,) for dim in range(ranks.ndim))
-        found._flat_groups, found._flat_names = {}, {}
-        found._overrides = overrides  # options are told apart by identity, so they live as long as the mesh
+        found = MESHES[key] = new_mesh(cls, platform, ranks, names, groups, overrides)
     mesh: _Mesh = found
     return mesh
 
@@ -114,3 +123,79 @@ def _forget(platform: Platform) -> None:
         del MESHES[key]
     if not platform.sends_nothing:  # caches keep meshes alive; a dry run must leave those of real groups as they are
         clear_caches()
+
+
+def mesh_of_groups(
+    cls: type[_Mesh], platform: Platform, group: Any, mesh: Any, mesh_dim_names: Sequence[str] | None
+) -> _Mesh:
+    """See `DeviceMesh.from_group`."""
+    several = isinstance(group, (list, tuple))
+    known = [platform.describe_group(each) for each in (group if several else [group])]
+    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+    if not known:
+        raise ValueError("from_group needs a process group for each dimension of the mesh, got none")
+    if several and len(known) > 1 and (mesh is None or names is None):
+        raise ValueError(f"from_group needs mesh and mesh_dim_names for {len(known)} process groups")
+    ranks = ranks_of(known[0].ranks if mesh is None else mesh)
+    if ranks.ndim != len(known):
+        raise ValueError(f"the mesh {ranks.tolist()} has {ranks.ndim} dimension(s), got {len(known)} group(s)")
+    check_ranks_of_mesh(ranks, names, platform.world_size())
+    for dim, each in enumerate(known):
+        if list(each.ranks) not in rows_along(ranks, (dim,)):
+            raise ValueError(
+                f"the process group of dimension {dim} has the ranks {list(each.ranks)}, which are no row of the "
+                f"mesh {ranks.tolist()} along it"
+            )
+    made: _Mesh | None = MESHES.get((platform, ranks.shape, tuple(ranks.ravel().tolist()), names))
+    groups, keys = tuple(each.group for each in known), tuple(each.key for each in known)
+    if made is not None and made.get_coordinate() is not None and made.groups.keys() == keys:
+        return made
+    return root_mesh(cls, platform, ranks, names, groups, only=keys)
+
+
+def unflattened(
+    mesh: _Mesh, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str], override: Any
+) -> _Mesh:
+    """See `DeviceMesh._unflatten`."""
+    at, sizes, names = mesh._dim(dim, "_unflatten"), tuple(mesh_sizes), tuple(mesh_dim_names)
+    if len(sizes) != len(names):
+        raise ValueError(f"_unflatten takes one name for each size, got mesh_sizes={sizes}, mesh_dim_names={names}")
+    if math.prod(sizes) != mesh.shape[at]:
+        raise ValueError(
+            f"_unflatten: mesh_sizes={sizes} multiply to {math.prod(sizes)}, and dimension {mesh.dim_label(at)} of "
+            f"{mesh} has {mesh.shape[at]} rank(s)"
+        )
+    if mesh.mesh_dim_names is None:
+        raise ValueError(f"{mesh} has no mesh_dim_names: give them to init_device_mesh to cut a dimension by name")
+    root = mesh.get_root_mesh()
+    (in_root, *more) = mesh.slices.along[at]
+    if more:
+        raise ValueError(f"dimension {mesh.dim_label(at)} of {mesh} was flattened: use the mesh that it is made of")
+    whole: _Mesh = _cut(root, in_root, sizes, names, override)
+    if root is mesh:
+        return whole
+    wanted = (*mesh.mesh_dim_names[:at], *names, *mesh.mesh_dim_names[at + 1 :])
+    sliced: _Mesh = whole[wanted]
+    return sliced
+
+
+def _cut(root: Any, dim: int, sizes: tuple[int, ...], names: tuple[str, ...], backend_override: Any) -> Any:
+    """A root mesh with dimension ``dim`` of another one cut into several."""
+    overrides = overrides_of(backend_override, len(sizes), names, "_unflatten")
+    ranks = root.ranks.reshape(*root.shape[:dim], *sizes, *root.shape[dim + 1 :])
+    own = root.mesh_dim_names
+    all_names = (*own[:dim], *names, *own[dim + 1 :])
+    check_ranks_of_mesh(ranks, all_names, root.platform.world_size())
+    if CHECKS:
+        CHECKS[-1].agree("DeviceMesh._unflatten", {"the mesh": str(ranks.tolist()), "mesh_dim_names": str(all_names)})
+    key = (root.platform, ranks.shape, tuple(ranks.ravel().tolist()), all_names)
+    found = MESHES.get(key)
+    if found is not None and not overrides:
+        return found
+    every = overrides and (*[(None, None)] * dim, *overrides, *[(None, None)] * (root.ndim - dim - 1))
+    made = [
+        root.platform.new_group(rows_along(ranks, (d,)), *(every[d] if every else (None, None)))
+        for d in range(dim, dim + len(sizes))
+    ]
+    groups = (*root.groups.own[:dim], *made, *root.groups.own[dim + 1 :])
+    return root_mesh(type(root), root.platform, ranks, all_names, groups, every)

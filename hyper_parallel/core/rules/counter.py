@@ -54,7 +54,7 @@ def is_within(mesh: DeviceMesh, other: DeviceMesh) -> bool:
 
 
 def _dims(mesh: DeviceMesh) -> set[int]:
-    return {dim for entry in mesh._along for dim in entry}
+    return {dim for entry in mesh.slices.along for dim in entry}
 
 
 def numbers(kind: str, layout: Layout, dtype: Any, place: Place | None = None) -> Any:

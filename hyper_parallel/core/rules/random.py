@@ -118,7 +118,7 @@ def share_state(mesh: DeviceMesh) -> None:
 
 def _and_beside(mesh: DeviceMesh) -> DeviceMesh:
     beside = BESIDE.get()
-    return (mesh._union(beside) or mesh) if beside and all(mesh.is_beside(other) for other in beside) else mesh
+    return (mesh.slices.union(beside) or mesh) if beside and all(mesh.is_beside(other) for other in beside) else mesh
 
 
 def is_held_alike(layout: Layout) -> bool:

@@ -14,10 +14,10 @@ from hyper_parallel.core.dtensor.undistributed import broadcast_undistributed, c
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.rules.random import share_draws
-from hyper_parallel.core.tensor_parallel.compiled import share_inputs
-from hyper_parallel.core.tensor_parallel.forgotten_layers import guard_forgotten_layers
-from hyper_parallel.core.tensor_parallel.plan import Match, Plan, plan_facts, resolve_plan
-from hyper_parallel.core.tensor_parallel.planned_parameters import UNIT, name_module
+from hyper_parallel.core.tensor_parallel.checks.forgotten_layers import guard_forgotten_layers
+from hyper_parallel.core.tensor_parallel.checks.plan import Match, Plan, plan_facts, resolve_plan
+from hyper_parallel.core.tensor_parallel.program.compiled import share_inputs
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import UNIT, name_module
 
 __all__ = ["parallelize_module"]
 

@@ -8,7 +8,7 @@ from hyper_parallel.core.dtensor.api import check_src_data_rank
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
 from hyper_parallel.integrations.huggingface.attention import fit_heads
 from hyper_parallel.integrations.huggingface.between import fit_between
 from hyper_parallel.integrations.huggingface.head import fit_head

@@ -6,11 +6,11 @@ from typing import Any
 
 from hyper_parallel.core.layouts.placement_types import Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.attention import Attention
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle
-from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
-from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
-from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
+from hyper_parallel.core.tensor_parallel.checks.attention import Attention
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.head_norm import HeadNormParallel
+from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
 from hyper_parallel.integrations.huggingface.latent import LatentKeyParallel
 from hyper_parallel.integrations.huggingface.local import LocalParametersParallel
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.attention import Attention
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle
-from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
-from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
-from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
+from hyper_parallel.core.tensor_parallel.checks.attention import Attention
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.head_norm import HeadNormParallel
+from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
 from hyper_parallel.integrations.huggingface.known import reads_whole_features
 
 __all__ = ["fit_between"]

@@ -7,7 +7,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle
 from hyper_parallel.integrations.huggingface.local import read_local_parameters
 from hyper_parallel.platform import get_platform
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from hyper_parallel.core.layouts.placement_types import Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle
-from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
-from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
 
 __all__ = ["fit_head"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.layouts.placement_types import Shard
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle
-from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
 from hyper_parallel.integrations.huggingface.local import LocalParametersParallel
 
 __all__ = ["known_architectures", "known_plan", "reads_whole_features"]

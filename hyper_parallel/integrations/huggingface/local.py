@@ -8,7 +8,7 @@ from hyper_parallel.core.dtensor.api import distribute_parameter
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Placement
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, mark_applied
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, mark_applied
 
 __all__ = ["LocalParametersParallel", "read_local_parameters"]
 

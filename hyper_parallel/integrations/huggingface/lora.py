@@ -15,11 +15,11 @@ from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.layouts.placement_types import Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
-from hyper_parallel.core.tensor_parallel.attention import head_norms
-from hyper_parallel.core.tensor_parallel.base import APPLIED, ModuleStyle, ParallelStyle, is_styled
-from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
-from hyper_parallel.core.tensor_parallel.replicated import NoParallel
-from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
+from hyper_parallel.core.tensor_parallel.checks.attention import head_norms
+from hyper_parallel.core.tensor_parallel.styles.base import APPLIED, ModuleStyle, ParallelStyle, is_styled
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.replicated import NoParallel
+from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
 
 __all__ = ["adapted_model", "parallelize_adapters", "place_adapters", "without_adapters"]
 

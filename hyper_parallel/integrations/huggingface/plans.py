@@ -7,12 +7,12 @@ from typing import Any
 
 from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle
-from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
-from hyper_parallel.core.tensor_parallel.parameters import ParameterParallel
-from hyper_parallel.core.tensor_parallel.paths import Paths
-from hyper_parallel.core.tensor_parallel.plan import did_you_mean
-from hyper_parallel.core.tensor_parallel.style_names import style_by_name, style_names
+from hyper_parallel.core.tensor_parallel.checks.paths import Paths
+from hyper_parallel.core.tensor_parallel.checks.plan import did_you_mean
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.parameters import ParameterParallel
+from hyper_parallel.core.tensor_parallel.styles.style_names import style_by_name, style_names
 from hyper_parallel.integrations.huggingface.experts import (
     ExpertsParallel,
     IdentityExpertsParallel,

@@ -23,7 +23,7 @@ from hyper_parallel import (
     register_style,
     strict,
 )
-from hyper_parallel.core.tensor_parallel.style_names import style_by_name, style_names
+from hyper_parallel.core.tensor_parallel.styles.style_names import style_by_name, style_names
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import compare, difference, floats, same

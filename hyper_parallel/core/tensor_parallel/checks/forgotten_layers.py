@@ -10,11 +10,11 @@ from hyper_parallel.core.layouts.chunking import shard_sizes
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules.logit_shards import remember_part_of_classes
-from hyper_parallel.core.tensor_parallel.attention import Match
-from hyper_parallel.core.tensor_parallel.base import is_styled
-from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
-from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
-from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
+from hyper_parallel.core.tensor_parallel.checks.attention import Match
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label
+from hyper_parallel.core.tensor_parallel.styles.base import is_styled
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
 
 
 @dataclass(frozen=True)

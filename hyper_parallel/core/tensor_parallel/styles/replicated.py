@@ -8,10 +8,10 @@ from typing import Any
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
-from hyper_parallel.core.tensor_parallel.compiled import describe
-from hyper_parallel.core.tensor_parallel.convert import as_single
-from hyper_parallel.core.tensor_parallel.weight import linear_sizes
+from hyper_parallel.core.tensor_parallel.program.compiled import describe
+from hyper_parallel.core.tensor_parallel.program.convert import as_single
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag
+from hyper_parallel.core.tensor_parallel.styles.weight import linear_sizes
 from hyper_parallel.platform.contract import CompiledForward
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Replicate
-from hyper_parallel.core.tensor_parallel.paths import by_parent
-from hyper_parallel.core.tensor_parallel.replicated import NoParallel
-from hyper_parallel.core.tensor_parallel.weight import WeightParallel, linear_sizes
+from hyper_parallel.core.tensor_parallel.checks.paths import by_parent
+from hyper_parallel.core.tensor_parallel.styles.replicated import NoParallel
+from hyper_parallel.core.tensor_parallel.styles.weight import WeightParallel, linear_sizes
 
 __all__ = ["Latent", "Latents"]
 

@@ -16,8 +16,8 @@ from hyper_parallel.core.communication.rank_check import check_of
 from hyper_parallel.core.dtensor.undistributed import model_of
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.observers import CHECKS
-from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, path_of
-from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, path_of
+from hyper_parallel.core.tensor_parallel.program.uneven_shards import COMPARED
 from hyper_parallel.core.weak_table import WeakTable
 
 #: model -> by mesh, the path of the module that was called first.

@@ -13,8 +13,8 @@ from typing import Any
 from hyper_parallel.core.layouts.chunking import shard_sizes
 from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.planned_parameters import planned_layouts
-from hyper_parallel.core.tensor_parallel.uneven_shards import agree_on_shape
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import planned_layouts
+from hyper_parallel.core.tensor_parallel.program.uneven_shards import agree_on_shape
 from hyper_parallel.platform.contract import Comparison, CompiledForward, CompiledInputs, Conversion, Cut
 
 __all__ = ["describe", "describe_conversions", "describe_weight", "share_inputs"]

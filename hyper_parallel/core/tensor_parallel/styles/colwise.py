@@ -20,12 +20,13 @@ from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules.logit_shards import part_of_classes
-from hyper_parallel.core.tensor_parallel.base import LocalForward, is_placed
-from hyper_parallel.core.tensor_parallel.compiled import describe_weight
-from hyper_parallel.core.tensor_parallel.convert import to_output
-from hyper_parallel.core.tensor_parallel.heads import local_heads
-from hyper_parallel.core.tensor_parallel.overlap import overlapped_first
-from hyper_parallel.core.tensor_parallel.weight import WeightParallel
+from hyper_parallel.core.tensor_parallel.program.compiled import describe_weight
+from hyper_parallel.core.tensor_parallel.program.convert import to_output
+from hyper_parallel.core.tensor_parallel.program.heads import local_heads
+from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.program.overlap import overlapped_first
+from hyper_parallel.core.tensor_parallel.styles.base import is_placed
+from hyper_parallel.core.tensor_parallel.styles.weight import WeightParallel
 from hyper_parallel.platform.contract import NOTHING_FASTER, CompiledForward, cached_view
 
 _FIRST = (0,)

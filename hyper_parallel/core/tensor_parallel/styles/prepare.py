@@ -8,9 +8,8 @@ from typing import Any
 from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.layouts.placement_types import Placement, Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle, check_flag, hook_of_style, mark_applied
-from hyper_parallel.core.tensor_parallel.compiled import describe_conversions
-from hyper_parallel.core.tensor_parallel.convert import (
+from hyper_parallel.core.tensor_parallel.program.compiled import describe_conversions
+from hyper_parallel.core.tensor_parallel.program.convert import (
     Slots,
     as_named,
     as_pairs,
@@ -20,10 +19,11 @@ from hyper_parallel.core.tensor_parallel.convert import (
     to_placement,
     too_few_inputs,
 )
-from hyper_parallel.core.tensor_parallel.distributed_batches import OtherMeshError, convert_part
-from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
-from hyper_parallel.core.tensor_parallel.same_inputs import compare_input
-from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED
+from hyper_parallel.core.tensor_parallel.program.distributed_batches import OtherMeshError, convert_part
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label
+from hyper_parallel.core.tensor_parallel.program.same_inputs import compare_input
+from hyper_parallel.core.tensor_parallel.program.uneven_shards import COMPARED
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle, check_flag, hook_of_style, mark_applied
 
 _WHOLE = Replicate()
 

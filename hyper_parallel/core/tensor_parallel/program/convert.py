@@ -14,9 +14,9 @@ from hyper_parallel.core.layouts.layout import Layout, requested_layout
 from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.distributed_batches import OtherMeshError
-from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
-from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED, HANDED_OUT, compare_shapes
+from hyper_parallel.core.tensor_parallel.program.distributed_batches import OtherMeshError
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label
+from hyper_parallel.core.tensor_parallel.program.uneven_shards import COMPARED, HANDED_OUT, compare_shapes
 
 #: A placement for each input or output, None for one that stays as it is.
 Slots: TypeAlias = "tuple[Placement | None, ...]"

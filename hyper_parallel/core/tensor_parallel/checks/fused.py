@@ -6,7 +6,6 @@ local code that takes its own output apart computes with other numbers than the 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +13,13 @@ from typing import Any
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.modes import is_strict
-from hyper_parallel.core.tensor_parallel.attention import KEY_OR_VALUE, Attention, Match
-from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
-from hyper_parallel.core.tensor_parallel.heads import check_heads
-from hyper_parallel.core.tensor_parallel.latent import Latent, Latents
-from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
-from hyper_parallel.core.tensor_parallel.weight import linear_sizes
-
-_OF_ATTENTION = re.compile(r"(c_attn|q_?k_?v|query_?key_?value|in_?proj)", re.IGNORECASE)
-_FUSED = re.compile(
-    r"(c_attn|(to_)?w?q?_?k_?v|query_?key_?value|in_?proj|gate_?up|up_?gate|w_?1_?[23])(_?(proj|linear|layer))?$",
-    re.IGNORECASE,
-)
+from hyper_parallel.core.tensor_parallel.checks.attention import Attention, Match
+from hyper_parallel.core.tensor_parallel.checks.known_names import FUSED, KEY_OR_VALUE, OF_ATTENTION
+from hyper_parallel.core.tensor_parallel.checks.latent import Latent, Latents
+from hyper_parallel.core.tensor_parallel.program.heads import check_heads
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.weight import linear_sizes
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh)
         if latent is not None and projection.taken:
             _check_latent(projection, latent, mesh)
         elif style.packed is None and style.heads is None:
-            if attention is None or _FUSED.match(projection.name):
+            if attention is None or FUSED.match(projection.name):
                 _check_multiples(projection, mesh)
             if is_strict():
                 _check_named(projection, mesh)
@@ -108,7 +102,7 @@ def _attention_above(projection: _Projection, modules: dict[str, Any]) -> Attent
     while above:
         above = above.rpartition(".")[0]
         found = Attention.of(modules[above]) if above in modules else None
-        if found is not None or not _OF_ATTENTION.search(projection.name):
+        if found is not None or not OF_ATTENTION.search(projection.name):
             return found
     return None
 
@@ -127,7 +121,7 @@ def _has_all_heads(projection: _Projection, attention: Attention, size: int) -> 
     """Whether the features are those of all query, key and value heads."""
     if projection.alone:
         return False
-    if projection.features in projection.taken and not _FUSED.match(projection.name):
+    if projection.features in projection.taken and not FUSED.match(projection.name):
         return False  # what comes after takes all of them
     return projection.features == (attention.heads[1] + 2 * attention.key_value_heads[1]) * size
 
@@ -207,14 +201,14 @@ def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> 
 
 def _check_named(projection: _Projection, mesh: DeviceMesh) -> None:
     """Raise ValueError for what may be fused by its name or its shape; inside `strict()`."""
-    if not _FUSED.match(projection.name):
+    if not FUSED.match(projection.name):
         if projection.alone or projection.features in projection.taken:
             return
         if projection.features not in (2 * projection.inputs, 3 * projection.inputs):
             return
     raise ValueError(
         f"{projection.path!r} takes {projection.inputs} features and gives {projection.features}, and may be several "
-        f"matrices in one, by its {'name' if _FUSED.match(projection.name) else 'shape'}; {projection.style!r} cuts "
+        f"matrices in one, by its {'name' if FUSED.match(projection.name) else 'shape'}; {projection.style!r} cuts "
         f"dimension {_dim(projection, mesh)} of its weight into consecutive features for the {mesh.size()} ranks of "
         f"{mesh}. Inside strict() say which it is: packed=1 for one matrix, packed=2 for gate and up, "
         "heads=(query, key, value) or packed=(sizes of the parts) for the projections of attention"

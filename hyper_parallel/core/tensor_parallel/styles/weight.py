@@ -9,10 +9,10 @@ from hyper_parallel.core.layouts.chunking import shard_sizes
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
-from hyper_parallel.core.tensor_parallel.convert import as_single, to_placement
-from hyper_parallel.core.tensor_parallel.heads import as_heads, check_heads, sizes_of_heads
-from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, planned_layouts
+from hyper_parallel.core.tensor_parallel.program.convert import as_single, to_placement
+from hyper_parallel.core.tensor_parallel.program.heads import as_heads, check_heads, sizes_of_heads
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, planned_layouts
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract import NOTHING_FASTER, ModuleKind
 

@@ -23,7 +23,7 @@ from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard, StridedShard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules.batch_parts import BATCH_PART, BatchPart
-from hyper_parallel.core.tensor_parallel.planned_parameters import module_label
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label
 
 __all__ = ["SUMMED_OVER", "OtherMeshError", "convert_part", "run_on_parts"]
 
@@ -143,7 +143,7 @@ def _split(key: tuple[Layout, DeviceMesh]) -> _Split | None:
     others = [mesh_dim for mesh_dim in range(both.ndim) if mesh_dim != at]
     # How each lies by itself: the order of the cuts, which strides say, is compared below.
     alone = [Shard(p.dim) if isinstance(p, StridedShard) else p for p in layout.placements]
-    beside = get_layout(both._at(tuple(others)), tuple(alone[mesh_dim] for mesh_dim in others), layout.shape)
+    beside = get_layout(both.slices.at(tuple(others)), tuple(alone[mesh_dim] for mesh_dim in others), layout.shape)
     try:
         same = nest(beside, mesh, [alone[at]], layout.shape) is layout
     except ValueError:  # a `PackedShard` that another dimension cuts before

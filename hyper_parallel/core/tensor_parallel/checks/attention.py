@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle
-from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
-from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
-from hyper_parallel.core.tensor_parallel.heads import check_heads
-from hyper_parallel.core.tensor_parallel.paths import by_parent
+from hyper_parallel.core.tensor_parallel.checks.known_names import (
+    HEAD_SIZE,
+    HEADS,
+    KEY_OR_VALUE,
+    KEY_VALUE_HEADS,
+    QUERY_OR_KEY_NORM,
+)
+from hyper_parallel.core.tensor_parallel.checks.paths import by_parent
+from hyper_parallel.core.tensor_parallel.program.heads import check_heads
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.head_norm import HeadNormParallel
 
 #: (path, module, style): what a plan gives one module.
 Match = tuple[str, Any, ParallelStyle]
-
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "num_query_groups")
-_HEAD_SIZE = ("head_dim", "head_size", "attention_head_size")
-KEY_OR_VALUE = re.compile(r"(w?[kv]|key|value)(_?(proj|linear|layer|a|b))?$", re.IGNORECASE)
-_QUERY_OR_KEY_NORM = re.compile(r"(q|k|query|key)_?(norm|ln|layer_?norm|rms_?norm)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Attention:
     @staticmethod
     def of(module: Any) -> Attention | None:
         """None for a module that has no such attribute of its own. What its config says besides counts too."""
-        if not any(_number(module, names) for names in (_HEADS, _KEY_VALUE_HEADS, _HEAD_SIZE)):
+        if not any(_number(module, names) for names in (HEADS, KEY_VALUE_HEADS, HEAD_SIZE)):
             return None
         holders = (module, getattr(module, "config", None))
         heads, key_value, size = (
             next((found for holder in holders if (found := _number(holder, names))), None)
-            for names in (_HEADS, _KEY_VALUE_HEADS, _HEAD_SIZE)
+            for names in (HEADS, KEY_VALUE_HEADS, HEAD_SIZE)
         )
         return None if heads is None else Attention(heads, key_value or heads, None if size is None else size[1])
 
@@ -92,7 +92,7 @@ def head_norms(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) 
             if size == attention.size:
                 where = f"{parent}.{name}" if parent else name
                 found[where] = (where, norm, HeadNormParallel(use_local_output=style.use_local_output))
-            elif size == features and style.use_local_output and _QUERY_OR_KEY_NORM.match(name):
+            elif size == features and style.use_local_output and QUERY_OR_KEY_NORM.match(name):
                 raise ValueError(
                     f"{name!r} normalises all {size} features of {path!r} together, and the plan gives each rank a "
                     f"part of them: give {path!r} output_layouts=Replicate(), or use_local_output=False and {name!r} "

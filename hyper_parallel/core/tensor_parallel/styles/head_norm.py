@@ -6,9 +6,9 @@ from typing import Any
 
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
-from hyper_parallel.core.tensor_parallel.compiled import describe
-from hyper_parallel.core.tensor_parallel.convert import to_placement
+from hyper_parallel.core.tensor_parallel.program.compiled import describe
+from hyper_parallel.core.tensor_parallel.program.convert import to_placement
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag
 from hyper_parallel.platform.contract import CompiledForward
 
 

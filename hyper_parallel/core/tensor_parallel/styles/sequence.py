@@ -12,11 +12,12 @@ from hyper_parallel.core.layouts.chunking import shard_sizes
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.base import LocalForward, ModuleStyle, check_flag, is_placed
-from hyper_parallel.core.tensor_parallel.compiled import describe
-from hyper_parallel.core.tensor_parallel.convert import check_tensor_dim
-from hyper_parallel.core.tensor_parallel.planned_parameters import layouts_of
-from hyper_parallel.core.tensor_parallel.uneven_shards import HANDED_OUT
+from hyper_parallel.core.tensor_parallel.program.compiled import describe
+from hyper_parallel.core.tensor_parallel.program.convert import check_tensor_dim
+from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import layouts_of
+from hyper_parallel.core.tensor_parallel.program.uneven_shards import HANDED_OUT
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag, is_placed
 from hyper_parallel.platform.contract import NOTHING_FASTER, CompiledForward
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hyper_parallel.core.layouts.placement_types import Placement, Replicate, own_placement
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, check_flag
-from hyper_parallel.core.tensor_parallel.convert import Slots, as_slots, check_placement
+from hyper_parallel.core.tensor_parallel.program.convert import Slots, as_slots, check_placement
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag
 
 
 class ParameterParallel(ModuleStyle):

@@ -16,11 +16,11 @@ from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Placement, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle
-from hyper_parallel.core.tensor_parallel.convert import Slots, as_single
-from hyper_parallel.core.tensor_parallel.distributed_batches import SUMMED_OVER
-from hyper_parallel.core.tensor_parallel.expert_calls import ExpertCall, agree_on_routes, read_call
-from hyper_parallel.core.tensor_parallel.planned_parameters import module_label, parameter_check, path_of
+from hyper_parallel.core.tensor_parallel.program.convert import Slots, as_single
+from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
+from hyper_parallel.core.tensor_parallel.program.expert_calls import ExpertCall, agree_on_routes, read_call
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, parameter_check, path_of
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle
 from hyper_parallel.platform.contract.modules import APPLIED
 
 __all__ = ["ExpertParallel", "has_its_gradients"]

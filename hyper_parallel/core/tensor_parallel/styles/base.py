@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -19,16 +18,23 @@ from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Sh
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.observers import CHECKS
-from hyper_parallel.core.tensor_parallel.convert import Slots, convert_outputs, to_output, to_placement, too_few_inputs
-from hyper_parallel.core.tensor_parallel.distributed_batches import OtherMeshError, run_on_parts
-from hyper_parallel.core.tensor_parallel.planned_parameters import (
+from hyper_parallel.core.tensor_parallel.program.convert import (
+    Slots,
+    convert_outputs,
+    to_output,
+    to_placement,
+    too_few_inputs,
+)
+from hyper_parallel.core.tensor_parallel.program.distributed_batches import OtherMeshError, run_on_parts
+from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import (
     module_label,
     parameter_check,
     path_of,
     remember_layouts,
 )
-from hyper_parallel.core.tensor_parallel.same_inputs import compare_input
-from hyper_parallel.core.tensor_parallel.uneven_shards import COMPARED, compare_shapes
+from hyper_parallel.core.tensor_parallel.program.same_inputs import compare_input
+from hyper_parallel.core.tensor_parallel.program.uneven_shards import COMPARED, compare_shapes
 from hyper_parallel.platform.contract import CompiledForward
 from hyper_parallel.platform.contract.modules import APPLIED
 
@@ -111,25 +117,6 @@ class ParallelStyle(ABC):
 #: What a framework raises for an input that does not fit. Not every exception: torch's checkpointing ends a
 #: recomputation with one of its own, and nothing may be computed after it.
 _OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
-
-
-@dataclass(frozen=True)
-class LocalForward:
-    """Function that a module runs in place of its forward, given the kind of its only input.
-
-    Both give NotImplemented, having done nothing, for an input that they do not know, and for a module whose parameters
-    are not those of the plan any more: something else was put in their place, or computes them (a parametrization).
-
-    Attributes:
-        plain: ``plain(module, x)`` for a plain tensor, None where the style must look at it.
-        distributed: ``distributed(module, x)`` for a DTensor.
-        given: what ``plain`` takes a plain tensor for, where the ranks must compare theirs: shards by their sizes, what
-            is replicated by its values.
-    """
-
-    plain: Callable[[Any, Any], Any] | None
-    distributed: Callable[[Any, Any], Any]
-    given: Placement | None = None
 
 
 class ModuleStyle(ParallelStyle):

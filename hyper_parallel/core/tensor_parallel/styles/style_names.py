@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Callable
 
 from hyper_parallel.core.layouts.placement_types import Replicate
-from hyper_parallel.core.tensor_parallel.base import ParallelStyle
-from hyper_parallel.core.tensor_parallel.colwise import ColwiseParallel
-from hyper_parallel.core.tensor_parallel.head_norm import HeadNormParallel
-from hyper_parallel.core.tensor_parallel.replicated import NoParallel
-from hyper_parallel.core.tensor_parallel.rowwise import RowwiseParallel
-from hyper_parallel.core.tensor_parallel.sequence import SequenceParallel
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.head_norm import HeadNormParallel
+from hyper_parallel.core.tensor_parallel.styles.replicated import NoParallel
+from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.sequence import SequenceParallel
 
 
 def _colwise_gathered() -> ParallelStyle:

@@ -15,7 +15,7 @@ from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.observers import CHECKS
-from hyper_parallel.core.tensor_parallel.base import LocalForward
+from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForward
 from hyper_parallel.platform.contract import NOTHING_FASTER, LinearCollective
 
 _MIB = 1 << 20

@@ -15,11 +15,11 @@ from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.modes import is_strict
 from hyper_parallel.core.operations.operands import refuse_foreign
-from hyper_parallel.core.tensor_parallel.attention import Match, check_projections, head_norms
-from hyper_parallel.core.tensor_parallel.base import ModuleStyle, ParallelStyle
-from hyper_parallel.core.tensor_parallel.fused import check_fused
-from hyper_parallel.core.tensor_parallel.paths import Paths
-from hyper_parallel.core.tensor_parallel.style_names import style_by_name
+from hyper_parallel.core.tensor_parallel.checks.attention import Match, check_projections, head_norms
+from hyper_parallel.core.tensor_parallel.checks.fused import check_fused
+from hyper_parallel.core.tensor_parallel.checks.paths import Paths
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.style_names import style_by_name
 
 #: How many keys of a plan that match no module are listed, each with the paths that look like it.
 LISTED = 20

@@ -1,0 +1,57 @@
+"""Meshes that are loaded: found among those that there are."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hyper_parallel.core.mesh.roots import is_current
+from hyper_parallel.core.mesh.slices import MESHES
+from hyper_parallel.platform import Platform
+
+__all__ = ["rebuilt"]
+
+_Mesh = TypeVar("_Mesh", bound=Any)
+
+
+def rebuilt(
+    cls: type[_Mesh],
+    platform: Platform,
+    ranks: list,
+    names: tuple[str, ...] | None,
+    root_ranks: list | None = None,
+    root_names: tuple[str, ...] | None = None,
+) -> _Mesh:
+    """The mesh that was pickled, in this process. Making process groups takes all ranks of the world, and nobody knows
+    whether all are loading: so it must be there already, or be a dimension of one (of the one that it was sliced from,
+    if that is there), or need no group.
+
+    Raises:
+        RuntimeError: when it does not.
+    """
+    wanted = np.asarray(ranks, dtype=np.int64)
+    world = platform.world()
+    for exactly in (True, False):
+        if not exactly and (world is None or platform.world_size() == 1):
+            if wanted.size == 1 and not wanted.any():
+                return cls(platform.device_type, wanted, mesh_dim_names=names)
+        elif not exactly and wanted.ndim == 1 and ranks == list(range(platform.world_size())):
+            return cls(platform.device_type, wanted, mesh_dim_names=names)
+        for mesh in [m for m in list(MESHES.values()) if m.platform is platform and is_current(platform)]:
+            root = mesh.get_root_mesh()
+            if exactly and (root.ranks.tolist(), root.mesh_dim_names) != (root_ranks or ranks, root_names or names):
+                continue
+            with contextlib.suppress(KeyError):  # it has other names
+                mesh = mesh if names is None else mesh[names]
+            if mesh.mesh_dim_names == names and mesh.ranks.tolist() == ranks:
+                return mesh
+    size = 1 if world is None else platform.world_size()
+    raise RuntimeError(
+        f"what is loaded was saved on the mesh {ranks} with mesh_dim_names={names}, which rank "
+        f"{0 if world is None else platform.rank()} of a world of {size} rank(s) does not have: make the mesh first "
+        "(init_device_mesh on all ranks, and the dimension of it that was given to parallelize_module), and let each "
+        "rank load its own file. For another number of ranks save whole tensors: full_tensor() of each entry, which "
+        "all ranks must call"
+    )

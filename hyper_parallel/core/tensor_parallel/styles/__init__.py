@@ -1,0 +1,1 @@
+"""Styles: what a plan gives one module, as data and as forwards that come of it."""
