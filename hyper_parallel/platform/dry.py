@@ -106,6 +106,10 @@ class SendsNothing:
         """See `Platform.all_to_all`."""
         return self.zeros(self.shape_of(local), local)
 
+    def shift(self, local: Any, group: Any, size: int) -> Any:
+        """See `Platform.shift`."""
+        return local
+
     def broadcast(self, local: Any, src: int, group: Any) -> Any:
         """See `Platform.broadcast`."""
         return local

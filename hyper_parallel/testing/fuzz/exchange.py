@@ -52,6 +52,7 @@ _VERBS = (
     "all_gather",
     "reduce_scatter",
     "all_to_all",
+    "shift",
     "broadcast",
     "scatter",
     "all_gather_object",
@@ -162,6 +163,10 @@ class Exchange:
         mine = self._ranks[group].index(self._rank)
         return self._tensor(np.concatenate([np.split(x, size)[mine] for x in self._arrays("all_to_all", local, group)]))
 
+    def shift(self, local: Any, group: Any, size: int) -> Any:
+        """See `Platform.shift`."""
+        return self._tensor(self._arrays("shift", local, group)[self._ranks[group].index(self._rank) - 1])
+
     def broadcast(self, local: Any, src: int, group: Any) -> Any:
         """See `Platform.broadcast`."""
         return self._tensor(self._arrays(f"broadcast from {src}", local, group)[self._ranks[group].index(src)])
@@ -182,6 +187,8 @@ class Exchange:
         arrays = self._arrays(f"{collective} {op}", local, group)
         if collective == "all_gather":
             result = np.concatenate(arrays)
+        elif collective == "shift":
+            result = arrays[self._ranks[group].index(self._rank) - 1]
         else:
             result = _REDUCTIONS[op](np.stack(arrays))
         if collective == "reduce_scatter":
