@@ -36,7 +36,7 @@ def attend(
     """Attention on local tensors, of which the queries are shards of the sequence; see `OpSharding.call`.
 
     Raises:
-        ValueError: where the sequence is cut twice in an order of its own. On all ranks, before anything is sent.
+        ValueError: where the method that the program chose is not possible. On all ranks, before anything is sent.
     """
     q, k, v, mask = (*operands, None)[:4]
     q_layout, k_layout, v_layout, mask_layout = (*operand_layouts, None)[:4]
@@ -74,8 +74,17 @@ def choose(platform: Any, q: Any, cut: SequenceCut, layouts: tuple) -> str:
     if mask_layout is not None:
         exchanges = exchanges and all(n == 1 for n in mask_layout.shape[-3:-1])
     if asked is not None:
-        possible = {"gather": True, "exchange": exchanges, "ring": mask_layout is None}[asked]
-        return asked if possible else "gather"
+        if asked == "exchange" and not exchanges:
+            raise ValueError(
+                f"attention over a sequence that is cut cannot exchange {heads[0]} heads of the queries and {heads[1]} of "
+                f"the keys over {ranks} ranks: both are to be multiples of the ranks, and a mask the same for all queries "
+                "and heads. Choose the method 'gather' or 'ring', or none"
+            )
+        if asked == "ring" and mask_layout is not None:
+            raise ValueError(
+                "attention in a ring takes no mask but the causal one (is_causal=True): choose the method 'gather', or none"
+            )
+        return asked
     queries, keys, values = (math.prod(layout.local_shape[:-2]) * layout.shape[-1] for layout in layouts[:3])
     outputs = math.prod(q_layout.local_shape[:-2]) * v_layout.shape[-1]
     if exchanges and queries + keys + values + outputs < ranks * (keys + values):
