@@ -184,9 +184,7 @@ def matmul(x: Array, y: Array, transpose_x: bool = False, transpose_y: bool = Fa
         product = matmul(a, b)
         shape = product.shape[:-2] + product.shape[-2:][x.ndim == 1 : 1 if y.ndim == 1 else 2]
         return reshape(product, shape)
-    return _made(
-        np.matmul(x.value, y.value), (x, y), lambda g: matmul(g, swapped(y)), lambda g: matmul(swapped(x), g)
-    )
+    return _made(np.matmul(x.value, y.value), (x, y), lambda g: matmul(g, swapped(y)), lambda g: matmul(swapped(x), g))
 
 
 def swapped(x: Array) -> Array:

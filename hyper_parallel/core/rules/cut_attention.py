@@ -55,7 +55,10 @@ def attend(
         return joined(JoinedCall(cut, None if way == "ring" else gather, causal, scale), q, k, v)
     if sharded:
         k, v = joined.gathered(gather, k, v)
-        k, v = (moved(x, len(platform.shape_of(x)) - 2, cut.in_rank_order, in_order(cut.in_rank_order), platform) for x in (k, v))
+        k, v = (
+            moved(x, len(platform.shape_of(x)) - 2, cut.in_rank_order, in_order(cut.in_rank_order), platform)
+            for x in (k, v)
+        )
     if causal:
         mask = _own_rows(platform, q, cut.own, k_layout.shape[-2])
     return _with_a_query(platform, native, (q, k, v, mask), (False, *static_args[1:]))

@@ -26,9 +26,7 @@ class AttentionRole:
         """The tensor ``x`` with its last two dimensions in the other order."""
         return x.swapaxes(-1, -2)
 
-    def attention_part(
-        self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def attention_part(self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """Attention of ``q`` to these keys alone, and the logarithm of the sum of the exponentials of the scores.
 
         Args:

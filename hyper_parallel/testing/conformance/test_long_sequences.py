@@ -29,7 +29,12 @@ SHAPES = [
     (4, 2, 7, 5, True, None),
 ]
 MORE = [
-    *((heads, 1, length, length, causal, None) for heads in (1, 12) for length in (64, 1000) for causal in (False, True)),
+    *(
+        (heads, 1, length, length, causal, None)
+        for heads in (1, 12)
+        for length in (64, 1000)
+        for causal in (False, True)
+    ),
     (12, 12, 1000, 1000, True, None),
     (4, 2, 7, 5, False, (1, 4)),
     (4, 4, 7, 7, False, (2, 4)),
