@@ -72,20 +72,21 @@ def choose(platform: Any, q: Any, cut: SequenceCut, layouts: tuple) -> str:
     if len(cut.mesh_dims) != 1:
         return "gather"
     ranks = q_layout.mesh.shape[cut.mesh_dims[0]]
-    heads = [layout.local_shape[-3] for layout in (q_layout, k_layout)]
-    exchanges = all(n and n % ranks == 0 for n in heads)
+    heads = [layout.part_sizes(layout.ndim - 3) for layout in (q_layout, k_layout)]
+    exchanges = all(n and n % ranks == 0 for sizes in heads for n in sizes)
     if mask_layout is not None:
         exchanges = exchanges and all(n == 1 for n in mask_layout.shape[-3:-1])
     if asked is not None:
         if asked == "exchange" and not exchanges:
             raise ValueError(
-                f"attention over a sequence that is cut cannot exchange {heads[0]} heads of the queries and {heads[1]} of "
-                f"the keys over {ranks} ranks: both are to be multiples of the ranks, and a mask the same for all queries "
-                "and heads. Choose the method 'gather' or 'ring', or none"
+                f"attention over a sequence that is cut cannot exchange {max(heads[0])} heads of the queries and "
+                f"{max(heads[1])} of the keys over {ranks} ranks: both are to be multiples of the ranks, and a mask "
+                "the same for all queries and heads. Choose the method 'gather' or 'ring', or none"
             )
         if asked == "ring" and mask_layout is not None:
             raise ValueError(
-                "attention in a ring takes no mask but the causal one (is_causal=True): choose the method 'gather', or none"
+                "attention in a ring takes no mask but the causal one (is_causal=True): choose the method 'gather', or "
+                "none"
             )
         return asked
     queries, keys, values = (math.prod(layout.local_shape[:-2]) * layout.shape[-1] for layout in layouts[:3])

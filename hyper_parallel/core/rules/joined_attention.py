@@ -176,8 +176,8 @@ class JoinedAttention:
         platform, call = self.platform, ctx.call
         if platform.backward_is_recorded():
             raise ValueError(
-                "attention over a sequence that is cut has no gradients of gradients, because it keeps no weights: give "
-                "the mask as a tensor (attn_mask=) and choose the method 'gather', or gather the sequence first"
+                "attention over a sequence that is cut has no gradients of gradients, because it keeps no weights: "
+                "give the mask as a tensor (attn_mask=) and choose the method 'gather', or gather the sequence first"
             )
         q, k, v, y, lse = ctx.saved_tensors
         if g is None:
@@ -186,7 +186,7 @@ class JoinedAttention:
 
         def part(held: Any, k_piece: Any, v_piece: Any) -> tuple[Any, Any]:
             held = call.cut.ranges[held] if isinstance(held, int) else held
-            found: dict[int, list[tuple[Any, Any]]] = {}
+            found: dict[int, list[tuple[Any, Any, Any]]] = {}
             for pair in self._pairs(call, held, q, v):
                 at = pair.query, pair.queries
                 queries, keys, values = self._operands(pair, q, k_piece, v_piece)

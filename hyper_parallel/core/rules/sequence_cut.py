@@ -1,6 +1,6 @@
 """Which positions of a sequence each rank holds, and how attention over such a cut is to run.
 
-A sequence that is cut is `Shard` of its dimension. The positions are those of the shards, unless the program says inside
+A sequence that is cut is `Shard` of its dimension. The positions are those of the shards, unless the program says with
 `sequence_order` that the sequence was put in another order before it was cut, for balance.
 """
 
@@ -22,6 +22,8 @@ Ranges = tuple[tuple[int, int], ...]
 METHODS = ("gather", "exchange", "ring")
 
 _METHOD: ContextVar[str | None] = ContextVar("hyper_parallel_attention_method", default=None)
+#: The way where `attention_method` says none; in a list, because threads share it.
+DEFAULT_METHOD: list[str | None] = [None]
 _ORDERS: ContextVar[tuple[tuple[Any, tuple[Ranges, ...]], ...]] = ContextVar(
     "hyper_parallel_sequence_orders", default=()
 )
@@ -71,8 +73,8 @@ def attention_method(method: str | None) -> Iterator[None]:
 
 
 def current_method() -> str | None:
-    """The way that `attention_method` asks for."""
-    return _METHOD.get()
+    """The way that the program asks for."""
+    return _METHOD.get() or DEFAULT_METHOD[0]
 
 
 @contextmanager
@@ -156,6 +158,8 @@ def moved(x: Any, dim: int, before: Ranges, after: Ranges, platform: Any) -> Any
                 pieces.append(platform.narrow(x, dim, at + start - begin, length))
                 break
             at += n
+    if not pieces:
+        return platform.narrow(x, dim, 0, 0)
     return platform.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,14 @@ class AttentionRole:
 
     Source: Dao et al. 2022, "FlashAttention", for the gradients by the log-sum-exp.
     """
+
+    def attention_calls(self, run: Callable[..., Tensor]) -> AbstractContextManager[None]:
+        """Inside, a call of the framework's scaled dot-product attention on plain tensors is ``run(call, q, k, v, mask,
+        dropout)`` in its place. ``call(q, k, v, mask)`` is the function, with its other arguments, of tensors
+        that may be distributed."""
+        raise TypeError(
+            f"{type(self).__name__} has no function of attention that can be told of a sequence that is cut"
+        )
 
     def transposed(self, x: Tensor) -> Tensor:
         """The tensor ``x`` with its last two dimensions in the other order."""

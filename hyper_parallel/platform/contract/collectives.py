@@ -38,9 +38,9 @@ class CollectiveRole(ABC):
 
     def supports(self, collective: str, op: str, local: Tensor) -> bool:
         """Whether the verb ``collective`` (``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``,
-        ``"shift"``, ``"broadcast"``, ``"scatter"``) takes the dtype of ``local`` and, for reductions, the op ``op`` (``"sum"``,
-        ``"avg"``, ``"max"``, ``"min"``, ``"product"``). Core emulates what is not supported. Unless a backend says
-        more, it is what it brings."""
+        ``"shift"``, ``"broadcast"``, ``"scatter"``) takes the dtype of ``local`` and, for reductions, the op ``op``
+        (``"sum"``, ``"avg"``, ``"max"``, ``"min"``, ``"product"``). Core emulates what is not supported. Unless a
+        backend says more, it is what it brings."""
         return getattr(type(self), collective) is not getattr(CollectiveRole, collective)
 
     def native_op(self, op: str) -> Any:

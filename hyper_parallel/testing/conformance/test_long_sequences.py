@@ -10,6 +10,7 @@ import pytest
 from hyper_parallel import CommDebugMode, DTensor, Replicate, Shard
 from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.rules.sequence_cut import attention_method
+from hyper_parallel.experimental import context_parallel, context_parallel_unshard, set_rotate_method
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import difference, same
@@ -145,7 +146,7 @@ def test_two_mesh_dimensions(pool: Any) -> None:
 def refused(mesh: Any) -> list[str]:
     found = []
     for method, shape in (("exchange", (4, 4, 6, 6, True, None)), ("ring", (3, 3, 6, 6, False, (1, 1)))):
-        with CommDebugMode() as comm, pytest.raises(ValueError, match="over a sequence|in a ring") as error:
+        with CommDebugMode() as comm, pytest.raises(ValueError, match=r"over a sequence|in a ring") as error:
             check(mesh, method, shape, "float64")
         assert comm.get_total_counts() == 0
         found.append(str(error.value))
@@ -156,3 +157,113 @@ def test_a_method_that_is_not_possible(pool: Any) -> None:
     for exchange, ring in pool.run(3, refused):
         assert "4 heads of the queries and 4 of the keys over 3 ranks" in exchange
         assert "is_causal=True" in ring
+
+
+def plain_case(mesh: Any, length: int, balance: bool, method: str | None, rows: int) -> None:
+    """Compare attention inside of `context_parallel` with that of a single device."""
+    adapter, rng, platform = get_adapter(), np.random.default_rng(0), mesh.platform
+    shape = (2, 4, length, 3)
+    arrays = [rng.standard_normal(shape).astype(np.float32) for _ in range(3)]
+    weight = rng.standard_normal(shape).astype(np.float32)
+    mask = rng.standard_normal((rows, length)).astype(np.float32) if rows else None
+
+    def reference(*xs: Any) -> Any:
+        y = adapter.scaled_attention(*xs, None if mask is None else adapter.tensor(mask), is_causal=mask is None)
+        return adapter.weighted_sum(y, adapter.tensor(weight)), y
+
+    wanted, wanted_grads = adapter.value_and_grads(reference, arrays)
+    buffers = [adapter.tensor(x) for x in (*arrays, weight)]
+    with context_parallel(
+        mesh,
+        buffers=buffers,
+        buffer_seq_dims=[2, -2, 2, 2],
+        no_restore_buffers={buffers[3]},
+        balance=balance,
+        method=method,
+    ):
+        *parts, own_weight = [adapter.numpy(x) for x in buffers]
+
+        def distributed(*xs: Any) -> Any:
+            y = adapter.scaled_attention(*xs, None if mask is None else adapter.tensor(mask), is_causal=mask is None)
+            return adapter.weighted_sum(y, adapter.tensor(own_weight)), y
+
+        y, grads = adapter.value_and_grads(distributed, parts)
+    for x, values in zip(buffers, arrays, strict=False):
+        np.testing.assert_array_equal(adapter.numpy(x), values)
+    assert tuple(platform.shape_of(buffers[3])) == own_weight.shape
+    given = [adapter.tensor(adapter.numpy(y)), *map(adapter.tensor, grads)]
+    found = context_parallel_unshard(mesh, given, [2, 2, -2, 2], balance=balance)
+    for got, whole in zip(found, [adapter.numpy(wanted), *wanted_grads], strict=True):
+        same(adapter.numpy(got), whole, f"{method}, {length} positions, balance {balance}", 1e-5)
+
+
+@spmd.on_mesh()
+def plain(mesh: Any) -> None:
+    if not hasattr(type(mesh.platform), "attention_calls") or mesh.platform.name == "numpy":
+        return
+    for length in (1, 7, 12):
+        for balance in (True, False):
+            plain_case(mesh, length, balance, "gather", 0)
+            plain_case(mesh, length, balance, "ring", 0)
+            plain_case(mesh, length, balance, None, length)
+    plain_case(mesh, 9, True, None, 1)
+    if mesh.size() in (2, 4):
+        plain_case(mesh, 7, True, "exchange", 0)
+    for rotation in ("alltoall", "allgather", None):
+        set_rotate_method(rotation)
+        plain_case(mesh, 7, True, None, 0)
+
+
+@on_ranks(1, 2, 3, 4)
+def test_plain_code(pool: Any, world_size: int) -> None:
+    pool.run(world_size, plain)
+
+
+@spmd.on_mesh()
+def wrong(mesh: Any) -> None:
+    adapter = get_adapter()
+    x, y = (adapter.tensor(np.ones((2, 4, n, 3), np.float32)) for n in (6, 5))
+    whole, square = adapter.tensor(np.ones((2, 4, 6, 3), np.float32)), adapter.tensor(np.ones((2, 2), np.float32))
+    one = {"buffers": [x], "buffer_seq_dims": [2]}
+    refusals = [
+        (TypeError, "takes a DeviceMesh", lambda: context_parallel(None, **one)),
+        (ValueError, "one of .*gather", lambda: context_parallel(mesh, **one, method="alltoall")),
+        (ValueError, "give one for each", lambda: context_parallel(mesh, buffers=[x])),
+        (ValueError, "none of the buffers", lambda: context_parallel(mesh, **one, no_restore_buffers={y})),
+        (TypeError, "plain tensors as buffers", lambda: context_parallel(mesh, buffers=[1], buffer_seq_dims=[0])),
+        (ValueError, "no dimension 4", lambda: context_parallel(mesh, buffers=[x], buffer_seq_dims=[4])),
+        (ValueError, "one length", lambda: context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[2, 2])),
+        (ValueError, "one length", lambda: context_parallel(mesh)),
+    ]
+    with CommDebugMode() as comm:
+        for kind, words, make in refusals:
+            with pytest.raises(kind, match=words), make():
+                pass
+        with pytest.raises(ValueError, match="takes one of"):
+            set_rotate_method("broadcast")
+        with pytest.raises(ValueError, match="give one for each"):
+            context_parallel_unshard(mesh, [x], [])
+        with context_parallel(mesh, length=6):
+            with pytest.raises(ValueError, match="the query has shape"):
+                adapter.scaled_attention(whole, whole, whole)
+            part = adapter.tensor(np.ones((2, 4, 2, 3), np.float32))
+            with pytest.raises(ValueError, match="the mask of the whole sequence"):
+                adapter.scaled_attention(part, part, part, square)
+    assert comm.get_total_counts() == 0
+    parts = [1, 2, 3][mesh.get_rank()]
+    with pytest.raises(ValueError, match="positions of buffer 0"):
+        context_parallel_unshard(mesh, [adapter.tensor(np.ones((parts, 2), np.float32))], [0])
+
+
+def test_wrong_use_in_plain_code(pool: Any) -> None:
+    pool.run(3, wrong)
+
+
+@spmd.on_mesh(1, 3)
+def wrong_mesh(mesh: Any) -> None:
+    with pytest.raises(ValueError, match="one dimension"), context_parallel(mesh, length=6):
+        pass
+
+
+def test_a_mesh_of_two_dimensions(pool: Any) -> None:
+    pool.run(3, wrong_mesh)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import mindspore as ms
@@ -12,8 +15,9 @@ from mindspore import Tensor, mint, ops
 from hyper_parallel.platform.mindspore.op_table.binding import Function, row
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
 
-__all__ = ["scaled_dot_product_attention"]
+__all__ = ["attention_calls", "scaled_dot_product_attention"]
 
+_RUN: ContextVar[Callable[..., Any] | None] = ContextVar("hyper_parallel_attention_of_parts", default=None)
 #: What a hidden score is before the softmax: finite, so that a query that sees no key gets zeros.
 _HIDDEN = -1e30
 
@@ -24,8 +28,9 @@ def _bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
 
 
 def _call(func: Any, operands: tuple, static_args: tuple) -> Any:
+    q, k, v, mask = operands
     is_causal, dropout_p, scale = static_args
-    return _attention(*operands, dropout_p, is_causal, scale)
+    return _attention(q, k, v, mask, dropout_p, is_causal, scale)
 
 
 _ROW = row("attention", _bind, _call)
@@ -46,7 +51,23 @@ def scaled_dot_product_attention(
     for x in tensors:
         if isinstance(x, InterceptedTensor) and is_dispatching():
             return x._dispatch(_ROW, _FUNCTION, args, {})
-    return _attention(*args)
+    if (run := _RUN.get()) is None or not is_dispatching():
+        return _attention(*args)
+
+    def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return scaled_dot_product_attention(q, k, v, mask, *args[4:])
+
+    return run(call, *tensors, dropout_p)
+
+
+@contextmanager
+def attention_calls(run: Callable[..., Any]) -> Iterator[None]:
+    """See `Platform.attention_calls`."""
+    token = _RUN.set(run)
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
 
 
 def _attention(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Any:
