@@ -155,7 +155,7 @@ class JoinedAttention:
         platform = self.platform
         shape = platform.shape_of(x)
         if shape[-2] != length:
-            x = platform.narrow(x, len(shape) - 2, start, length)
+            x = platform.contiguous(platform.narrow(x, len(shape) - 2, start, length))
         heads, features = shape[-3], shape[-1]
         return x if len(shape) == 4 else x.reshape((math.prod(shape[:-3]), heads, length, features))
 

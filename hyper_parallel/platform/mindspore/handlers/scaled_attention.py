@@ -90,9 +90,12 @@ def _attention(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: b
         scores = scores + mask
     if hidden is not None:
         scores = scores.masked_fill(hidden, _HIDDEN)
-    weights = ops.softmax(scores, -1)
+    # Written out: the gradient of MindSpore's softmax is wrong after one of a single key (2.10, `softmax` of (..., 1)).
+    weights = ops.exp(scores - ops.stop_gradient(ops.amax(scores, -1, True)))
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / total.masked_fill(total == 0, 1.0)
     if dropout_p:
         weights = ops.dropout(weights, dropout_p)
     if together:
