@@ -14,7 +14,7 @@ from hyper_parallel.core.rules.registry import rule
 @rule(
     "attention",
     "q, k, v (..., heads, length, features), mask or None",
-    "is_causal, dropout probability, scale or None",
+    "is_causal, dropout probability, scale or None, one that the rule does not read, whether sequences must be whole",
     repeatable=True,
     memory="fresh",
 )
@@ -24,7 +24,7 @@ def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     shards divides them. The sequence may be cut too: see `cut_attention`."""
     found = by_heads(shapes, static_args)
     q, k, v, mask = (*shapes, None)[:4]
-    if found is None or not _cuts_sequence(q, k, v):
+    if found is None or any(static_args[4:5]) or not _cuts_sequence(q, k, v):
         return found
     rows = q[-2] == (mask or (1, 1))[-2] != 1
     together = q[-2] == k[-2]
