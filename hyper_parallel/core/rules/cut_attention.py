@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.communication.shard_steps import AllToAll
 from hyper_parallel.core.layouts.chunking import chunk_sizes
@@ -127,12 +129,11 @@ def _exchange(platform: Any, native: Any, operands: tuple, static_args: tuple, c
 
 # ------------------------------------------------------------------------------------------------ gathered keys
 def _own_rows(platform: Any, q: Any, own: tuple, keys: int) -> Any:
-    """The causal mask of the queries at positions ``own``: true where a key is seen."""
-    import numpy as np
-
+    """The causal mask of the queries at positions ``own``, as what is added to the scores."""
     rows = np.concatenate([np.arange(0), *(np.arange(start, start + n) for start, n in own)])
     queries = platform.places(rows, q).reshape((len(rows), 1))
-    return queries >= platform.places(np.arange(keys), q).reshape((1, keys))
+    hidden = platform.places(np.arange(keys), q).reshape((1, keys)) > queries
+    return platform.masked_fill(platform.zeros((len(rows), keys), q), hidden, -math.inf)
 
 
 def _with_a_query(platform: Any, native: Any, operands: tuple, static_args: tuple) -> Any:
