@@ -1,4 +1,4 @@
-"""Gradients on MindSpore as DTensors: `value_and_grad` and `grad`.
+"""Gradients on MindSpore as DTensors, `value_and_grad` and `grad`, and `scaled_dot_product_attention`.
 
 `mindspore.value_and_grad` and `mindspore.grad` work on distributed parameters too, and give each rank its local part of
 a gradient as a plain tensor. These two give DTensors, placed as the parameter is (with ``Replicate`` for ``Partial``),
@@ -12,7 +12,7 @@ from typing import Any
 
 from hyper_parallel.platform import PlatformError, get_platform
 
-__all__ = ["grad", "value_and_grad"]
+__all__ = ["grad", "scaled_dot_product_attention", "value_and_grad"]
 
 
 def value_and_grad(
@@ -85,15 +85,60 @@ def grad(
     return _gradients("grad").grad(fn, grad_position, weights, has_aux, return_ids, sens_param)
 
 
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Any:
+    """Attention as `torch.nn.functional.scaled_dot_product_attention` computes it, of plain tensors and of DTensors.
+
+    MindSpore has one kernel for it, on Ascend. This function runs everywhere, in plain operations. Of DTensors samples,
+    heads and the sequence may be sharded.
+
+    Args:
+        query: (..., heads, length, features).
+        key: (..., heads, keys, features). A head serves as many consecutive heads of the query.
+        value: (..., heads, keys, features).
+        attn_mask: booleans, true where a key is seen, or numbers that are added to the scores.
+        dropout_p: probability to drop a weight.
+        is_causal: whether a query sees the keys up to its own place alone.
+        scale: factor of the scores; by default one over the root of the features.
+
+    Returns:
+        (..., heads, length, features of the values).
+
+    Raises:
+        PlatformError: when the platform of this process is not ``mindspore``.
+
+    Example:
+        >>> from hyper_parallel.mindspore import scaled_dot_product_attention  # doctest: +SKIP
+        >>> y = scaled_dot_product_attention(q, k, v, is_causal=True)  # doctest: +SKIP
+
+    Source: ``torch.nn.functional.scaled_dot_product_attention``.
+    """
+    name = "scaled_dot_product_attention"
+    _need_mindspore(name, "computes", f"call torch.nn.functional.{name}")
+    from hyper_parallel.platform.mindspore.handlers import scaled_attention
+
+    return scaled_attention.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
 def _gradients(asked: str) -> Any:
     """The module that computes them, which imports MindSpore."""
-    platform = get_platform()
-    if platform.name != "mindspore":
-        raise PlatformError(
-            f"hyper_parallel.mindspore.{asked} differentiates on MindSpore, and the platform of this process is "
-            f"{platform.name!r}. Set HYPER_PARALLEL_PLATFORM=mindspore before the program starts; on torch, call "
-            "backward() of the loss and read the gradients from the parameters"
-        )
+    _need_mindspore(asked, "differentiates", "call backward() of the loss and read the gradients from the parameters")
     from hyper_parallel.platform.mindspore import grad as functions
 
     return functions
+
+
+def _need_mindspore(asked: str, does: str, instead: str) -> None:
+    platform = get_platform()
+    if platform.name != "mindspore":
+        raise PlatformError(
+            f"hyper_parallel.mindspore.{asked} {does} on MindSpore, and the platform of this process is "
+            f"{platform.name!r}. Set HYPER_PARALLEL_PLATFORM=mindspore before the program starts; on torch, {instead}"
+        )

@@ -114,6 +114,10 @@ class SendsNothing:
         rows, *rest = self.shape_of(local)
         return self.zeros((rows if received is None else sum(received), *rest), local)
 
+    def shift(self, local: Any, group: Any, size: int) -> Any:
+        """See `Platform.shift`."""
+        return local
+
     def broadcast(self, local: Any, src: int, group: Any) -> Any:
         """See `Platform.broadcast`."""
         return local

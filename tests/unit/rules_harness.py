@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Pl
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.filling import bind_filled
 from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.platform.contract.attention import AttentionRole
+from hyper_parallel.platform.contract.collectives import FINISHED
+from hyper_parallel.platform.contract.tensors import TensorRole
 from hyper_parallel.testing.summands import summands
 
 #: One mesh dimension of 2, 3 and 4 ranks, and two of 2 x 2, of which both may shard the same tensor dimension, either
@@ -93,8 +96,10 @@ class _World:
                 barrier.abort()
 
 
-class _Platform:
+class _Platform(AttentionRole):
     """The verbs of `Platform` that rules use, on NumPy arrays, for one rank."""
+
+    dtypes: ClassVar[dict[str, Any]] = {"float32": np.dtype("float32")}
 
     fast = None
 
@@ -187,6 +192,17 @@ class _Platform:
 
     def all_gather(self, local: np.ndarray, group: tuple[int, ...], size: int) -> np.ndarray:
         return np.concatenate(self.world.exchange(group, self.current, local), axis=0)
+
+    join, part = TensorRole.join, TensorRole.part
+
+    def all_to_all(self, local: np.ndarray, group: tuple[int, ...], size: int) -> np.ndarray:
+        mine = group.index(self.current)
+        return np.concatenate([np.split(x, size)[mine] for x in self.world.exchange(group, self.current, local)])
+
+    def start_collective(self, collective: str, out: Any, local: Any, op: str, group: tuple, size: int) -> Any:
+        assert collective == "shift"
+        out[...] = self.world.exchange(group, self.current, local)[group.index(self.current) - 1]
+        return FINISHED
 
     def broadcast(self, local: np.ndarray, src: int, group: tuple[int, ...]) -> np.ndarray:
         return np.array(self.world.exchange(group, self.current, local)[group.index(src)])

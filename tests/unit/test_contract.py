@@ -45,6 +45,7 @@ def test_every_verb_is_called() -> None:
         *(package / "testing" / "conformance").glob("*.py"),
         *(path for part in ("checkpoint", "debug", "planning", "cli") for path in (package / part).glob("*.py")),
         CONTRACT / "tensors.py",
+        CONTRACT / "attention.py",
     ]
     text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     verbs = {name for cls in Platform.__mro__ for name, x in vars(cls).items() if isinstance(x, FunctionType)}

@@ -425,6 +425,10 @@ def attention(q: Any, k: Any, v: Any) -> Any:
     return layers.attention(q, k, v, None, True)
 
 
+def scaled_attention(q: Any, k: Any, v: Any, mask: Any = None, is_causal: bool = False) -> Any:
+    return layers.attention(q, k, v, mask, is_causal)
+
+
 def dropout(x: Any, p: float) -> Any:
     return layers.dropout(x, p, True)
 

@@ -177,19 +177,17 @@ def cast(x: Array, dtype: Any) -> Array:
 def matmul(x: Array, y: Array, transpose_x: bool = False, transpose_y: bool = False) -> Array:
     """Matrix product, with leading dimensions broadcast."""
     if transpose_x or transpose_y:
-        return matmul(_swapped(x) if transpose_x else x, _swapped(y) if transpose_y else y)
+        return matmul(swapped(x) if transpose_x else x, swapped(y) if transpose_y else y)
     if min(x.ndim, y.ndim) < 2:
         a = unsqueeze(x, 0) if x.ndim == 1 else x
         b = unsqueeze(y, 1) if y.ndim == 1 else y
         product = matmul(a, b)
         shape = product.shape[:-2] + product.shape[-2:][x.ndim == 1 : 1 if y.ndim == 1 else 2]
         return reshape(product, shape)
-    return _made(
-        np.matmul(x.value, y.value), (x, y), lambda g: matmul(g, _swapped(y)), lambda g: matmul(_swapped(x), g)
-    )
+    return _made(np.matmul(x.value, y.value), (x, y), lambda g: matmul(g, swapped(y)), lambda g: matmul(swapped(x), g))
 
 
-def _swapped(x: Array) -> Array:
+def swapped(x: Array) -> Array:
     return permute(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 

@@ -178,6 +178,9 @@ class NumpyPlatform(Platform):
     def cat(self, xs: Sequence[Array], dim: int) -> Array:
         return operations.cat(xs, dim)
 
+    def transposed(self, x: Array) -> Array:
+        return operations.swapped(x)
+
     def clone(self, x: Array) -> Array:
         return operations.clone(x)
 

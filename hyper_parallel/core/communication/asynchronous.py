@@ -43,8 +43,8 @@ def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op
     storage. Until `Work.wait` the result is left alone, and the operand may be read.
 
     Args:
-        collective: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
-        out: buffer for the result: of ``size`` times the elements of ``x``, of a ``size``-th of them, of as many.
+        collective: ``"all_gather"``, ``"reduce_scatter"``, ``"shift"`` or ``"all_reduce"``.
+        out: buffer for the result: of ``size`` times the elements of ``x``, of a ``size``-th of them, else of as many.
         x: what this rank gives.
         mesh: the mesh.
         mesh_dim: along which dimension.
@@ -71,6 +71,8 @@ def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op
         result = collectives.bind_all_gather(mesh, mesh_dim, 0, platform.shape_of(x) * size)(x)
     elif collective == "reduce_scatter":
         result = collectives.bind_reduce_scatter(mesh, mesh_dim, 0, platform.shape_of(out) * size, op)(x)
+    elif collective == "shift":
+        result = collectives.shift(x, mesh, mesh_dim)
     else:
         result = collectives.all_reduce(platform.clone(x), mesh, mesh_dim, op)
     platform.write(out, result)

@@ -279,6 +279,21 @@ def exchange_rows(x: Any, mesh: DeviceMesh, mesh_dim: int, counts: np.ndarray) -
     return _bind("all_to_all", mesh, mesh_dim, send, emulate, nothing, details=details, uneven=uneven)(x)
 
 
+def shift(x: Any, mesh: DeviceMesh, mesh_dim: int) -> Any:
+    """The ``x`` of the rank before along the mesh dimension; ``x`` has one shape on all ranks."""
+    size, platform = mesh.shape[mesh_dim], mesh.platform
+    if size == 1:
+        return x
+
+    def send(x: Any) -> Any:
+        return platform.shift(platform.contiguous(x), mesh.platform_group(mesh_dim), size)
+
+    def emulate(x: Any) -> Any:
+        return platform.clone(_gather_parts(x, mesh, mesh_dim)[mesh.get_local_rank(mesh_dim) - 1])
+
+    return _bind("shift", mesh, mesh_dim, send, emulate, _itself)(x)
+
+
 def broadcast(x: Any, mesh: DeviceMesh, mesh_dim: int, src: int) -> Any:
     """Value of rank ``src`` of the mesh dimension; ``x`` is contiguous and may be overwritten."""
     if mesh.shape[mesh_dim] == 1:

@@ -30,8 +30,8 @@ class CollectiveEvent:
     """A collective that this rank is about to issue along one mesh dimension.
 
     Attributes:
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``,
-            ``"scatter"``, or ``"all_gather_object"`` for values that are pickled.
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"shift"``,
+            ``"broadcast"``, ``"scatter"``, or ``"all_gather_object"`` for values that are pickled.
         mesh, mesh_dim: along which the ranks communicate; None for what the program issues by itself, on a group.
         op: of a reduction, ``"sum"`` for example; empty otherwise.
         shape: of the local tensor that the rank gives. Where shards differ in size, the largest one's on all ranks.

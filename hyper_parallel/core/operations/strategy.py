@@ -208,8 +208,10 @@ def _listed(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: 
         return None
     if not any(lies_so and p is not Replicate() for p, lies_so in zip(operands, have, strict=True)):
         return None
-    shapes = (*(layout.shape for layout in layouts if layout is not None), *sharding.result_shapes)
-    sizes = {s[p.dim % len(s)] for p, s in zip((*operands, *results), shapes, strict=True) if isinstance(p, Shard)}
+    shapes = (*(None if layout is None else layout.shape for layout in layouts), *sharding.result_shapes)
+    sizes = {
+        s[p.dim % len(s)] for p, s in zip((*operands, *results), shapes, strict=True) if s and isinstance(p, Shard)
+    }
     ranks = next(layout.mesh.size() for layout in layouts if layout is not None)
     if len(sizes) > 1 and any(size % ranks for size in sizes):
         return None

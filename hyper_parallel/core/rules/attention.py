@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from hyper_parallel.core.layouts.placement_types import Replicate, Shard
+from hyper_parallel.core.rules import cut_attention
 from hyper_parallel.core.rules.labels import broadcast
 from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
@@ -10,14 +14,46 @@ from hyper_parallel.core.rules.registry import rule
 @rule(
     "attention",
     "q, k, v (..., heads, length, features), mask or None",
-    "is_causal, dropout probability",
+    "is_causal, dropout probability, scale or None, one that the rule does not read, whether sequences must be whole",
     repeatable=True,
     memory="fresh",
 )
 def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Scaled dot-product attention, independent for each batch element and head. With fewer key and value heads than
     query heads, each serves as many consecutive query heads, so both are cut at the same places where the number of
-    shards divides them."""
+    shards divides them. The sequence may be cut too: see `cut_attention`."""
+    found = by_heads(shapes, static_args)
+    q, k, v, mask = (*shapes, None)[:4]
+    if found is None or any(static_args[4:5]) or not _cuts_sequence(q, k, v):
+        return found
+    rows = q[-2] == (mask or (1, 1))[-2] != 1
+    together = q[-2] == k[-2]
+    operands = tuple(
+        None if labels is None else (*labels[:-2], "s" if cut else None, None)
+        for labels, cut in zip(found.operands, (True, together, together, rows), strict=False)
+    )
+    # Whole keys and values need not be cut first.
+    choice = tuple(
+        None if labels is None else Shard(-2) if cut else Replicate()
+        for labels, cut in zip(found.operands, (True, False, False, rows), strict=False)
+    )
+    return replace(
+        found,
+        operands=operands,
+        results=((*found.results[0][:-2], "s", None),),
+        choices=((choice, (Shard(-2),)),),
+        call=cut_attention.attend,
+        native_if=lambda layouts: not cut_attention.is_cut(layouts),
+    )
+
+
+def _cuts_sequence(q: tuple, k: tuple, v: tuple) -> bool:
+    """Whether there are heads, and the operands have the same samples."""
+    return len(q) >= 3 and q[:-3] == k[:-3] == v[:-3] and k[-3] == v[-3] != 0 and q[-3] % k[-3] == 0
+
+
+def by_heads(shapes: tuple, static_args: tuple) -> OpSharding | None:
+    """The same with whole sequences."""
     q, k, v, mask = (*shapes, None)[:4]
     if any(x is None or len(x) < 2 for x in (q, k, v)) or q[-1] != k[-1] or k[-2] != v[-2]:
         return None

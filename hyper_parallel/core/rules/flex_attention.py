@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hyper_parallel.core.rules.attention import attention
+from hyper_parallel.core.rules.attention import by_heads
 from hyper_parallel.core.rules.labels import Labels
 from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
@@ -18,7 +18,7 @@ def flex_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     of the scores, each a number for each query. The local call is told which batch elements and heads it has: the
     static arguments that it gets end on their (start, length), in pieces where shards are packed."""
     fixed, statistics = static_args[:2]
-    found = attention(shapes[:3], (False, 0.0))
+    found = by_heads(shapes[:3], (False, 0.0))
     if found is None or any(len(x) != 4 for x in shapes[:3]):
         return None
     gone = {label for label, whole in zip(found.results[0], fixed, strict=False) if whole}

@@ -67,7 +67,7 @@ class OpSharding:
         unpack: (dim, sizes, result dim) for an operation that takes dimension ``dim`` of its only tensor operand, the
             first, apart: where that is packed in parts of these sizes, every result is sharded along ``result dim``.
         choices: (placements of the operands, placements of the results) for each way to run on one mesh dimension, in
-            place of labels; besides those on whole tensors. For rules that users write so.
+            place of labels or beside them; besides those on whole tensors. Rules that users write have these alone.
     """
 
     operands: tuple[tuple[Label | None, ...] | None, ...]

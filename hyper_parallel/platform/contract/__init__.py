@@ -8,6 +8,7 @@ must bring:
 * `collectives` - on plain local tensors, outside autograd; what the backend lacks is reported by `supports` and
   emulated once, in `core.communication.collectives`;
 * `autograd` - one way to define a function with a forward and a backward;
+* `attention` - attention to a part of the keys, for sequences that are cut; optional;
 * `tensors` - types and checks, and the few local operations that redistribution and losses need;
 * `storage` - the memory of tensors: whose it is, whether it was written, and giving it back;
 * `interception` - a tensor class whose operations arrive at core's `Dispatch`, a guard that turns that off, and the
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from hyper_parallel.platform.contract.attention import AttentionRole
 from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
 from hyper_parallel.platform.contract.compiled import (
@@ -81,6 +83,7 @@ class Platform(
     CollectiveRole,
     AutogradRole,
     TensorRole,
+    AttentionRole,
     StorageRole,
     InterceptionRole,
     DeviceRole,

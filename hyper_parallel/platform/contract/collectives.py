@@ -38,9 +38,9 @@ class CollectiveRole(ABC):
 
     def supports(self, collective: str, op: str, local: Tensor) -> bool:
         """Whether the verb ``collective`` (``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``,
-        ``"broadcast"``, ``"scatter"``) takes the dtype of ``local`` and, for reductions, the op ``op`` (``"sum"``,
-        ``"avg"``, ``"max"``, ``"min"``, ``"product"``). Core emulates what is not supported. Unless a backend says
-        more, it is what it brings."""
+        ``"shift"``, ``"broadcast"``, ``"scatter"``) takes the dtype of ``local`` and, for reductions, the op ``op``
+        (``"sum"``, ``"avg"``, ``"max"``, ``"min"``, ``"product"``). Core emulates what is not supported. Unless a
+        backend says more, it is what it brings."""
         return getattr(type(self), collective) is not getattr(CollectiveRole, collective)
 
     def native_op(self, op: str) -> Any:
@@ -70,8 +70,8 @@ class CollectiveRole(ABC):
         same order on all ranks. Unless a backend brings it, the result is there on return.
 
         Args:
-            collective: ``"all_gather"``, from (n,) to (size * n,), ``"reduce_scatter"``, from (size * n,) to (n,), or
-                ``"all_reduce"``, of (n,), where ``out`` may be ``local``.
+            collective: ``"all_gather"``, from (n,) to (size * n,), ``"reduce_scatter"``, from (size * n,) to (n,),
+                ``"shift"``, of (n,), or ``"all_reduce"``, of (n,), where ``out`` may be ``local``.
             out: what the result is written to.
             local: the operand.
             op: of a reduction, as in `supports`; ``""`` for ``"all_gather"``.
@@ -82,6 +82,8 @@ class CollectiveRole(ABC):
             result = self.all_gather(local, group, size)
         elif collective == "reduce_scatter":
             result = self.reduce_scatter(local, op, group, size)
+        elif collective == "shift":
+            result = self.shift(local, group, size)
         else:
             result = self.all_reduce(local if out is local else self.clone(local), op, group)
         if result is not out:
@@ -99,6 +101,10 @@ class CollectiveRole(ABC):
         """Part i of contiguous ``local`` goes to rank i, part j of the result comes from rank j. Parts are equal
         without numbers. With them ``sent[i]`` rows go to rank i, and ``received[j]`` come from rank j."""
         raise self._missing("all_to_all")
+
+    def shift(self, local: Tensor, group: Group, size: int) -> Tensor:
+        """``local`` contiguous, of one shape on all ranks -> what the rank before gives; the first gets the last's."""
+        raise self._missing("shift")
 
     def broadcast(self, local: Tensor, src: int, group: Group) -> Tensor:
         """Value of global rank ``src`` on every rank of the group. ``local`` is contiguous and may be overwritten."""

@@ -35,6 +35,11 @@ class StorageRole(ABC):
         """Give tensors that modules find where ``parameters`` are what code that walks parameters asks of them."""
         return None
 
+    def become(self, x: Tensor, values: Tensor) -> None:
+        """Give the plain tensor ``x``, which is no parameter and stays the same object, the shape and the values of
+        ``values``. Called without gradients."""
+        raise TypeError(f"{type(self).__name__} cannot give a tensor another shape")
+
     #: Whether `free_storage` gives memory back. Where it does not, core keeps what it would have freed until the graph
     #: is gone that needs it, and neither verb is called.
     frees_storage: bool = False

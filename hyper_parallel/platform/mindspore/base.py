@@ -14,6 +14,7 @@ from hyper_parallel.platform.mindspore.collectives import CollectiveVerbs
 from hyper_parallel.platform.mindspore.dtensor_class import make_dtensor_class
 from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.fast import MindSporeFast
+from hyper_parallel.platform.mindspore.handlers import scaled_attention
 from hyper_parallel.platform.mindspore.launch import GroupVerbs, device_target
 from hyper_parallel.platform.mindspore.local_tensors import LocalVerbs
 from hyper_parallel.platform.mindspore.modules import ModuleVerbs
@@ -40,6 +41,8 @@ class MindSporePlatform(
     keeps_memory_order = False
     copies_offsets = True
     counts_writes = False  # optimizers and `ops.assign` write without counting
+
+    attention_calls: Any = staticmethod(scaled_attention.attention_calls)
 
     def __init__(self) -> None:
         warn_of_untested("mindspore", mindspore.__version__)

@@ -35,6 +35,9 @@ class LocalVerbs:
     def cat(self, xs: Sequence[Tensor], dim: int) -> Tensor:
         return mint.cat(list(xs), dim)
 
+    def become(self, x: Tensor, values: Tensor) -> None:
+        x.assign_value(dense(values))
+
     def clone(self, x: Tensor) -> Tensor:
         return copied(x)
 

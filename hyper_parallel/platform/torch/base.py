@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.platform.torch import counter, dtensor_class, patches, tensor
+from hyper_parallel.platform.torch.attention import AttentionVerbs
 from hyper_parallel.platform.torch.autograd import AutogradVerbs
 from hyper_parallel.platform.torch.collectives import CommunicationVerbs
 from hyper_parallel.platform.torch.fast import TorchFast
@@ -36,7 +37,9 @@ _local_shape = T.shape.__get__
 _UNCOUNTED = ("batch_norm", "instance_norm", "_batch_norm_impl_index", "_batch_norm_with_update")
 
 
-class TorchPlatform(ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, StateVerbs, ObservationVerbs):
+class TorchPlatform(
+    ModuleVerbs, CommunicationVerbs, AutogradVerbs, LocalVerbs, AttentionVerbs, StateVerbs, ObservationVerbs
+):
     """Backend that all torch devices share; `cpu`, `cuda` and `npu` add the differences."""
 
     Tensor = torch.Tensor

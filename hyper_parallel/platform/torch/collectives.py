@@ -199,6 +199,8 @@ class CommunicationVerbs(Platform):
             return backend._allgather_base(self._movable(out), self._movable(local))
         if collective == "reduce_scatter":
             return backend._reduce_scatter_base(out, local, _REDUCE_SCATTER[op])
+        if collective == "shift":
+            return self._start_shift(backend, out, local, size)
         if out is not local:
             out.copy_(local)
         return backend.allreduce([out], _ALL_REDUCE[op])
@@ -223,6 +225,21 @@ class CommunicationVerbs(Platform):
         to, of = [each * n for n in sent], [each * n for n in received]
         _resolve(group).alltoall_base(self._movable(out), self._movable(local), of, to).wait()
         return out
+
+    def shift(self, local: Tensor, group: Any, size: int) -> Tensor:
+        """See `Platform.shift`."""
+        local = _sendable(local)
+        out = torch.empty_like(local)
+        self._start_shift(_resolve(group), out, local, size).wait()
+        return out
+
+    def _start_shift(self, backend: Any, out: Tensor, local: Tensor, size: int) -> Any:
+        """An exchange of which only the part for the next rank has elements."""
+        out, local = (self._movable(x).view(-1) for x in (out, local))
+        rank, count = backend.rank(), local.numel()
+        before, after = (rank - 1) % size, (rank + 1) % size
+        sizes = ([count * (i == of) for i in range(size)] for of in (before, after))
+        return backend.alltoall_base(out, local, *sizes)
 
     def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:
         """See `Platform.broadcast`."""

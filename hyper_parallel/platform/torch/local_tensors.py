@@ -93,6 +93,11 @@ class LocalVerbs(Platform):
         """See `Platform.scatter_add`."""
         return x.scatter_add_(dim, index.long(), source)
 
+    def become(self, x: Tensor, values: Tensor) -> None:
+        """See `Platform.become`."""
+        values = values.clone()  # it may be a view of x
+        x.resize_(values.shape).copy_(values)
+
     def places(self, values: np.ndarray, like: Tensor) -> Tensor:
         """See `Platform.places`."""
         return torch.from_numpy(values).to(like.device)

@@ -16,6 +16,7 @@ from mindspore import Tensor, experimental, mint, nn, ops
 from mindspore.nn.utils import no_init_parameters
 
 from hyper_parallel import DTensor
+from hyper_parallel.mindspore import scaled_dot_product_attention
 from hyper_parallel.platform.mindspore import grad as gradients
 from hyper_parallel.testing.adapters import forwards
 
@@ -728,6 +729,10 @@ def attention(q: Any, k: Any, v: Any) -> Any:
     if isinstance(scores, DTensor):
         future = DTensor.from_local(future, scores.device_mesh)
     return mint.matmul(softmax(scores.masked_fill(future, -1e9), -1), v)
+
+
+def scaled_attention(q: Any, k: Any, v: Any, mask: Any = None, is_causal: bool = False) -> Any:
+    return scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
 
 
 def repeat_heads(x: Any, groups: int) -> Any:

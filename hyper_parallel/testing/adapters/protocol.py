@@ -321,6 +321,11 @@ class Adapter(Protocol):
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention, (batch, heads, length, head_dim); ``k`` and ``v`` may have fewer heads."""
 
+    def scaled_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Scaled dot-product attention as one operation; ``mask`` is added to the scores."""
+
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Dropout as in training."""
 

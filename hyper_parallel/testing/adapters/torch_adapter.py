@@ -553,5 +553,9 @@ def attention(q: Any, k: Any, v: Any) -> Any:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def scaled_attention(q: Any, k: Any, v: Any, mask: Any = None, is_causal: bool = False) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
 def seed(value: int) -> None:
     torch.manual_seed(value)

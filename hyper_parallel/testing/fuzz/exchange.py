@@ -52,6 +52,7 @@ _VERBS = (
     "all_gather",
     "reduce_scatter",
     "all_to_all",
+    "shift",
     "broadcast",
     "scatter",
     "all_gather_object",
@@ -173,6 +174,10 @@ class Exchange:
         arrived = [pickle.loads(said)[mine] for said in self._swap("all_to_all", parts, ranks)]
         return self._tensor(np.concatenate(arrived))
 
+    def shift(self, local: Any, group: Any, size: int) -> Any:
+        """See `Platform.shift`."""
+        return self._tensor(self._arrays("shift", local, group)[self._ranks[group].index(self._rank) - 1])
+
     def broadcast(self, local: Any, src: int, group: Any) -> Any:
         """See `Platform.broadcast`."""
         return self._tensor(self._arrays(f"broadcast from {src}", local, group)[self._ranks[group].index(src)])
@@ -193,6 +198,8 @@ class Exchange:
         arrays = self._arrays(f"{collective} {op}", local, group)
         if collective == "all_gather":
             result = np.concatenate(arrays)
+        elif collective == "shift":
+            result = arrays[self._ranks[group].index(self._rank) - 1]
         else:
             result = _REDUCTIONS[op](np.stack(arrays))
         if collective == "reduce_scatter":

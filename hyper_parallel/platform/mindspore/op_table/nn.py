@@ -111,12 +111,15 @@ _CAUSAL_MODES = (2, 3)
 
 
 def _bind_flash_attention(func: Any, args: tuple, kwargs: dict) -> Bound:
-    return (*args[:3], args[_MASK]), (args[_SPARSE] in _CAUSAL_MODES, 1.0 - args[_HEADS + 1], *args[_HEADS + 1 :])
+    keep, scale, *rest = args[_HEADS + 1 :]
+    # Its masks and modes speak of whole sequences.
+    return (*args[:3], args[_MASK]), (args[_SPARSE] in _CAUSAL_MODES, 1.0 - keep, scale, keep, True, *rest)
 
 
 def _flash_attention(func: Any, xs: tuple, static_args: tuple) -> Any:
     q, k, v, mask = xs
-    return func(q, k, v, None, None, None, mask, None, None, None, q.shape[1], *static_args[2:])[3]
+    _, _, scale, keep, _, *rest = static_args
+    return func(q, k, v, None, None, None, mask, None, None, None, q.shape[1], keep, scale, *rest)[3]
 
 
 _FLASH_ATTENTION = row("attention", _bind_flash_attention, _flash_attention)

@@ -1,0 +1,154 @@
+"""Attention whose queries are cut along the sequence: which way it runs, and that it runs so.
+
+====================  ==================================  =========================================================
+way                   what is sent                        what a rank has for a while
+====================  ==================================  =========================================================
+``"gather"``          keys and values, to all             all keys and values
+``"exchange"``        queries, keys, values, output       the whole sequence of some of the heads
+``"ring"``            keys and values, rank to rank       its own, and those of one other rank
+====================  ==================================  =========================================================
+
+Source: ``"exchange"`` is DeepSpeed-Ulysses (Jacobs et al. 2023); see `joined_attention` for the ring.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.communication.shard_steps import AllToAll
+from hyper_parallel.core.layouts.chunking import chunk_sizes
+from hyper_parallel.core.layouts.placement_types import Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.rules.joined_attention import JoinedCall, KeyGather, joined_attention
+from hyper_parallel.core.rules.sequence_cut import SequenceCut, current_method, in_order, moved
+
+
+def is_cut(layouts: tuple) -> bool:
+    """Whether the queries of these operands are cut along the sequence."""
+    return SequenceCut.of(layouts[0], layouts[0].ndim - 2).mesh_dims != ()
+
+
+def attend(
+    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
+) -> Any:
+    """Attention on local tensors, of which the queries are shards of the sequence; see `OpSharding.call`.
+
+    Raises:
+        ValueError: where the method that the program chose is not possible. On all ranks, before anything is sent.
+    """
+    q, k, v, mask = (*operands, None)[:4]
+    q_layout, k_layout, v_layout, mask_layout = (*operand_layouts, None)[:4]
+    cut = SequenceCut.of(q_layout, q_layout.ndim - 2)
+    together = k_layout.shape[-2] == cut.length
+    sharded = together and bool(SequenceCut.of(k_layout, k_layout.ndim - 2).mesh_dims)
+    way = choose(platform, q, cut, (q_layout, k_layout, v_layout, mask_layout)) if sharded else "gather"
+    if way == "exchange":
+        return _exchange(platform, native, (q, k, v, mask), static_args, cut)
+    causal = bool(static_args[0])
+    joined = joined_attention(platform)
+    gather = KeyGather.of(k_layout, k_layout.ndim - 2) if sharded else KeyGather(platform, ())
+    if mask is None and together and (causal or way == "ring"):
+        scale = static_args[2] if len(static_args) > 2 else None
+        scale = 1 / math.sqrt(q_layout.shape[-1] or 1) if scale is None else scale
+        return joined(JoinedCall(cut, None if way == "ring" else gather, causal, scale), q, k, v)
+    if sharded:
+        k, v = joined.gathered(gather, k, v)
+        k, v = (
+            moved(x, len(platform.shape_of(x)) - 2, cut.in_rank_order, in_order(cut.in_rank_order), platform)
+            for x in (k, v)
+        )
+    if causal:
+        mask = _own_rows(platform, q, cut.own, k_layout.shape[-2])
+    return _with_a_query(platform, native, (q, k, v, mask), (False, *static_args[1:]))
+
+
+def choose(platform: Any, q: Any, cut: SequenceCut, layouts: tuple) -> str:
+    """The way to run: what the program asks for where that is possible, else what sends least; of the two that send
+    the same, the ring where all keys and values would take more memory than this rank's queries and output."""
+    q_layout, k_layout, v_layout, mask_layout = layouts
+    asked = current_method()
+    if len(cut.mesh_dims) != 1:
+        return "gather"
+    ranks = q_layout.mesh.shape[cut.mesh_dims[0]]
+    heads = [layout.part_sizes(layout.ndim - 3) for layout in (q_layout, k_layout)]
+    exchanges = all(n and n % ranks == 0 for sizes in heads for n in sizes)
+    if mask_layout is not None:
+        exchanges = exchanges and all(n == 1 for n in mask_layout.shape[-3:-1])
+    if asked is not None:
+        if asked == "exchange" and not exchanges:
+            raise ValueError(
+                f"attention over a sequence that is cut cannot exchange {max(heads[0])} heads of the queries and "
+                f"{max(heads[1])} of the keys over {ranks} ranks: both are to be multiples of the ranks, and a mask "
+                "the same for all queries and heads. Choose the method 'gather' or 'ring', or none"
+            )
+        if asked == "ring" and mask_layout is not None:
+            raise ValueError(
+                "attention in a ring takes no mask but the causal one (is_causal=True): choose the method 'gather', or "
+                "none"
+            )
+        return asked
+    queries, keys, values = (math.prod(layout.local_shape[:-2]) * layout.shape[-1] for layout in layouts[:3])
+    outputs = math.prod(q_layout.local_shape[:-2]) * v_layout.shape[-1]
+    if exchanges and queries + keys + values + outputs < ranks * (keys + values):
+        return "exchange"
+    rings = mask_layout is None and platform.supports("shift", "", q)
+    return "ring" if rings and ranks * (keys + values) > queries + outputs else "gather"
+
+
+# ------------------------------------------------------------------------------------------------ exchange to heads
+def _make_exchange(key: tuple[DeviceMesh, int, int, tuple[int, ...], int]) -> AllToAll:
+    mesh, mesh_dim, dim, sizes, heads = key
+    each = chunk_sizes(heads, mesh.shape[mesh_dim])
+    return AllToAll(mesh, mesh_dim, Shard(dim), Shard(dim - 1), sizes, each)
+
+
+_EXCHANGES: Table = Table(_make_exchange, 1 << 10, "exchanges of sequences and heads")
+
+
+def _exchange(platform: Any, native: Any, operands: tuple, static_args: tuple, cut: SequenceCut) -> Any:
+    """Each rank gets the whole sequence of some heads, and gives back its part of the positions of all."""
+    *qkv, mask = operands
+    mesh, (mesh_dim,) = cut.layout.mesh, cut.mesh_dims
+    sizes = tuple(sum(n for _, n in own) for own in cut.ranges)
+    natural, in_ranks = in_order(cut.in_rank_order), cut.in_rank_order
+    whole = []
+    for x in qkv:
+        dim = len(platform.shape_of(x)) - 2
+        x = _EXCHANGES[mesh, mesh_dim, dim, sizes, platform.shape_of(x)[dim - 1]](x)
+        whole.append(moved(x, dim, in_ranks, natural, platform))
+    y = native((*whole, mask), static_args)
+    dim = len(platform.shape_of(y)) - 2
+    y = moved(y, dim, natural, tuple(x for x in in_ranks if x[1]), platform)
+    heads = platform.shape_of(operands[0])[-3]
+    return _EXCHANGES[mesh, mesh_dim, dim, sizes, heads].back(y)
+
+
+# ------------------------------------------------------------------------------------------------ gathered keys
+def _own_rows(platform: Any, q: Any, own: tuple, keys: int) -> Any:
+    """The causal mask of the queries at positions ``own``, as what is added to the scores."""
+    rows = np.concatenate([np.arange(0), *(np.arange(start, start + n) for start, n in own)])
+    queries = platform.places(rows, q).reshape((len(rows), 1))
+    hidden = platform.places(np.arange(keys), q).reshape((1, keys)) > queries
+    return platform.masked_fill(platform.zeros((len(rows), keys), q), hidden, -math.inf)
+
+
+def _with_a_query(platform: Any, native: Any, operands: tuple, static_args: tuple) -> Any:
+    """The native operation, with one query more where this rank has none: kernels without any have another backward
+    graph, in which collectives come in another order than on the other ranks."""
+    q, k, v, mask = operands
+    dim = len(platform.shape_of(q)) - 2
+    if platform.shape_of(q)[dim]:
+        return native(operands, static_args)
+    shape = [*platform.shape_of(q)]
+    shape[dim] = 1
+    q = platform.cat([q, platform.ones(shape, q)], dim)
+    if mask is not None and 0 in platform.shape_of(mask)[-2:-1]:
+        shape = [*platform.shape_of(mask)]
+        shape[-2] = 1
+        mask = platform.cat([mask, platform.ones(shape, mask)], len(shape) - 2)
+    y = native((q, k, v, mask), static_args)
+    return platform.narrow(y, len(platform.shape_of(y)) - 2, 0, 0)

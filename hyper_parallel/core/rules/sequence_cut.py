@@ -1,0 +1,209 @@
+"""Which positions of a sequence each rank holds, and how attention over such a cut is to run.
+
+A sequence that is cut is `Shard` of its dimension. The positions are those of the shards, unless the program says with
+`sequence_order` that the sequence was put in another order before it was cut, for balance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.layouts.chunking import chunk_sizes
+from hyper_parallel.core.layouts.layout import Layout
+
+#: (start, length) of positions, in the order in which a rank holds them.
+Ranges = tuple[tuple[int, int], ...]
+
+#: The ways in which attention over a sequence that is cut can run.
+METHODS = ("gather", "exchange", "ring")
+
+_METHOD: ContextVar[str | None] = ContextVar("hyper_parallel_attention_method", default=None)
+#: The way where `attention_method` says none; in a list, because threads share it.
+DEFAULT_METHOD: list[str | None] = [None]
+_ORDERS: ContextVar[tuple[tuple[Any, tuple[Ranges, ...]], ...]] = ContextVar(
+    "hyper_parallel_sequence_orders", default=()
+)
+
+
+def natural_ranges(length: int, ranks: int) -> tuple[Ranges, ...]:
+    """Consecutive positions for each rank.
+
+    Example:
+        >>> natural_ranges(5, 2)
+        (((0, 3),), ((3, 2),))
+    """
+    sizes = chunk_sizes(length, ranks)
+    return tuple(((sum(sizes[:i]), n),) for i, n in enumerate(sizes))
+
+
+def balanced_ranges(length: int, ranks: int) -> tuple[Ranges, ...]:
+    """For each rank a piece of the beginning and one of the end, so that under a causal mask all have as much to do.
+    Each rank holds as many positions as without balance.
+
+    Example:
+        >>> balanced_ranges(8, 2)
+        (((0, 2), (6, 2)), ((2, 2), (4, 2)))
+    """
+    sizes = chunk_sizes(length, ranks)
+    heads = [n - n // 2 for n in sizes]
+    found, end = [], length
+    for i, n in enumerate(sizes):
+        end -= n // 2
+        found.append(((sum(heads[:i]), heads[i]), (end, n // 2)))
+    return tuple(found)
+
+
+def sizes_of(ranges: Sequence[Ranges]) -> tuple[int, ...]:
+    """How many positions each rank holds."""
+    return tuple(sum(n for _, n in own) for own in ranges)
+
+
+@contextmanager
+def attention_method(method: str | None) -> Iterator[None]:
+    """Inside, attention over a sequence that is cut runs in this way, one of `METHODS`. None lets each call choose."""
+    token = _METHOD.set(method)
+    try:
+        yield
+    finally:
+        _METHOD.reset(token)
+
+
+def current_method() -> str | None:
+    """The way that the program asks for."""
+    return _METHOD.get() or DEFAULT_METHOD[0]
+
+
+@contextmanager
+def sequence_order(mesh: Any, ranges: tuple[Ranges, ...]) -> Iterator[None]:
+    """Inside, shards along the sequence on the 1-D ``mesh`` hold these positions, where their sizes say so."""
+    token = _ORDERS.set((*_ORDERS.get(), (mesh, ranges)))
+    try:
+        yield
+    finally:
+        _ORDERS.reset(token)
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """A sequence of ``length`` positions, cut along some mesh dimensions.
+
+    Attributes:
+        layout: of a tensor with that sequence.
+        dim: the dimension of the sequence.
+        mesh_dims: those that cut it.
+        ranges: the positions of each rank of the mesh dimension, where there is one; else of this rank alone.
+        own: the positions of this rank.
+        natural: whether the shards one after the other are the sequence.
+    """
+
+    layout: Layout
+    dim: int
+    mesh_dims: tuple[int, ...]
+    ranges: tuple[Ranges, ...]
+    own: Ranges
+    natural: bool
+
+    @classmethod
+    def of(cls, layout: Layout, dim: int) -> SequenceCut:
+        """The cut of dimension ``dim`` of a tensor of this layout."""
+        mesh = layout.mesh
+        mesh_dims = tuple(d for d in layout.shard_mesh_dims(dim) if mesh.shape[d] > 1)
+        length = layout.shape[dim]
+        if len(mesh_dims) != 1:
+            own = layout.local_ranges()[dim]
+            return cls(layout, dim, mesh_dims, (own,), own, True)
+        (mesh_dim,) = mesh_dims
+        ranges = natural_ranges(length, mesh.shape[mesh_dim])
+        natural = True
+        for of_mesh, order in reversed(_ORDERS.get()):
+            if sizes_of(order) == sizes_of(ranges) and _is_along(mesh, mesh_dim, of_mesh):
+                ranges, natural = order, order == ranges
+                break
+        return cls(layout, dim, mesh_dims, ranges, ranges[mesh.get_local_rank(mesh_dim)], natural)
+
+    @property
+    def length(self) -> int:
+        """How many positions there are."""
+        return self.layout.shape[self.dim]
+
+    @property
+    def in_rank_order(self) -> Ranges:
+        """The positions of all ranks, as they lie one after the other."""
+        if self.natural:
+            return ((0, self.length),)
+        return tuple(piece for own in self.ranges for piece in own)
+
+
+def _is_along(mesh: Any, mesh_dim: int, one: Any) -> bool:
+    """Whether the 1-D mesh ``one`` has the ranks that ``mesh`` has along ``mesh_dim`` here."""
+    return tuple(mesh.ranks_along(mesh_dim)) == tuple(one.ranks_along(0))
+
+
+def moved(x: Any, dim: int, before: Ranges, after: Ranges, platform: Any) -> Any:
+    """The tensor ``x`` with the positions ``before`` along ``dim``, in the order ``after``; differentiable.
+
+    Each piece of ``after`` lies in one of ``before``.
+    """
+    if before == after:
+        return x
+    pieces = []
+    for start, length in after:
+        at = 0
+        for begin, n in before:
+            if length and begin <= start and start + length <= begin + n:
+                pieces.append(platform.narrow(x, dim, at + start - begin, length))
+                break
+            at += n
+    if not pieces:
+        return platform.narrow(x, dim, 0, 0)
+    return platform.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+
+
+def in_order(ranges: Ranges) -> Ranges:
+    """The pieces by their positions."""
+    return tuple(sorted(piece for piece in ranges if piece[1]))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Queries and keys that see each other: all, or with ``causal`` those up to the own place."""
+
+    query: int
+    queries: int
+    key: int
+    keys: int
+    causal: bool
+
+
+def pairs(own: Ranges, held: Ranges, causal: bool) -> list[Pair]:
+    """What the queries at positions ``own`` see of keys at positions ``held``, as slices of both.
+
+    Each piece of ``own`` is one of ``held``, or they have no position in common, unless all see all.
+
+    Example:
+        >>> pairs(((2, 2),), ((0, 2), (2, 2)), True)
+        [Pair(query=0, queries=2, key=0, keys=2, causal=False), Pair(query=0, queries=2, key=2, keys=2, causal=True)]
+    """
+    if not causal:
+        own, held = (((0, sum(n for _, n in x)),) for x in (own, held))
+    found: list[Pair] = []
+    query = 0
+    for start, queries in own:
+        key, run = 0, None
+        for begin, keys in held:
+            if queries and keys and (begin < start or not causal):
+                if run is not None and run.key + run.keys == key:
+                    found.pop()
+                    run = Pair(query, queries, run.key, run.keys + keys, False)
+                else:
+                    run = Pair(query, queries, key, keys, False)
+                found.append(run)
+            elif queries and keys and begin == start:
+                found.append(Pair(query, queries, key, keys, True))
+            key += keys
+        query += queries
+    return found

@@ -1,0 +1,117 @@
+"""Attention to a part of the keys, with what is needed to join it with attention to the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+__all__ = ["AttentionRole"]
+
+Tensor = Any
+
+
+class AttentionRole:
+    """Local attention for sequences that are cut over ranks. A backend may bring kernels of its own.
+
+    All tensors are plain, outside autograd, of (batch, heads, length, features), and have elements. ``k`` and ``v`` may
+    have fewer heads: each serves as many consecutive heads of ``q``. With ``causal`` there are as many keys as
+    queries, and a query sees the keys up to its own place.
+
+    Source: Dao et al. 2022, "FlashAttention", for the gradients by the log-sum-exp.
+    """
+
+    def attention_calls(self, run: Callable[..., Tensor]) -> AbstractContextManager[None]:
+        """Inside, a call of the framework's scaled dot-product attention on plain tensors is ``run(call, q, k, v, mask,
+        dropout)`` in its place. ``call(q, k, v, mask)`` is the function, with its other arguments, of tensors
+        that may be distributed."""
+        raise TypeError(
+            f"{type(self).__name__} has no function of attention that can be told of a sequence that is cut"
+        )
+
+    def transposed(self, x: Tensor) -> Tensor:
+        """The tensor ``x`` with its last two dimensions in the other order."""
+        return x.swapaxes(-1, -2)
+
+    def attention_part(self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention of ``q`` to these keys alone, and the logarithm of the sum of the exponentials of the scores.
+
+        Args:
+            q: queries.
+            k: keys.
+            v: values.
+            causal: see the class.
+            scale: factor of the scores.
+
+        Returns:
+            The output, and the logarithms, with one feature; both in float32 or wider.
+        """
+        shape = self.shape_of(q)
+        scores, v = _scores(self, q, k, causal, scale), _wide(self, v)
+        largest = self.amax(scores, -1)
+        scores = self.shifted_exp(scores, largest)
+        total = self.sum_along(scores, -1)
+        out, lse = (scores @ v) / total, largest + self.log(total)
+        return out.reshape((*shape[:3], self.shape_of(v)[-1])), lse.reshape((*shape[:3], 1))
+
+    def attention_part_gradients(
+        self: Any,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Cotangents of ``q``, ``k`` and ``v`` of `attention_part`, as far as these keys have a part in them.
+
+        Args:
+            g: cotangent of ``out``.
+            q: queries.
+            k: some of the keys.
+            v: values of these keys.
+            out: attention to all keys.
+            lse: the logarithms over all keys.
+            causal: see the class.
+            scale: factor of the scores.
+
+        Returns:
+            Cotangents of the shapes of ``q``, ``k`` and ``v``, in float32 or wider.
+        """
+        shape = self.shape_of(q)
+        g, out = _grouped(self, _wide(self, g), k), _grouped(self, _wide(self, out), k)
+        weights = self.shifted_exp(_scores(self, q, k, causal, scale), _grouped(self, lse, k))
+        q, k, v = _grouped(self, _wide(self, q), k), _wide(self, k), _wide(self, v)
+        d_scores = weights * (g @ self.transposed(v) - self.sum_along(g * out, -1)) * scale
+        return (
+            (d_scores @ k).reshape(shape),
+            self.transposed(d_scores) @ q,
+            self.transposed(weights) @ g,
+        )
+
+
+def _wide(platform: Any, x: Tensor) -> Tensor:
+    return platform.to_dtype(x, platform.dtypes["float32"]) if x.itemsize < 4 else x
+
+
+def _grouped(platform: Any, x: Tensor, k: Tensor) -> Tensor:
+    """The heads that share a key, one after the other along the length."""
+    batch, heads, length, features = platform.shape_of(x)
+    shared = platform.shape_of(k)[1]
+    return x if heads == shared else x.reshape((batch, shared, heads // shared * length, features))
+
+
+def _scores(platform: Any, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    length = platform.shape_of(q)[2]
+    scores = (_grouped(platform, _wide(platform, q), k) * scale) @ platform.transposed(_wide(platform, k))
+    if not causal:
+        return scores
+    places, rows = np.arange(length), platform.shape_of(scores)[2]
+    keys = platform.places(places, q).reshape((1, length))
+    queries = platform.places(np.tile(places, rows // length), q).reshape((rows, 1))
+    return platform.masked_fill(scores, keys > queries, -math.inf)

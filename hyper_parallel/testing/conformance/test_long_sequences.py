@@ -1,0 +1,281 @@
+"""Attention over a sequence that is cut: each way gives what a single device computes, and its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import CommDebugMode, DTensor, Replicate, Shard
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.rules.sequence_cut import attention_method
+from hyper_parallel.experimental import context_parallel, context_parallel_unshard, set_rotate_method
+from hyper_parallel.platform.contract.attention import AttentionRole
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.comparisons import difference, same
+from hyper_parallel.testing.extent import on_ranks
+
+#: float64 and float32.
+TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
+#: (heads of queries, of keys, queries, keys, causal, mask: None, or the sizes of a mask before the scores)
+SHAPES = [
+    (12, 12, 7, 7, False, None),
+    (12, 12, 7, 7, True, None),
+    (4, 1, 1, 1, True, None),
+    (4, 2, 24, 24, True, None),
+    (5, 5, 2, 2, False, None),
+    (4, 2, 7, 7, False, (1, 1)),
+    (12, 12, 5, 5, False, (2, 1)),
+    (4, 2, 7, 5, True, None),
+]
+MORE = [
+    *(
+        (heads, 1, length, length, causal, None)
+        for heads in (1, 12)
+        for length in (64, 1000)
+        for causal in (False, True)
+    ),
+    (12, 12, 1000, 1000, True, None),
+    (4, 2, 7, 5, False, (1, 4)),
+    (4, 4, 7, 7, False, (2, 4)),
+]
+
+
+def check(mesh: Any, method: str | None, shape: tuple, dtype: str, placements: tuple = (Shard(2),)) -> dict[str, Any]:
+    """Compare one call with that of a single device; gives the collectives in forward and in backward."""
+    heads, shared, queries, keys, causal, masked = shape
+    adapter, rng = get_adapter(), np.random.default_rng(0)
+    sizes = [(2, heads, queries, 3), (2, shared, keys, 3), (2, shared, keys, 3)]
+    arrays = [rng.standard_normal(size).astype(dtype) for size in sizes]
+    weight = rng.standard_normal(sizes[0]).astype(dtype)
+    if masked is not None:
+        arrays.append(rng.standard_normal((*masked, queries, keys)).astype(dtype))
+    counts: dict[str, Any] = {}
+
+    def reference(*xs: Any) -> Any:
+        y = adapter.scaled_attention(*xs, is_causal=causal)
+        return adapter.weighted_sum(y, adapter.tensor(weight)), y
+
+    wanted, wanted_grads = adapter.value_and_grads(reference, arrays)
+    kinds = [placements] * 3 + [(Replicate(),) * mesh.ndim]
+    layouts = [get_layout(mesh, kind, x.shape) for kind, x in zip(kinds, arrays, strict=False)]
+    locals_ = [np.ascontiguousarray(x[layout.local_index()]) for x, layout in zip(arrays, layouts, strict=True)]
+
+    def distributed(*xs: Any) -> Any:
+        given = [
+            DTensor.from_local(x, mesh, layout.placements, shape=layout.shape)
+            for x, layout in zip(xs, layouts, strict=True)
+        ]
+        with attention_method(method), CommDebugMode() as comm:
+            y = adapter.scaled_attention(*given, is_causal=causal)
+        counts["forward"] = comm.get_comm_counts()
+        assert y.placements == placements, y.placements
+        mine = adapter.tensor(np.ascontiguousarray(weight[layouts[0].local_index()]))
+        return adapter.weighted_sum(y.to_local(), mine), y
+
+    with CommDebugMode() as comm:
+        got, grads = adapter.value_and_grads(distributed, locals_)
+    counts["backward"] = difference(comm.get_comm_counts(), counts["forward"])
+    case, tolerance = f"{method} {shape} {dtype}", TOLERANCES[dtype]
+    same(adapter.numpy(got), adapter.numpy(wanted), f"{case}: output", tolerance)
+    for i, (grad, whole, layout) in enumerate(zip(grads, wanted_grads, layouts, strict=True)):
+        same(grad, whole[layout.local_index()], f"{case}: gradient of operand {i}", tolerance)
+    return counts
+
+
+def fits(method: str, shape: tuple, ranks: int) -> bool:
+    """Whether the method is possible."""
+    heads, shared, queries, keys, _, masked = shape
+    if method == "exchange":
+        return queries != keys or (heads % ranks == shared % ranks == 0 and masked is None)
+    return method == "gather" or masked is None or queries != keys
+
+
+#: What each method sends, of one sequence without a mask.
+COUNTS = {
+    "gather": lambda n: ({"all_gather": 1}, {"reduce_scatter": 1}),
+    "exchange": lambda n: ({"all_to_all": 4}, {"all_to_all": 4}),
+    "ring": lambda n: ({"shift": n - 1}, {"shift": 2 * (n - 1)}),
+}
+
+
+@spmd.on_mesh()
+def ways(mesh: Any, shapes: list[tuple], dtypes: tuple[str, ...]) -> int:
+    count, ranks = 0, mesh.size()
+    for method in COUNTS:
+        for shape in shapes:
+            if not fits(method, shape, ranks):
+                continue
+            for dtype in dtypes:
+                counts = check(mesh, method, shape, dtype)
+                forward, backward = COUNTS[method](ranks) if ranks > 1 else ({}, {})
+                if shape[2] == shape[3] and shape[5] is None:
+                    assert (counts["forward"], counts["backward"]) == (forward, backward), f"{method} {shape}: {counts}"
+                count += 1
+    for shape in shapes:
+        check(mesh, None, shape, dtypes[0])
+    return count
+
+
+@on_ranks(1, 2, 3, 4)
+def test_each_way(pool: Any, world_size: int) -> None:
+    assert min(pool.run(world_size, ways, SHAPES, ("float64", "float32"))) > 20
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_longer_sequences(pool: Any, world_size: int) -> None:
+    pool.run(world_size, ways, MORE, ("float64",))
+
+
+@spmd.on_mesh(2, 2)
+def two_dimensions(mesh: Any) -> None:
+    """Heads on one mesh dimension and the sequence on the other; the sequence on both; samples and the sequence."""
+    for shape in SHAPES[1:4]:
+        for placements in ((Shard(1), Shard(2)), (Shard(2), Shard(1)), (Shard(2), Shard(2)), (Shard(0), Shard(2))):
+            if Shard(1) not in placements or shape[1] % 2 == 0:
+                check(mesh, None, shape, "float64", placements)
+
+
+def test_two_mesh_dimensions(pool: Any) -> None:
+    pool.run(4, two_dimensions)
+
+
+@spmd.on_mesh()
+def refused(mesh: Any) -> list[str]:
+    found = []
+    for method, shape in (("exchange", (4, 4, 6, 6, True, None)), ("ring", (3, 3, 6, 6, False, (1, 1)))):
+        with CommDebugMode() as comm, pytest.raises(ValueError, match=r"over a sequence|in a ring") as error:
+            check(mesh, method, shape, "float64")
+        assert comm.get_total_counts() == 0
+        found.append(str(error.value))
+    return found
+
+
+def test_a_method_that_is_not_possible(pool: Any) -> None:
+    for exchange, ring in pool.run(3, refused):
+        assert "4 heads of the queries and 4 of the keys over 3 ranks" in exchange
+        assert "is_causal=True" in ring
+
+
+def plain_case(mesh: Any, length: int, balance: bool, method: str | None, rows: int) -> None:
+    """Compare attention inside of `context_parallel` with that of a single device."""
+    adapter, rng, platform = get_adapter(), np.random.default_rng(0), mesh.platform
+    shape = (2, 4, length, 3)
+    arrays = [rng.standard_normal(shape).astype(np.float32) for _ in range(3)]
+    weight = rng.standard_normal(shape).astype(np.float32)
+    mask = rng.standard_normal((rows, length)).astype(np.float32) if rows else None
+
+    def reference(*xs: Any) -> Any:
+        y = adapter.scaled_attention(*xs, None if mask is None else adapter.tensor(mask), is_causal=mask is None)
+        return adapter.weighted_sum(y, adapter.tensor(weight)), y
+
+    wanted, wanted_grads = adapter.value_and_grads(reference, arrays)
+    buffers = [adapter.tensor(x) for x in (*arrays, weight)]
+    with context_parallel(
+        mesh,
+        buffers=buffers,
+        buffer_seq_dims=[2, -2, 2, 2],
+        no_restore_buffers={buffers[3]},
+        balance=balance,
+        method=method,
+    ):
+        *parts, own_weight = [adapter.numpy(x) for x in buffers]
+
+        def distributed(*xs: Any) -> Any:
+            y = adapter.scaled_attention(*xs, None if mask is None else adapter.tensor(mask), is_causal=mask is None)
+            return adapter.weighted_sum(y, adapter.tensor(own_weight)), y
+
+        y, grads = adapter.value_and_grads(distributed, parts)
+    for x, values in zip(buffers, arrays, strict=False):
+        np.testing.assert_array_equal(adapter.numpy(x), values)
+    assert tuple(platform.shape_of(buffers[3])) == own_weight.shape
+    given = [adapter.tensor(adapter.numpy(y)), *map(adapter.tensor, grads)]
+    found = context_parallel_unshard(mesh, given, [2, 2, -2, 2], balance=balance)
+    for got, whole in zip(found, [adapter.numpy(wanted), *wanted_grads], strict=True):
+        same(adapter.numpy(got), whole, f"{method}, {length} positions, balance {balance}", 1e-5)
+
+
+def tells_of_attention(mesh: Any) -> bool:
+    """Whether the platform can; where it cannot, the context is refused."""
+    if type(mesh.platform).attention_calls is not AttentionRole.attention_calls:
+        return True
+    with pytest.raises(TypeError, match="can be told of a sequence"), context_parallel(mesh, length=6):
+        pass
+    return False
+
+
+@spmd.on_mesh()
+def plain(mesh: Any) -> None:
+    if not tells_of_attention(mesh):
+        return
+    for length in (1, 7, 12):
+        for balance in (True, False):
+            plain_case(mesh, length, balance, "gather", 0)
+            plain_case(mesh, length, balance, "ring", 0)
+            plain_case(mesh, length, balance, None, length)
+    plain_case(mesh, 9, True, None, 1)
+    if mesh.size() in (2, 4):
+        plain_case(mesh, 7, True, "exchange", 0)
+    for rotation in ("alltoall", "allgather", None):
+        set_rotate_method(rotation)
+        plain_case(mesh, 7, True, None, 0)
+
+
+@on_ranks(1, 2, 3, 4)
+def test_plain_code(pool: Any, world_size: int) -> None:
+    pool.run(world_size, plain)
+
+
+@spmd.on_mesh()
+def wrong(mesh: Any) -> None:
+    if not tells_of_attention(mesh):
+        return
+    adapter = get_adapter()
+    x, y = (adapter.tensor(np.ones((2, 4, n, 3), np.float32)) for n in (6, 5))
+    whole, square = adapter.tensor(np.ones((2, 4, 6, 3), np.float32)), adapter.tensor(np.ones((2, 2), np.float32))
+    one = {"buffers": [x], "buffer_seq_dims": [2]}
+    refusals = [
+        (TypeError, "takes a DeviceMesh", lambda: context_parallel(None, **one)),
+        (ValueError, "one of .*gather", lambda: context_parallel(mesh, **one, method="alltoall")),
+        (ValueError, "give one for each", lambda: context_parallel(mesh, buffers=[x])),
+        (ValueError, "none of the buffers", lambda: context_parallel(mesh, **one, no_restore_buffers={y})),
+        (TypeError, "plain tensors as buffers", lambda: context_parallel(mesh, buffers=[1], buffer_seq_dims=[0])),
+        (ValueError, "no dimension 4", lambda: context_parallel(mesh, buffers=[x], buffer_seq_dims=[4])),
+        (ValueError, "one length", lambda: context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[2, 2])),
+        (ValueError, "one length", lambda: context_parallel(mesh)),
+    ]
+    with CommDebugMode() as comm:
+        for kind, words, make in refusals:
+            with pytest.raises(kind, match=words), make():
+                pass
+        with pytest.raises(ValueError, match="takes one of"):
+            set_rotate_method("broadcast")
+        with pytest.raises(ValueError, match="give one for each"):
+            context_parallel_unshard(mesh, [x], [])
+        with context_parallel(mesh, length=6):
+            with pytest.raises(ValueError, match="the query has shape"):
+                adapter.scaled_attention(whole, whole, whole)
+            part = adapter.tensor(np.ones((2, 4, 2, 3), np.float32))
+            with pytest.raises(ValueError, match="the mask of the whole sequence"):
+                adapter.scaled_attention(part, part, part, square)
+    assert comm.get_total_counts() == 0
+    parts = [1, 2, 3][mesh.get_rank()]
+    with pytest.raises(ValueError, match="positions of buffer 0"):
+        context_parallel_unshard(mesh, [adapter.tensor(np.ones((parts, 2), np.float32))], [0])
+
+
+def test_wrong_use_in_plain_code(pool: Any) -> None:
+    pool.run(3, wrong)
+
+
+@spmd.on_mesh(1, 3)
+def wrong_mesh(mesh: Any) -> None:
+    with pytest.raises(ValueError, match="one dimension"), context_parallel(mesh, length=6):
+        pass
+
+
+def test_a_mesh_of_two_dimensions(pool: Any) -> None:
+    pool.run(3, wrong_mesh)
