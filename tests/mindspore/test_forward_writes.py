@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from hyper_parallel import check_ranks, fully_shard, replicate
+from hyper_parallel import DTensor, Shard, check_ranks, distribute_tensor, fully_shard, replicate
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.extent import on_ranks
@@ -92,3 +92,70 @@ def reads_what_it_wrote(mesh: Any) -> None:
 
 def test_backward_reads_what_forward_wrote(pool: Any) -> None:
     pool.run(1, reads_what_it_wrote)
+
+
+def _replace_data(p: Any, new: Any) -> None:
+    p.data = new
+
+
+#: Ways to give a parameter a value, each as a function of the parameter and nine tenths of it. On CPU MindSpore's
+#: arithmetic in place, such as `mul_`, changes no parameter.
+WAYS = {
+    "set_data": lambda p, new: p.set_data(new),
+    "assign": ops.assign,
+    "Assign": lambda p, new: ops.Assign()(p, new),
+    "assign_add": lambda p, new: ops.assign_add(p, new - p),
+    "assign_sub": lambda p, new: ops.assign_sub(p, p - new),
+    "assign_value": lambda p, new: p.assign_value(new),
+    "copy_": lambda p, new: p.copy_(new),
+    "data": _replace_data,
+}
+
+
+class Shrinking(nn.Cell):
+    """A layer, and a frozen one whose parameters shrink by a tenth from the fourth call on."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.frozen, self.way, self.calls = nn.Dense(4, 3), nn.Dense(3, 5), WAYS[way], 0
+        for cell in (self.layer, self.frozen):
+            cell.weight.set_data(Tensor(np.linspace(-1, 1, cell.weight.size).reshape(cell.weight.shape), ms.float32))
+            cell.bias.set_data(Tensor(np.linspace(1, 2, cell.bias.size), ms.float32))
+        for p in self.frozen.get_parameters():
+            p.requires_grad = False
+
+    def construct(self, x: Any) -> Any:
+        self.calls += 1
+        for p in self.frozen.get_parameters() if self.calls > 3 else ():
+            self.way(p, ops.stop_gradient(p * 0.9))
+        return self.frozen(self.layer(x))
+
+
+@spmd.on_mesh()
+def shrinks(mesh: Any) -> list[str]:
+    """Each way to write, under `fully_shard` and `replicate`, with plain and distributed batches; gives the faults."""
+    faults = []
+    x = Tensor(np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32))
+    for way in WAYS:
+        single = Shrinking(way)
+        wanted = [single(x).asnumpy() for _ in range(5)][-1]
+        for shard in (fully_shard, replicate):
+            for batch in (x, distribute_tensor(x, mesh, [Shard(0)])):
+                model = shard(Shrinking(way), mesh=mesh) if shard is fully_shard else shard(Shrinking(way), mesh)
+                what = f"{way}, {shard.__name__}, {type(batch).__name__}"
+                try:
+                    y = [model(batch) for _ in range(5)][-1]
+                except Exception as error:
+                    faults.append(f"{what}: {error}")
+                    continue
+                found = y.full_tensor() if isinstance(y, DTensor) else y
+                pairs = zip(single.get_parameters(), model.get_parameters(), strict=True)
+                values = [(p.asnumpy(), q.full_tensor().asnumpy()) for p, q in pairs] + [(wanted, found.asnumpy())]
+                faults += [f"{what}: {a} in place of {b}" for b, a in values if not np.allclose(a, b, rtol=1e-5)]
+    return faults
+
+
+@on_ranks(1, 3)
+def test_each_way_to_write(pool: Any, world_size: int) -> None:
+    for faults in pool.run(world_size, shrinks):
+        assert not faults, "\n".join(faults)

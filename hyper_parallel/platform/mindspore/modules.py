@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -16,10 +16,11 @@ from hyper_parallel.platform.mindspore.collectives import copied, dense, is_dens
 from hyper_parallel.platform.mindspore.compiled.cells import compiled_hook, set_compiled_forward, share_compiled_inputs
 from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.handlers.dropout import share_draws
+from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.parameter import make_distributed
 from hyper_parallel.platform.mindspore.parameter_tuples import read_from_table
 from hyper_parallel.platform.mindspore.private import RECOMPUTE, Casts, CheckedCell
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
+from hyper_parallel.platform.mindspore.stand_ins import stand_for
 from hyper_parallel.platform.module_text import text_of_plan
 
 __all__ = ["ModuleVerbs"]
@@ -62,15 +63,12 @@ class ModuleVerbs:
         if not x._requires_grad and is_dense(x) and (x.ndim or not in_buffer):
             # Of `Tensor.data` to which a forward writes, backward may read what was there before.
             x = ops.stop_gradient(x)
-        elif not x._requires_grad and x.ndim < 2:
-            # Counters and running statistics.
+        elif not x._requires_grad and (x.ndim < 2 or device_target() == "CPU"):
+            # Counters and running statistics; on CPU, where no operation writes to a view, all that is not trained.
             x = copied(x)
-        x.set_data, x.copy_ = partial(_written, x), partial(_copied_into, x)
         return x
 
-    def stand_for(self, xs: Any, parameters: Any) -> None:
-        for x, p in zip(xs, parameters, strict=True):
-            x.__dict__.update(inited_param=None, name=p.name, requires_grad=p.requires_grad)
+    stand_for: Any = staticmethod(stand_for)
 
     def write(self, x: Any, values: Any) -> None:
         if is_dense(x):
@@ -144,29 +142,6 @@ class ModuleVerbs:
 
     #: What MindSpore puts there is a cell or a function, by `Cell.recompute`'s ``use_reentrant``.
     differentiates_again: Any = staticmethod(lambda module: isinstance(module._recompute_cell, nn.Cell))
-
-
-def _written(x: Any, data: Any, slice_shape: bool = False) -> Any:
-    """`Parameter.set_data` of a tensor that stands for a parameter."""
-    if data is not x:
-        with NoDispatch():
-            values = data if isinstance(data, Tensor) else Tensor(data, x.dtype)
-            values = dense(values.astype(x.dtype).reshape(tuple(x._shape)))
-            if is_dense(x):
-                Tensor.copy_(x, values)
-            else:
-                Tensor.assign_value(x, values)
-    return x
-
-
-def _copied_into(x: Any, values: Any, non_blocking: bool = False) -> Any:
-    """`Tensor.copy_` of a tensor that stands for a parameter: into a view it would write nothing on CPU, and say
-    nothing."""
-    if isinstance(values, InterceptedTensor) or is_dense(x):
-        return Tensor.copy_(x, values, non_blocking)
-    with NoDispatch():
-        Tensor.assign_value(x, copied(values.astype(x.dtype).broadcast_to(tuple(x._shape))))
-        return Tensor.copy_(x, x)  # which is counted
 
 
 def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Callable:

@@ -16,7 +16,7 @@ from hyper_parallel.platform.mindspore.collectives import copied, dense, is_dens
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, copy_of, is_dispatching
 from hyper_parallel.platform.without_patches import NeedsPatches
 
-__all__ = ["Classes", "DistributedParameter", "make_distributed"]
+__all__ = ["Classes", "DistributedParameter", "local_value", "make_distributed"]
 
 
 class DistributedParameter:
@@ -39,7 +39,7 @@ class DistributedParameter:
             init: ``"same"``, a number, the name of an initializer, or a whole tensor as for `set_data`.
         """
         if isinstance(init, Tensor):
-            local = _local_value(self, init)
+            local = local_value(self, init)
         elif isinstance(init, str) and init == "same":
             local = copy_of(self)
         else:
@@ -59,7 +59,7 @@ class DistributedParameter:
             ValueError: for another shape or another placement.
         """
         if isinstance(data, Tensor):
-            _write(self, _local_value(self, data, slice_shape), self.dtype)
+            _write(self, local_value(self, data, slice_shape), self.dtype)
         elif isinstance(data, (int, float)) and self._layout.shape != ():
             raise _wrong_shape(self, ())  # MindSpore would change the shape of the parameter.
         else:
@@ -72,7 +72,7 @@ class DistributedParameter:
         """As `set_data`: what is below, in C++, would take whatever shape the value has."""
         if not is_dispatching() or not isinstance(value, Tensor):
             return Tensor.assign_value(self, value)
-        _write(self, _local_value(self, value), value.dtype)
+        _write(self, local_value(self, value), value.dtype)
         return self
 
     def _replace(self: Any, value: Any) -> None:
@@ -112,7 +112,7 @@ def make_distributed(parameter: Any, local: Tensor, layout: Any) -> Any:
     return parameter
 
 
-def _local_value(parameter: Any, data: Tensor, is_part: bool = False) -> Tensor:
+def local_value(parameter: Any, data: Tensor, is_part: bool = False) -> Tensor:
     """This rank's part of ``data``, the new values of a parameter: a plain tensor, which may be a view of ``data``."""
     layout = parameter._layout
     if isinstance(data, InterceptedTensor):

@@ -11,7 +11,7 @@ from typing import Any
 
 import mindspore
 
-from hyper_parallel.platform.mindspore import autograd, graphs, observation
+from hyper_parallel.platform.mindspore import autograd, graphs, observation, stand_ins
 from hyper_parallel.platform.mindspore.compiled import parsing
 from hyper_parallel.platform.mindspore.handlers import (
     attention,
@@ -165,6 +165,22 @@ PATCHES = PatchSet(
             "a plain parameter set to a DTensor becomes this rank's part",
             calling(plain_tensors.checked_assign),
             check=takes("self value"),
+        ),
+        *(
+            _patch(
+                f"mindspore.ops.operations.{primitive}.__call__",
+                "it writes uncounted, and to no view, which a whole parameter of a unit may be",
+                calling(stand_ins.assigned, sign=sign),
+                check=takes("self variable value"),
+            )
+            for primitive, sign in (("Assign", 0), ("AssignAdd", 1), ("AssignSub", -1))
+        ),
+        _patch(
+            "mindspore.Tensor.data",
+            "``p.data = values`` in a cell under data parallelism gives the tensor that stands for ``p`` other memory",
+            stand_ins.data_property,
+            held="inherited",
+            check=lambda original: None if hasattr(original, "__set__") else "is not to be assigned to",
         ),
         _patch(
             "mindspore.train.serialization._update_param",

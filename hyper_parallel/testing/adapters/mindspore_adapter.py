@@ -649,6 +649,8 @@ def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
 #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
 WRITES_BACK = False
 WRITES_THROUGH_VIEWS = False
+#: `set_data` gives a plain parameter other memory: what was taken of it before stays as it was.
+REPLACES_MEMORY = True
 BOOL = ms.bool_
 #: The smallest of numbers with NaN among them is none on CPU; gradients of gradients through views are not supported.
 FUZZ_SHARE = 100

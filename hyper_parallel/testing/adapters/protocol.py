@@ -39,6 +39,8 @@ class Adapter(Protocol):
     WRITES_BACK: bool
     #: Whether the framework's own writes in place reach what a tensor is a view of, on every device of the backend.
     WRITES_THROUGH_VIEWS: bool
+    #: Whether loading gives a plain parameter other memory, so that an earlier alias keeps the old values.
+    REPLACES_MEMORY: bool
     #: The framework's dtype of booleans.
     BOOL: Any
     #: Keywords of `hyper_parallel.testing.fuzz.program.Limits`: what random programs may contain.

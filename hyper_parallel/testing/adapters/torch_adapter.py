@@ -523,6 +523,7 @@ def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
 #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
 WRITES_BACK = True
 WRITES_THROUGH_VIEWS = True
+REPLACES_MEMORY = False
 BOOL = torch.bool
 FUZZ_SHARE = 400
 FUZZ_LIMITS: dict[str, Any] = {}

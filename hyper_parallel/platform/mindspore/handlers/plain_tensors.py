@@ -15,6 +15,7 @@ from mindspore import Tensor
 from mindspore.common.initializer import initializer
 from mindspore.nn import Cell
 
+from hyper_parallel.platform.mindspore.stand_ins import is_stand_in, written
 from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
 
 __all__ = ["Fallback", "checked_assign", "checked_init", "checked_update", "whole_values"]
@@ -28,6 +29,8 @@ def checked_init(original: Callable, tensor: Any, input_data: Any = None, *args:
 
 def checked_assign(original: Callable, target: Any, value: Any) -> Any:
     """Stands for ``Tensor.assign_value``: `Parameter.set_data` and `load_param_into_net` come there."""
+    if is_stand_in(target) and is_dispatching():
+        return written(target, value)
     _refuse(target, value, f"the value of the plain {type(target).__name__} set to")
     return original(target, value)
 

@@ -119,6 +119,8 @@ class Trainer(Job):
         ids = {id(p): name for name, p in named.items()}
         saved = {name: ids[id(x)] for name, x in platform.saved_tensors(root) if id(x) in ids}
         by_name = {ids.get(id(x)) or saved.get(name, name): x for name, x in taken.items()}
+        if self.adapter.REPLACES_MEMORY:
+            named = {name: p for name, p in named.items() if isinstance(p, DTensor)}
         self.kept.append((how, {name: x for name, x in by_name.items() if name in named}))
 
     def _scale(self, which: int) -> None:
@@ -126,14 +128,12 @@ class Trainer(Job):
         self._reshard_all()
         if not self.kept:
             return
-        if self.meshes is None:
-            with self.platform.no_dispatch(), self.platform.no_grad():
-                for p in models.parameters(self.root).values():
-                    self.platform.write(
-                        self.platform.detach(p), self.adapter.tensor(self._numpy(p) * self.dtype.type(0.75))
-                    )
-            return
-        _, taken = self.kept[which % len(self.kept)]
+        _, taken = ("", {}) if self.meshes is None else self.kept[which % len(self.kept)]
+        with self.platform.no_dispatch(), self.platform.no_grad():
+            for name, p in models.parameters(self.root).items():
+                if name not in taken:
+                    new = self.adapter.tensor(self._numpy(p) * self.dtype.type(0.75))
+                    self.platform.write(self.platform.detach(p), new)
         with self.platform.no_grad():
             for x in taken.values():
                 if self.adapter.WRITES_THROUGH_VIEWS:
