@@ -1,4 +1,4 @@
-"""What `api_table` cannot see: what is more here, what differs on purpose, and what is not here.
+"""Notes that `api_table` cannot work out: additions, differences on purpose, and gaps.
 
 Keys are names as torch has them, without the module.
 """

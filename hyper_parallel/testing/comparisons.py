@@ -130,12 +130,12 @@ def compare(
 
 
 def slices_of(placement: Any, shape: tuple[int, ...], mesh: Any) -> Any:
-    """Which part of a tensor this rank holds, as an index of its array."""
+    """Return the index of this rank's part in the array of a tensor."""
     return get_layout(mesh, (placement,), shape).local_index()
 
 
 def difference(more: dict[str, int], less: dict[str, int]) -> dict[str, int]:
-    """What was counted later, less what was counted before; names without any are left out."""
+    """Subtract the earlier counts from the later ones; names without any are left out."""
     return {k: n - less.get(k, 0) for k, n in more.items() if n > less.get(k, 0)}
 
 

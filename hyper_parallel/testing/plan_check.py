@@ -27,7 +27,7 @@ __all__ = ["PlanCheck", "check_plan", "compare_on_ranks", "verdict_of"]
 
 @dataclass
 class PlanCheck:
-    """What `check_plan` gives; ``str`` and ``print`` show it. It is true where the plan is right.
+    """Result of `check_plan`; ``str`` and ``print`` show it. It is true where the plan is right.
 
     Attributes:
         ranks: how many there were.
@@ -49,7 +49,7 @@ class PlanCheck:
 
     @property
     def wrong(self) -> dict[str, float]:
-        """Those of `differences` that are too large."""
+        """Entries of `differences` that are too large."""
         return {name: d for name, d in self.differences.items() if not d <= self.tolerance}
 
     def __bool__(self) -> bool:
@@ -139,7 +139,7 @@ def check_plan(
 
 
 def verdict_of(found: list[Any], tolerance: float) -> PlanCheck:
-    """What all ranks have found together.
+    """Combine the findings of all ranks.
 
     Args:
         found: what `compare_on_ranks` gives on each.
@@ -160,8 +160,9 @@ def verdict_of(found: list[Any], tolerance: float) -> PlanCheck:
 def compare_on_ranks(
     shape: tuple[int, ...], names: tuple[str, ...], sent: bytes
 ) -> tuple[dict[str, float], dict[str, float], list[str], dict[str, int]]:
-    """What one rank finds: `PlanCheck.differences`, those of the modules' outputs, the modules in the order of calls,
-    and how many collectives of each kind there were. ``sent`` is the pickled rest of what `check_plan` takes."""
+    """Return the findings of one rank. They are `PlanCheck.differences`, the differences of the modules' outputs,
+    the modules in the order of calls, and the number of collectives of each kind. ``sent`` is the pickled rest of
+    the arguments of `check_plan`."""
     platform = get_platform()
     platform.manual_seed(0)
     model, plan, sample, kwargs, loss = pickle.loads(sent)

@@ -82,7 +82,7 @@ class Worker:
     log_start: int = 0
 
     def output(self) -> str:
-        """What the worker wrote to stdout and stderr since the current job began."""
+        """Output of the worker to stdout and stderr since the current job began."""
         text = self.log.read_bytes()[self.log_start :].decode(errors="replace").strip()
         return f"\nits output:\n{text[-OUTPUT_QUOTED:]}" if text else ""
 

@@ -23,7 +23,7 @@ TIMEOUT = 1800.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker is told when it starts. ``platform`` None means: no framework, no process group. It calls ``first``
+    """Settings of a worker at its start. ``platform`` None means: no framework, no process group. It calls ``first``
     before anything else."""
 
     platform: str | None

@@ -38,7 +38,7 @@ __all__ = [
 
 
 class _Recording:
-    """Which gradient recording is going on.
+    """State of the gradient recording that is going on.
 
     MindSpore begins one with ``new_graph`` and ends it with ``end_graph``; nothing says which one a tensor belongs to,
     and ``_version`` does not count most in-place changes. So what was cached in a recording is dropped when it ends or
@@ -88,7 +88,7 @@ def counted_end(plain: Callable, executor: Any, function: Any, output: Any, *arg
 
 
 def closed_forward(plain: Callable) -> Callable:
-    """What stands for the forward of a function or cell whose gradient is asked for.
+    """Wrap the forward of a function or cell whose gradient is asked for.
 
     After an error of one of its operations MindSpore ends the recording, after any other error (ours among them) it
     goes on recording: what runs next counts as the inner one of two gradients, for which some operations have other
@@ -131,7 +131,7 @@ def _reduced(output: Any) -> Any:
 
 
 def counted_backward(plain: Callable) -> Callable:
-    """What stands for backward."""
+    """Wrap the function that runs backward."""
 
     @functools.wraps(plain)
     def grad(*args: Any, **kwargs: Any) -> Any:
@@ -343,7 +343,7 @@ class AutogradVerbs:
 
 
 class FastAutograd:
-    """What `Platform.fast` has of the group "autograd"."""
+    """Verbs of the group "autograd" in `Platform.fast`."""
 
     platform: Any
 

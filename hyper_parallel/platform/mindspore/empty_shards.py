@@ -1,4 +1,4 @@
-"""What operations give for empty shards.
+"""Results of operations on empty shards.
 
 With uneven sharding a rank may hold no elements, and MindSpore's CPU kernels then often leave the result, or the
 gradient of another operand, uninitialised: a matrix product that contracts a dim of size 0, the gradient of what is
@@ -117,7 +117,7 @@ def _result_shapes(op: NativeOp, operands: tuple, static_args: Any) -> tuple:
 
 
 def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """What the operation itself gives. Results without elements get every operand as an input: MindSpore records few
+    """Run the operation itself. Results without elements get every operand as an input: MindSpore records few
     operations on empty tensors."""
 
     def connect(y: Any) -> Any:
@@ -204,7 +204,7 @@ def _written(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
 
 
 def _unless_empty(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Of nothing there may be something: what a tensor is padded with."""
+    """Run the operation unless its result is empty. A padded result has elements even where the operand has none."""
     if 0 in _result_shapes(op, operands, static_args)[0]:
         return nothing_taken(op, func, operands, static_args)
     return op.call(func, operands, static_args)

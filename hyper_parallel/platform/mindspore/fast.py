@@ -1,4 +1,4 @@
-"""What makes MindSpore faster than the contract asks for: see `hyper_parallel.platform.contract.fast`."""
+"""Verbs that make MindSpore faster than the contract asks for: see `hyper_parallel.platform.contract.fast`."""
 
 from __future__ import annotations
 

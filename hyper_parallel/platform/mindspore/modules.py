@@ -167,7 +167,7 @@ def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Cal
 
 
 def _computed_again(made: Any, construct: Callable) -> Any:
-    """What `Cell.recompute` has made of a cell, of another ``construct``: it holds that of its own time."""
+    """Return the recompute cell of a cell for another ``construct``: it holds the one of its own time."""
     if isinstance(made, nn.Cell):
         return RECOMPUTE.get()(construct)
     options = inspect.getclosurevars(made).nonlocals

@@ -20,7 +20,7 @@ __all__ = ["Classes", "DistributedParameter", "local_value", "make_distributed"]
 
 
 class DistributedParameter:
-    """What a distributed parameter does differently from both `Parameter` and the DTensor class."""
+    """Methods of a distributed parameter that differ from both `Parameter` and the DTensor class."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What the backend takes from MindSpore's private parts: the only place that names them.
+"""Private parts of MindSpore that the backend uses: the only place that names them.
 
 Each is looked at when this module is imported. None has another way, so one that is missing or not what is expected
 makes the import of the backend fail, with an error that names MindSpore's version and the tested one. What patches of
@@ -79,7 +79,7 @@ _MixedPrecisionType: Any = _take("_c_expression", "MixedPrecisionType", lambda k
 
 
 def nodes_below(node: Any) -> set[int]:
-    """Of what is recorded, what leads to ``node``, that one included: a number for each operation and each input."""
+    """Return the recorded nodes that lead to ``node``, including itself: a number for each operation and each input."""
     seen: set[int] = set()
     todo = [node]
     while todo:

@@ -1,4 +1,4 @@
-"""What of MindSpore's cells and optimizers belongs into a checkpoint, under torch's names."""
+"""State of MindSpore's cells and optimizers that belongs into a checkpoint, under torch's names."""
 
 from __future__ import annotations
 

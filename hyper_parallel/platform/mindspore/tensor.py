@@ -164,7 +164,7 @@ def _of_whole(read: Callable[[Any], Any]) -> Any:
 
 
 class InterceptedTensor(Tensor):
-    """What makes a tensor class a distributed one, without what users see of it (that is core's mixin).
+    """Base that makes a tensor class a distributed one. Core's mixin adds the methods that users see.
 
     `_core` and `_dispatch`, core's dispatcher, are set by `make_dtensor_class`; `_layout` is set by `wrap`.
     """

@@ -1,4 +1,4 @@
-"""What torch calls the parameters of MindSpore's cells and the state of its optimizers: data alone.
+"""Torch's names of the parameters of MindSpore's cells and of the state of its optimizers: data alone.
 
 Where a name is missing here, both frameworks have the same. All of it lies in the same layout on both, (out, in) for
 linear layers too; kernels of 1-D convolutions have a dimension of size 1 more here.

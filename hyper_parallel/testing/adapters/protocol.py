@@ -1,4 +1,4 @@
-"""What the conformance suite wants of a framework: the names of an adapter.
+"""Protocol that the conformance suite asks of a framework: the names of an adapter.
 
 An adapter is a module. `torch_adapter` and `mindspore_adapter` in `hyper_parallel.testing.adapters` are the two to
 learn from; what models compute is in `forwards` there and needs no repeating. A backend of torch shares torch's

@@ -94,7 +94,8 @@ def backend_of(name: str) -> Platform:
 
 
 def comm_backend_of(backend: Platform) -> str:
-    """What groups run on: the backend's own, unless the environment names another, as the torch backends read it."""
+    """Return the backend of groups: the backend's own, unless the environment names another, as the torch backends
+    read it."""
     chosen = os.environ.get("HYPER_PARALLEL_TORCH_BACKEND", "").strip().lower()
     return chosen if chosen and backend.Tensor.__module__.split(".")[0] == "torch" else backend.comm_backend
 

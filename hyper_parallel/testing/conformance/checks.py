@@ -1,4 +1,4 @@
-"""What a check of the suite asks of a platform before it begins."""
+"""Requirements of a check of the suite on a platform before it begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kit adds to pytest: the worker processes of the backend, and counting by group."""
+"""Additions of the kit to pytest: the worker processes of the backend, and counting by group."""
 
 from __future__ import annotations
 

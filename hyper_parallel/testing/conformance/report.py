@@ -1,4 +1,4 @@
-"""What a run of the conformance suite found, as text, Markdown and JSON."""
+"""Report of a run of the conformance suite, as text, Markdown and JSON."""
 
 from __future__ import annotations
 

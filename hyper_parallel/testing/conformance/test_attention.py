@@ -170,7 +170,7 @@ def test_packed_output_gathered(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def state_of_packed(mesh: Any) -> None:
-    """What a checkpoint holds is the weight of the single device."""
+    """Check that a checkpoint holds the weight of the single device."""
     import numpy as np
 
     adapter = get_adapter()

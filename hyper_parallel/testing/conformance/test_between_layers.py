@@ -57,7 +57,7 @@ def attention() -> Any:
 
 
 def compared(mesh: Any, plan: dict[str, Any]) -> int:
-    """That values and gradients are those of a single device; gives how much backward sends."""
+    """Compare values and gradients with a single device. Returns the number of elements that backward sends."""
     adapter = get_adapter()
     (single, run), (model, _) = attention(), attention()
     parallelize_module(model, mesh, plan)

@@ -108,13 +108,13 @@ def train(model: Any, name: str, step: Any, batches: range) -> list[float]:
 
 
 def digest(x: Any) -> str:
-    """Of all values of a tensor, and its shape."""
+    """Return a digest of all values of a tensor, and its shape."""
     values = get_adapter().numpy(x)
     return f"{values.dtype} {values.shape} {hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()}"
 
 
 def digests(model: Any, optimizer: Any, platform: Any) -> dict[str, str]:
-    """Of everything that a checkpoint of both has."""
+    """Return a digest of each part of a checkpoint of both."""
     found = {name: digest(x) for name, x in platform.saved_tensors(model)}
     if optimizer is not None:
         names = {id(x): name for name, x in platform.saved_tensors(model)}
@@ -134,7 +134,7 @@ def optimizer_of(model: Any, platform: Any, name: str = "adamw") -> tuple[Any, A
 
 
 def save_new(setup: Setup, name: str, path: str) -> Any:
-    """What was saved of a model that has not trained."""
+    """Save a model that has not trained, and return its values."""
     mesh = setup.mesh()
     if mesh is None:
         return None
@@ -163,7 +163,7 @@ def all_have_come() -> None:
 
 
 def round_trips(name: str, directory: str, numbers: list[int]) -> list[Any]:
-    """What each of these setups has saved, and what it and two others have loaded."""
+    """Return the values that each of these setups has saved, and the values that it and two others have loaded."""
     found = []
     for number in numbers:
         setup = SETUPS[number]
@@ -222,7 +222,7 @@ class Job(NamedTuple):
         return digests(self.model, self.optimizer, self.mesh.platform)
 
     def resume(self, name: str, path: str, end: int) -> Any:
-        """What was loaded, and the losses of the steps after it."""
+        """Return the loaded values, and the losses of the steps after the load."""
         result = load(self.state(0), path, mesh=self.mesh)
         assert result["step"] == 2 and result["model"] is self.model and result.get("optimizer") is self.optimizer
         return self.digests(), train(self.model, name, self.step, range(2, end))

@@ -1,4 +1,4 @@
-"""What is damaged, cut off, foreign or of another time is an error on all ranks that names file and entry."""
+"""Damaged, cut, foreign and outdated files are errors on all ranks that name file and entry."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def header_length(path: Path, length: int) -> None:
 
 
 def load_error(path: Path, mesh: Any, **options: Any) -> str:
-    """What loading says; nothing has been changed."""
+    """Return the message of a load that changes nothing."""
     adapter, state = get_adapter(), state_of(mesh, 0)
     try:
         load(state, path, mesh=mesh, **options)

@@ -37,7 +37,7 @@ SHAPES: list[tuple[int, ...]] = [(1,), (2,), (4,), (2, 2)]
 
 
 def whole_values(name: str) -> dict[str, np.ndarray]:
-    """Of the model on one device, tied ones under their first name."""
+    """Return the values of the model on one device, tied ones under their first name."""
     adapter, seen = get_adapter(), set()
     found = {}
     for path, x in get_platform().saved_tensors(adapter.load(MODELS[name][0](adapter), np.random.default_rng(5))):
@@ -165,7 +165,7 @@ def meet(mesh: Any) -> None:
 
 @spmd.on_mesh(2)
 def misfits(mesh: Any, directory: str) -> None:
-    """What does not fit is listed, all of it, on all ranks; nothing is changed."""
+    """Check that all misfits are listed, on all ranks, and nothing is changed."""
     adapter = get_adapter()
     folder = Path(directory)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint takes besides models that fit: values, single tensors, parts of a state, and what does not fit."""
+"""Contents of a checkpoint besides models that fit: values, single tensors, parts of a state, and misfits."""
 
 from __future__ import annotations
 

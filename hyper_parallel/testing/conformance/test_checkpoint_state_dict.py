@@ -101,7 +101,8 @@ def moved(name: str) -> None:
 
 @spmd.on_mesh(4)
 def under_torchs_names(mesh: Any, directory: str) -> None:
-    """What an import line asks for: both state dicts at once, flat ones, several optimizers, frozen parameters."""
+    """Check the uses of a swapped import line: both state dicts at once, flat ones, several optimizers, frozen
+    parameters."""
     platform, adapter, setup = mesh.platform, get_adapter(), Setup((4,), "none")
 
     def made(seed: int, steps: int) -> Any:

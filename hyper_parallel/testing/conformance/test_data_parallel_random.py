@@ -121,8 +121,9 @@ def test_one_batch_beside_tensor_parallelism(pool: Any, rows: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def between(mesh: Any, how: str, seeded: bool) -> None:
-    """Of plain activations between styled modules, tensor-parallel ranks lose the same elements, and data-parallel
-    ranks others: with one seed for each data-parallel rank, and with another for every rank before the plan."""
+    """Drop elements of plain activations between styled modules. Tensor-parallel ranks lose the same elements, and
+    data-parallel ranks others: with one seed for each data-parallel rank, and with another for every rank before the
+    plan."""
     adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
     drawn: list[Any] = []
 
@@ -194,7 +195,8 @@ def test_own_parts(pool: Any, how: str) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def sequences(mesh: Any) -> None:
-    """Of a part of the sequence a rank drops what a single device drops there: parts have masks of their own."""
+    """Check that a rank drops in its part of the sequence the same elements as a single device. Parts have masks of
+    their own."""
     adapter, tp, rank = get_adapter(), mesh["tp"], mesh["dp"].get_local_rank()
     probe = adapter.Probe()
     mesh.platform.replace_forward(probe, lambda forward: lambda self, x: adapter.dropout(x, 0.5))

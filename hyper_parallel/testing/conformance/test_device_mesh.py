@@ -179,7 +179,7 @@ def test_flattened_dimensions(pool: Any, shape: tuple[int, ...]) -> None:
 
 
 def loaded() -> None:
-    """What was saved on a mesh is loaded on the one with the same ranks and names; others are not made up."""
+    """Load on the mesh with the same ranks and names that was saved. Others are not made up."""
     platform = get_platform()
     size = platform.world_size()
     mesh = init_device_mesh(mesh_shape=(size // 2, 2), mesh_dim_names=("dp", "tp"))

@@ -144,7 +144,7 @@ def test_run_check_on_two_dimensions(pool: Any) -> None:
 
 @spmd.on_mesh()
 def outside_gradient(mesh: Any, rows: int) -> None:
-    """What the user says about the cotangent outside, with consumers that are plain functions of this rank alone."""
+    """Check the user's word about the cotangent outside, with consumers that are plain functions of this rank alone."""
     adapter, size = get_adapter(), mesh.size()
     rng = np.random.default_rng(2)
     whole = floats(rows, 3)

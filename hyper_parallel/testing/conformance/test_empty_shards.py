@@ -65,7 +65,7 @@ def test_norms(pool: Any, world: int, length: int, name: str, use_local_output: 
 
 @spmd.on_mesh()
 def registered_norm(mesh: Any, length: int) -> None:
-    """Of a class that the style was told about: its own forward runs on the local tensor, where all have one."""
+    """Check a class that the style was told about: its own forward runs on the local tensor, where all have one."""
     platform = mesh.platform
     cls = type(get_adapter().RmsNorm(6))
     platform.register_norm_module(cls)
@@ -94,7 +94,7 @@ def test_blocks(pool: Any, world: int, length: int, local_between: bool) -> None
 
 @spmd.on_mesh()
 def masked(mesh: Any, length: int) -> None:
-    """What is compared requires no gradient, on any rank: also where that of nothing is asked."""
+    """Compare results that require no gradient on any rank, also where the gradient of nothing is asked."""
 
     def before(adapter: Any, x: Any) -> Any:
         positive = x > 0.0

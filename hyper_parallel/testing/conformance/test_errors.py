@@ -203,7 +203,7 @@ def wrong_calls(mesh: Any) -> None:
 
 
 class Stop(Exception):
-    """What a model may raise to end a computation early."""
+    """Exception that a model may raise to end a computation early."""
 
 
 def _stopping(cls: Any) -> Any:

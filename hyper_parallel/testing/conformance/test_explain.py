@@ -1,4 +1,4 @@
-"""What `explain` foresees is what `CommTrace` sees: every collective, in order, with module, direction and bytes."""
+"""Forecasts of `explain` equal `CommTrace`: every collective, in order, with module, direction and bytes."""
 
 from __future__ import annotations
 
@@ -199,6 +199,6 @@ def any_size(mesh: Any) -> None:
 
 
 def test_any_size(pool: Any) -> None:
-    """Of a mesh that no machine has, in a process that has another one."""
+    """Explain a mesh that no machine has, in a process that has another one."""
     needs_gradients()
     pool.run(1, any_size)

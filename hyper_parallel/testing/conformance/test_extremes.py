@@ -32,13 +32,13 @@ def whole() -> np.ndarray:
 
 
 def extremes(adapter: Any, op: str) -> list[tuple[str, Any, Any]]:
-    """What is called: name, function, axis."""
+    """Return the calls: name, function, axis."""
     along, every = (adapter.amax, adapter.max) if op == "max" else (adapter.amin, adapter.min)
     return [("rows", lambda x: along(x, 0), 0), ("columns", lambda x: along(x, 1), 1), ("all", every, None)]
 
 
 def shared(x: np.ndarray, axis: int | None, op: str) -> np.ndarray:
-    """Of each element, the part of the gradient that it gets where all that tie share it."""
+    """Return for each element the part of the gradient that it gets where all tied elements share it."""
     chosen = x == getattr(np, op)(x, axis=axis, keepdims=True)
     return (chosen / chosen.sum(axis=axis, keepdims=True)).astype(np.float32)
 

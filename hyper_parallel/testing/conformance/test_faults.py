@@ -1,4 +1,4 @@
-"""What a lost rank looks like: each collective names itself, its tensor, its ranks and who is missing.
+"""Errors for a lost rank: each collective names itself, its tensor, its ranks and the missing one.
 
 The platform's verbs are replaced by ones that fail: here is what core makes of it. That backends lose and find ranks
 is tested with processes that really end or hang, in the tests of each backend.

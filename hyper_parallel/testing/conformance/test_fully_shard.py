@@ -184,7 +184,7 @@ def test_mesh_of_three_dimensions(pool: Any) -> None:
 
 @spmd.on_mesh()
 def started(mesh: Any) -> None:
-    """What is started gives what is waited for."""
+    """Check that a started redistribution gives the result of a waiting one."""
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.shape[0], mesh.get_local_rank(0)
     every = np.random.default_rng(3).standard_normal((size, 2 * size)).astype(np.float32)
     for collective, count, wanted in (
@@ -205,7 +205,7 @@ def test_asynchronous_collectives(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def bytes_of_shards(mesh: Any) -> None:
-    """What a checkpoint does with a shard: out as bytes, and in again."""
+    """Write a shard as bytes and read it again, as a checkpoint does."""
     adapter, platform = get_adapter(), mesh.platform
     unit = fully_shard(adapter.load(adapter.linear_module(4, 5), np.random.default_rng(5)), mesh=mesh)
     before = np.array(adapter.numpy(unit.weight))

@@ -1,4 +1,4 @@
-"""What `fully_shard` may be told besides: fewer ranks after forward, several modules, other collectives."""
+"""Further arguments of `fully_shard`: fewer ranks after forward, several modules, other collectives."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Own:
 
 
 class Event:
-    """What `set_post_optim_event` waits for."""
+    """Event that `set_post_optim_event` waits for."""
 
     waited = 0
 
@@ -237,7 +237,7 @@ def test_what_a_program_brings(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def hooked(mesh: Any) -> None:
-    """What a hook writes is the gradient."""
+    """Check that the value that a hook writes is the gradient."""
     adapter = get_adapter()
     linear = fully_shard(adapter.load(adapter.linear_module(5, 5), np.random.default_rng(5)), mesh=mesh)
 

@@ -296,7 +296,8 @@ def test_tensor_parallel_labels(pool: Any, rows: int, replicated: bool) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def not_parts(mesh: Any) -> None:
-    """What cannot be a part of a batch is refused, and without data parallelism, which adds up gradients, all is."""
+    """Check the refusal of tensors that cannot be a part of a batch. Without data parallelism, which sums gradients,
+    all are."""
     adapter = get_adapter()
     x = adapter.tensor(np.ones((4, 6), np.float32))
 
@@ -326,7 +327,7 @@ def test_what_is_no_part_of_a_batch(pool: Any) -> None:
 
 
 class Several(ModuleStyle):
-    """Of a module that is called with a number, a batch and a scale, and returns the batch and the number."""
+    """Module that is called with a number, a batch and a scale, and returns the batch and the number."""
 
     input_layouts = (None, Replicate(), Replicate())
     output_layouts = (Replicate(), None)

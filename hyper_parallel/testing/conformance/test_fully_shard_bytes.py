@@ -32,7 +32,7 @@ HALF, SINGLE = 2, 4
 
 
 def shapes_of(module: Any, mesh: Any, without: tuple[Any, ...] = ()) -> list[tuple[int, ...]]:
-    """Of the parameters below, this rank's tensor-parallel parts."""
+    """Return the shapes of this rank's tensor-parallel parts of the parameters below."""
     platform = mesh.platform
     left = {id(sub) for one in without for _, sub in platform.named_modules(one)}
     return [
@@ -44,7 +44,7 @@ def shapes_of(module: Any, mesh: Any, without: tuple[Any, ...] = ()) -> list[tup
 
 
 def wanted_bytes(shapes: list[tuple[int, ...]], ranks: int, read: int, reduced: int, flags: bool) -> tuple[int, int]:
-    """What a rank gives to the all-gather of a unit and to its reduce-scatter."""
+    """Return the bytes that a rank gives to the all-gather of a unit and to its reduce-scatter."""
     row = sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes)
     return row * read, ranks * (row + len(shapes) * flags) * reduced
 

@@ -203,7 +203,7 @@ def rarely_called(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def unused_somewhere(mesh: Any) -> None:
-    """What no rank has used is told apart from what some have, by numbers that travel with gradients."""
+    """Tell parameters that no rank has used from those that some have, by numbers that travel with gradients."""
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
     linear = fully_shard(adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5)), mesh=mesh)
     adapter.call(linear, adapter.tensor(np.ones((2, SIZES[0]), np.float32)))

@@ -216,7 +216,7 @@ def adapter_parameters(module: Any, platform: Any) -> list[tuple[str, Any]]:
 
 @spmd.on_mesh()
 def some_in_lower_precision(mesh: Any) -> None:
-    """Of two parameters of one dtype, one is gathered and read in a lower one."""
+    """Gather and read one of two parameters of one dtype in a lower one."""
     adapter, size = get_adapter(), mesh.size()
     half, whole = (adapter.tensor(np.ones(1, dtype)).dtype for dtype in (np.float16, np.float32))
     read: list[Any] = []
@@ -260,7 +260,7 @@ def some_in_lower_precision(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def refused(mesh: Any) -> None:
-    """What is another way here, and wrong arguments."""
+    """Check the refusals of wrong arguments, and of ways that are others here."""
     block = shard_block(get_adapter().load(block_of((6, 7)), np.random.default_rng(3)), mesh)
     block.set_reduce_scatter_unused_params(True, recurse=False)
     block.set_separate_reduce_scatter_group(False)

@@ -104,12 +104,12 @@ def train(mesh: Any, sizes: tuple[int, int], optimizer: str, dtype: Any) -> None
 
 
 def step_of(adapter: Any, module: Any, optimizer: str, knows_optimizers: bool) -> Any:
-    """What takes a step; plain descent in a backend whose framework brings no optimizers."""
+    """Return the function that takes a step. It is plain descent in a backend whose framework brings no optimizers."""
     return adapter.optimizer(module, optimizer, 1e-2)[1] if knows_optimizers else adapter.sgd(module, 1e-2)
 
 
 def compare(adapter: Any, got: dict[str, Any], wanted: dict[str, Any], what: str, tolerance: float) -> None:
-    """That gradients are equal, and DTensors."""
+    """Check that gradients are equal, and DTensors."""
     for name, g in wanted.items():
         assert isinstance(got[name], DTensor), name
         near(adapter.numpy(got[name]), adapter.numpy(g), f"{name}: {what}", tolerance)

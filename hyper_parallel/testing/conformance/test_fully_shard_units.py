@@ -88,7 +88,7 @@ class Trained:
             take(its_grads)
 
     def check(self) -> None:
-        """That the parameters are equal."""
+        """Check that the parameters are equal."""
         wanted, got = (parameters(module, self.mesh) for module in (self.single, self.sharded))
         assert list(wanted) == list(got)
         for name, p in wanted.items():
@@ -183,7 +183,7 @@ def test_parameters_of_all_kinds(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def methods(mesh: Any) -> None:
-    """What the methods on modules do."""
+    """Check the effects of the methods on modules."""
     adapter = get_adapter()
     rng = np.random.default_rng(3)
     block = shard_block(adapter.load(block_of((8, 12)), rng), mesh)

@@ -1,4 +1,4 @@
-"""What units of `fully_shard` return, the dtypes in which they do, and what their methods change in a step."""
+"""Results of units of `fully_shard`, their dtypes, and the changes that the units' methods make in a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = (6, 5)
 
 @dataclasses.dataclass
 class Output:
-    """What some models return."""
+    """Output class of some models."""
 
     y: Any
     weight: Any = None

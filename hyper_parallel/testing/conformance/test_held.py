@@ -259,7 +259,7 @@ def ties_in_two_calls(mesh: Any) -> None:
 
 @on_ranks(2, 3)
 def test_ties_in_two_calls(pool: Any, world_size: int) -> None:
-    """Of the model it is refused, with the remedy; of the modules one after the other it is right."""
+    """Refuse ties of the model, with the remedy. One module after the other is right."""
     pool.run(world_size, ties_in_two_calls)
 
 

@@ -1,4 +1,4 @@
-"""What a program took of a parameter stays the parameter: a parameter's memory is one after data parallelism."""
+"""Aliases that a program took of a parameter stay the parameter: its memory is one after data parallelism."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def taken_of(p: Any, mesh: Any) -> dict[str, Any]:
-    """What a program takes of a parameter, by what it does."""
+    """Return the aliases of a parameter that a program may take, by the way to take them."""
     platform = mesh.platform
     with platform.no_dispatch(), platform.no_grad():
         memory = platform.detach(p)

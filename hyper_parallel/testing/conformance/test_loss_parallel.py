@@ -431,7 +431,7 @@ def test_classes_in_the_last_dimension(pool: Any, world_size: int, vocabulary: i
 
 @spmd.on_mesh()
 def context(mesh: Any) -> None:
-    """What the context changes, that it nests, and that an exception leaves it as it was."""
+    """Check the effect of the context, that it nests, and that an exception leaves it unchanged."""
     adapter = get_adapter()
     x, target = logits_of(4, 8), adapter.tensor(as_target(classes_for((4,), 8)))
     logits = distribute_tensor(adapter.tensor(x), mesh, [S1])

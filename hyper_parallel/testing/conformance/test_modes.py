@@ -35,7 +35,7 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 @contextmanager
 def warnings_logged() -> Iterator[list[str]]:
-    """What the log ``hyper_parallel`` warns of meanwhile."""
+    """Collect the warnings of the log ``hyper_parallel`` meanwhile."""
     messages: list[str] = []
 
     class Handler(logging.Handler):

@@ -43,7 +43,8 @@ def sequential(**modules: Any) -> tuple[Any, Any]:
 
 
 def models() -> Iterator[tuple[str, str, Callable[[], tuple[Any, Any]], Any, bool]]:
-    """What it is, the module that takes the input, a model with its call, its plan, and whether it takes ids."""
+    """Yield a description, the module that takes the input, a model with its call, its plan, and whether it takes
+    ids."""
     adapter = get_adapter()
 
     def mlp() -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""What other checks overlooked: each of these fails with a change of one line that all others survived."""
+"""Faults that other checks overlooked: each of these fails with a change of one line that all others survived."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def test_epsilon_of_a_remembered_call(pool: Any, world_size: int) -> None:
 # ---------------------------------------------------------------------- what is kept of a tensor, and writes into it
 @spmd.on_mesh()
 def written_after_it_was_gathered(mesh: Any) -> None:
-    """What was all-gathered serves two kinds of consumers; after a write the second kind must see the new values."""
+    """Write to a tensor after an all-gather that serves two kinds of consumers. The second kind must see the new
+    values."""
     adapter = get_adapter()
     whole, weight, factor = floats(6, 4), floats(8, 4), floats(6, 4)[::-1] + 2.0
     weights = floats(6, 8)
@@ -157,7 +158,7 @@ def test_ties(pool: Any, world_size: int, op: str, target: Any) -> None:
 
 @spmd.on_mesh()
 def added_to_an_average(mesh: Any) -> None:
-    """What is added to an average becomes n equal parts of one: its gradient is whole, that of a part is 1/n of it."""
+    """Add to an average, which makes n equal parts of the addend. Its gradient is whole, and a part's is 1/n of it."""
     adapter = get_adapter()
     size, rank = mesh.size(), mesh.get_local_rank()
     parts = np.random.default_rng(1).standard_normal((size, 4, 3)).astype(np.float32)

@@ -234,7 +234,7 @@ def test_ranks_that_come_apart_agree(pool: Any, mesh: tuple[int, ...]) -> None:
 
 
 def transposed(mesh_shape: tuple[int, ...]) -> None:
-    """Which element gets which number follows the order in memory, as on a single device."""
+    """Check that numbers go to elements by the order in memory, as on a single device."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return

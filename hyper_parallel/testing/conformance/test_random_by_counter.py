@@ -134,7 +134,7 @@ def test_numbers_depend_on_no_layout(pool: Any, mesh: tuple[int, ...]) -> None:
 
 @job()
 def requested(mesh: Any) -> None:
-    """Who asks for it, and until when."""
+    """Check requests for the generator, and their end."""
     adapter, options = get_adapter(), {"device_mesh": mesh, "placements": [S0]}
 
     def drawn(how: Callable[[int, Any], None]) -> np.ndarray:

@@ -35,7 +35,7 @@ def draw() -> tuple[float, ...]:
 
 
 def saved_everywhere(directory: str) -> dict[Any, Any]:
-    """What each rank that saves draws next."""
+    """Return the next random numbers of each rank that saves."""
     found = {}
     for number, (dp, tp, inside) in enumerate(MESHES):
         mesh = mesh_of(dp, tp, inside)
@@ -50,7 +50,7 @@ def saved_everywhere(directory: str) -> dict[Any, Any]:
 
 
 def loaded_everywhere(directory: str) -> dict[Any, Any]:
-    """What each rank draws after each load, and the warnings."""
+    """Return the random numbers of each rank after each load, and the warnings."""
     found = {}
     for (number, _), own, other in itertools.product(enumerate(MESHES), (True, False), range(len(MESHES))):
         mesh = mesh_of(*MESHES[other])

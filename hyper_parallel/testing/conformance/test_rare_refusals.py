@@ -36,7 +36,7 @@ def _changed() -> None:
 
 
 def wrong_uses(mesh: Any) -> dict[str, Any]:
-    """What to call -> the beginning of the message, by what it is about."""
+    """Return wrong calls with the beginning of their messages, by subject."""
     adapter, tp = get_adapter(), mesh["tp"]
     model = adapter.linear_module(4, 4)
     mixed, x = (Partial(), Partial("max")), distribute_tensor(adapter.tensor(floats(4, 4)), tp, [Shard(0)])

@@ -103,7 +103,7 @@ def test_details(pool: Any) -> None:
 
 @on_mesh()
 def listeners_may_refuse(mesh: Any) -> None:
-    """What a listener raises comes instead of the collective."""
+    """Check that an exception of a listener comes instead of the collective."""
 
     def refuse(event: CollectiveEvent) -> None:
         raise ValueError(f"no {event.kind} here")

@@ -120,7 +120,8 @@ def test_two_dimensional_mesh(pool: Any, shape: tuple[int, ...], chunk: int) -> 
 
 @spmd.on_mesh()
 def prices(mesh: Any) -> None:
-    """What a step moves, in elements a rank, and one for the collective itself: what strategies are compared by."""
+    """Check the price of a step, by which strategies are compared: elements that a rank moves, and one for the
+    collective."""
     n = mesh.size()
     shards = get_layout(mesh, (S0,), (12, 8))
     summands = get_layout(mesh, (P,), (12, 8))

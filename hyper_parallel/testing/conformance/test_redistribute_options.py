@@ -29,8 +29,8 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
 def value_and_gradient(mesh: Any, source: tuple, shape: tuple[int, ...], change: Any) -> tuple:
-    """What ``change`` of a tensor placed ``source`` gives, the whole of it, the gradient by the local tensor, and the
-    collectives in forward."""
+    """Apply ``change`` to a tensor placed ``source``. Returns the whole result, the gradient by the local tensor,
+    and the collectives in forward."""
     adapter, rng = get_adapter(), np.random.default_rng(0)
     x, weights = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
     if source[0] in (Partial("max"), Partial("avg")):

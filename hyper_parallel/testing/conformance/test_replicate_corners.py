@@ -132,7 +132,7 @@ def refused(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def unused_somewhere(mesh: Any) -> None:
-    """What no rank has used is told apart from what some have, by numbers that travel with gradients."""
+    """Tell parameters that no rank has used from those that some have, by numbers that travel with gradients."""
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
     shapes = ((2, 3), (4,))
     every = [[np.full(shape, 1.0 + r, np.float32) for shape in shapes] for r in range(size)]

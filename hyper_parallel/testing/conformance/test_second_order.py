@@ -87,7 +87,8 @@ def test_leaf(pool: Any, mesh: tuple[int, ...], shape: tuple[int, int]) -> None:
 
 
 def run_chosen(mesh_shape: tuple[int, ...], ops: tuple[str, ...]) -> None:
-    """Of extreme values and products each rank's gradient is its own: the plain program has a leaf for each rank."""
+    """Check extreme values and products, where each rank's gradient is its own: the plain program has a leaf for
+    each rank."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return

@@ -83,7 +83,7 @@ def test_heads_without_their_size(pool: Any) -> None:
 
 @spmd.on_mesh()
 def unknown_projections(mesh: Any) -> None:
-    """What has no number of heads that is known is not checked: a fused projection, a latent one, given numbers."""
+    """Check that projections without a known number of heads pass: a fused one, a latent one, given numbers."""
     adapter = get_adapter()
     module = adapter.GroupedAttention(4, 4, 2)
     module.num_heads = module.num_kv_heads = 3  # of other features than 3 heads of 2
@@ -162,7 +162,7 @@ def several_inputs(mesh: Any) -> None:
 
 
 def test_several_inputs(pool: Any) -> None:
-    """Those with a layout are converted."""
+    """Convert the inputs that have a layout."""
     pool.run(2, several_inputs)
 
 

@@ -57,7 +57,7 @@ def change(source: Any, target: Any) -> Counts:
 
 
 def expected(style: str, module: str, given: Any, wanted: Any) -> Counts:
-    """What hand-written code communicates for one style on one module.
+    """Return the communication of hand-written code for one style on one module.
 
     Args:
         style: ``"colwise"``, ``"rowwise"``, ``"sequence"``, ``"whole"`` (NoParallel), or ``"input"``, ``"output"`` and

@@ -1,4 +1,4 @@
-"""What a plan leaves plain: one rank's parameters and buffers count for all, and `check_ranks` compares values."""
+"""Parameters and buffers that a plan leaves plain: one rank's values count for all, and `check_ranks` compares them."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_writes_reach_the_base(pool: Any, world_size: int, placement: Any) -> No
 
 @spmd.on_mesh()
 def write_into_packed(mesh: Any) -> None:
-    """What lies along the packed dimension is written; across it the write is refused, on every rank."""
+    """Write elements along the packed dimension. A write across it is refused, on every rank."""
     array = numbers(4, 8)
     x = distribute_tensor(get_adapter().tensor(array), mesh, [PackedShard(1, (4, 4))])
     row = x[1]
@@ -186,7 +186,7 @@ def test_views_of_views_out_of_date(pool: Any) -> None:
 
 @spmd.on_mesh()
 def write_to_partial(mesh: Any) -> None:
-    """What a maximum over ranks is a view of cannot be written."""
+    """Refuse writes to a view of a maximum over ranks."""
     x = DTensor.from_local(get_adapter().tensor(numbers(4, 4)), mesh, [Partial("max")])
     row = x[0]
     if mesh.size() > 1:
@@ -317,7 +317,7 @@ def test_moved_views_keep_their_order(pool: Any, world_size: int, shape: tuple[i
 
 @spmd.on_mesh()
 def write_to_results(mesh: Any) -> None:
-    """What is computed of a tensor after data moved lies in memory as the framework's own operation gives it."""
+    """Check that results after data moved have the memory order of the framework's own operation."""
     adapter = get_adapter()
     for shape in ((4, 6), (mesh.size(), 3)):
         for placements in ([S0], [S1], [Partial("avg")]):

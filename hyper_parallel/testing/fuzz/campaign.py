@@ -28,7 +28,7 @@ BATCH = 25
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the program of a seed; ``detail`` says what was wrong, or why it was refused."""
+    """Outcome of the program of a seed; ``detail`` says the fault, or the reason of a refusal."""
 
     seed: int
     kind: str

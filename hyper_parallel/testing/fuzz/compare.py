@@ -27,7 +27,7 @@ _TOLERANCE = {"float16": 3e-2, "float32": 2e-4, "float64": 2e-4}  # MindSpore co
 
 @dataclass(frozen=True)
 class Reference:
-    """What a program gives on a single device.
+    """Results of a program on a single device.
 
     Attributes:
         program: that was run.
@@ -93,7 +93,7 @@ def run(reference: Reference) -> Verdict | None:
 def _first_problem(
     reference: Reference, got: list[np.ndarray], grads: list[Any], mesh: Any, allowed: Reference | None
 ) -> str:
-    """What is wrong first, empty when nothing is; ``allowed`` holds the errors that are none."""
+    """Return the first fault, or nothing; ``allowed`` holds errors that are none."""
     program = reference.program
     for number, i in enumerate(program.outputs):
         slack = None if allowed is None else allowed.outputs[number]
@@ -109,8 +109,8 @@ def _first_problem(
 
 
 def _made_of_rounding(reference: Reference) -> Reference | None:
-    """What a program makes of errors like those of rounding in its leaves, ten times. Some make much of them: a norm of
-    equal numbers, a product of many."""
+    """Return ten times the effect of errors like those of rounding in the program's leaves. It is large for some: a
+    norm of equal numbers, a product of many."""
     program = reference.program
     outputs = [np.zeros(y.shape) for y in reference.outputs]
     grads = [None if g is None else np.zeros(np.shape(g)) for g in reference.grads]
@@ -228,8 +228,7 @@ def _results(adapter: Any, step: Any, tensors: list[Any], mesh: Any) -> list[Any
 
 
 def _differs(got: Any, wanted: np.ndarray, slack: np.ndarray | None = None) -> str:
-    """What is wrong with an array, empty when nothing is; ``slack`` are errors that it may have besides those of
-    rounding."""
+    """Return the fault of an array, or nothing; ``slack`` is the error that it may have besides rounding."""
     got = np.asarray(got)
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"{got.dtype}{list(got.shape)} in place of {wanted.dtype}{list(wanted.shape)}"

@@ -236,8 +236,8 @@ class Exchange:
         raise OutOfStepError(problem)
 
     def _swap(self, what: str, content: bytes, ranks: Sequence[int], may_differ: bool = False) -> list[Any]:
-        """What each of ``ranks`` says, all in the collective ``what``; with ``may_differ``, None for those in another
-        one."""
+        """Return the content of each of ``ranks`` in the collective ``what``. With ``may_differ``, ranks in another
+        one give None."""
         if self.problem:
             raise OutOfStepError(self.problem)
         region = sum(1 << rank for rank in ranks)

@@ -37,12 +37,12 @@ class Family:
 
 
 def limits() -> Limits:
-    """What chains of operations for the framework in use may contain."""
+    """Return the limits of chains of operations for the framework in use."""
     return Limits(**get_adapter().FUZZ_LIMITS)
 
 
 def training_limits() -> training_programs.TrainingLimits:
-    """What programs of trainers for it may contain."""
+    """Return the limits of programs of trainers for the framework in use."""
     return training_programs.TrainingLimits(**get_adapter().TRAINING_LIMITS)
 
 

@@ -47,5 +47,5 @@ def _op(placement: Any) -> str:
 
 
 def _owner(x: np.ndarray, layout: Layout, mesh_dim: int, seed: int) -> np.ndarray:
-    """Which rank of a mesh dimension has each extreme element."""
+    """Return the rank of a mesh dimension that has each extreme element."""
     return np.random.default_rng((seed, 7, mesh_dim)).integers(0, layout.mesh.shape[mesh_dim], x.shape)

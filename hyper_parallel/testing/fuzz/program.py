@@ -76,7 +76,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """What is run.
+    """Program to run.
 
     Attributes:
         seed: that it was made from.
@@ -119,7 +119,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Limits:
-    """What programs for a framework may contain.
+    """Limits of programs for a framework.
 
     Attributes:
         writes_with_gradients: whether in-place writes and gradients meet in one program.
@@ -319,7 +319,7 @@ def values_of(program: Program, shaken: int = 0) -> list[np.ndarray]:
 
 
 def _results(program: Program, step: Step, values: list[np.ndarray]) -> list[np.ndarray]:
-    """What a step of ``program`` adds to the values before it."""
+    """Return the arrays that a step of ``program`` adds to those before it."""
     arrays = [values[i] for i in step.inputs]
     if step.word == "redistribute":
         return [arrays[0].copy()]

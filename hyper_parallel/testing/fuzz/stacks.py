@@ -32,7 +32,8 @@ Parts = tuple[str, Callable[[Any], Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Reference:
-    """What the stack of a seed gives on a single device: losses, gradients and parameters by name; or why nothing."""
+    """Results of a seed's stack on a single device: losses, gradients and parameters by name; or the reason for
+    none."""
 
     seed: int
     wanted: dict[str, np.ndarray]

@@ -51,7 +51,8 @@ def _add(name: str, count: int, choose: Any, adapter: Any, numpy: Any, **options
 
 
 def apply(word: str, arrays: Arrays, args: tuple, row_major: bool = False) -> list[np.ndarray]:
-    """What a word gives in NumPy, as a list; with ``row_major``, new arrays are in that order, as NumPy's are not."""
+    """Return the results of a word in NumPy, as a list. With ``row_major``, new arrays are in that order, unlike
+    NumPy's."""
     with np.errstate(all="ignore"):
         result = WORDS[word].numpy(arrays, args)
         results = result if isinstance(result, (tuple, list)) else [np.asanyarray(result)]

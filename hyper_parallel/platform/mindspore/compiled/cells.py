@@ -1,4 +1,4 @@
-"""Which cell stands for a styled one in graphs."""
+"""Cells that take the place of styled ones in graphs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def stand_in(cell: nn.Cell) -> GraphCell:
 
 
 def _state(cell: nn.Cell) -> tuple[Any, ...]:
-    """What `_make` depends on. An id is that of an object which the cell that was made holds."""
+    """Return the state that `_make` depends on. An id is that of an object which the cell that was made holds."""
     state: list[Any] = [cell.training, cell.mixed_precision_type, cell._recompute_cell is None, *_hooks(cell)]
     parts = [cell] if is_leaf(cell) else [part for part in cell._cells.values() if part is not None and is_leaf(part)]
     for part in parts:
@@ -120,7 +120,7 @@ def _form(cell: nn.Cell) -> CompiledForward | None:
 
 
 def _column(cell: nn.Cell | None) -> CompiledForward | None:
-    """What the style of a column-parallel linear layer says that takes its input as all ranks have it."""
+    """Return the style's description of a column-parallel linear layer whose input is the same on all ranks."""
     if cell is None or not is_leaf(cell):
         return None
     how, made = _form(cell), stand_in(cell)

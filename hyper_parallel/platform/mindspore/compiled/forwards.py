@@ -40,7 +40,7 @@ def original_class(module: nn.Cell) -> Any:
 
 
 class GraphCell(nn.Cell):
-    """What stands for a cell in graphs. It registers no parameters: they belong to their own cell.
+    """Cell that takes the place of another one in graphs. It registers no parameters: they belong to their own cell.
 
     Attributes:
         original: that cell, where its other attributes may be read.

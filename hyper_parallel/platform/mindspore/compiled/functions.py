@@ -46,7 +46,7 @@ class Ranks:
 
 
 class Same(nn.Cell):
-    """What needs no collective."""
+    """Function that needs no collective."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)

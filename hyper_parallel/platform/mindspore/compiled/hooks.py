@@ -1,4 +1,4 @@
-"""What hooks of styles do to inputs and outputs, around a cell inside of a graph."""
+"""Conversions of inputs and outputs by hooks of styles, around a cell inside of a graph."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def checked_jit(original: Callable, executor: Any, *args: Any, **kwargs: Any) ->
 
 
 def _expect_gradients(used: list[nn.Cell]) -> None:
-    """What a graph gives may be the local parts of gradients, which no backward has marked."""
+    """Note that results of a graph may be the local parts of gradients, which no backward has marked."""
     LocalGradients.expect(p for cell in used if is_leaf(cell) for p in cell._params.values())
 
 

@@ -1,4 +1,4 @@
-"""What a function leads to that is going to be compiled, and what is said when that is distributed."""
+"""Search for distributed objects in a function that is about to be compiled, and its messages."""
 
 from __future__ import annotations
 

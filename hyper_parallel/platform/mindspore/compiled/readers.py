@@ -1,4 +1,4 @@
-"""Which inputs of a module are read by several of its column-parallel layers, and by nothing else.
+"""Inputs of a module that several of its column-parallel layers read, and nothing else.
 
 Such an input is read once, before the module, so that backward has one collective for it. A graph cannot mark a tensor
 as eager mode does. So the source is looked at, and where it leaves a doubt each layer has a collective of its own.
@@ -56,7 +56,7 @@ class _Method:
 
 
 class _Readers:
-    """Who reads one input."""
+    """Readers of one input."""
 
     def __init__(self, cls: type, layers: frozenset[str]) -> None:
         self.cls, self.layers = cls, layers

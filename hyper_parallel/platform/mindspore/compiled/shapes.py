@@ -1,4 +1,4 @@
-"""What is decided when a graph is made: that a styled module gets what its graph is right for."""
+"""Checks when a graph is made: a styled module must get inputs that its graph is right for."""
 
 from __future__ import annotations
 

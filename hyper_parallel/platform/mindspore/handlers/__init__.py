@@ -1,1 +1,1 @@
-"""What MindSpore wants from a distributed tensor besides the operations of the op table."""
+"""Protocols of MindSpore's tensors besides the operations of the op table."""

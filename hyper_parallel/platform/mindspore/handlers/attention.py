@@ -103,7 +103,7 @@ def _with_zeros(x: Any, dim: int) -> Any:
 
 
 def _masks(a: dict[str, Any], dtype: Any) -> list[Any]:
-    """What is added to the scores (batch, heads, query, key)."""
+    """Return the tensors that are added to the scores (batch, heads, query, key)."""
     found = []
     if a["attn_mask"] is not None:
         found.append(_numbers(a["attn_mask"], dtype).reshape((1, 1, *a["attn_mask"].shape)))

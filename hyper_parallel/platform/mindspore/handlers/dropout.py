@@ -36,7 +36,7 @@ class Dropout(ops.Dropout):
 
 
 class _OfChannels:
-    """What primitives that drop whole channels do in place of their kernels."""
+    """Replacement for the kernels of primitives that drop whole channels."""
 
     keep_prob: float
 

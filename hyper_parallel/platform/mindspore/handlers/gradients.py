@@ -21,7 +21,7 @@ _MARK = "_hp_gradient_layout"
 
 
 class LocalGradients:
-    """What the last backward gave."""
+    """Gradients of the last backward."""
 
     #: Layouts of the gradients of which a rank has a part.
     parts: ClassVar[tuple[Any, ...]] = ()

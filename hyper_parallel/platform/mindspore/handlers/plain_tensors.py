@@ -97,6 +97,6 @@ class Fallback:
 
 
 def _of_distributed(func: Any, args: Sequence[Any], kwargs: dict | None = None) -> Any:
-    """What the first DTensor among the operands does: core says that plain and distributed do not mix."""
+    """Call the handler of the first DTensor among the operands: core says that plain and distributed do not mix."""
     found = next(distributed_in((args, kwargs or {})))
     return found.__fallback__(func, args, kwargs)

@@ -78,7 +78,7 @@ def _kept(value: Any) -> Any:
 
 
 def _given(value: Any) -> Any:
-    """What `_kept` has kept."""
+    """Return the value that `_kept` has kept."""
     if isinstance(value, tuple):
         return tuple(map(_given, value))
     return value.tensor() if isinstance(value, _Held) else value

@@ -72,7 +72,7 @@ _FORGOTTEN: Any = ...
 
 
 def _of_none(shapes: tuple) -> tuple:
-    """What the rule cannot serve: operands with a dimension more than they have."""
+    """Describe operands that no rule can serve: each has a dimension more than it has."""
     return f"{','.join('.' * len((*(shape or ()), 0)) for shape in shapes)}->.", ((),), 0
 
 
@@ -246,7 +246,7 @@ def _cross(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
 
 
 def _kept_but(which: Callable[[Given], tuple[int, ...]], terms: str = "") -> Sign:
-    """Of one operand, whole along the dimensions that are given."""
+    """Describe one operand, whole along the given dimensions."""
 
     def sign(given: Given) -> str:
         ndim = _ndim(given)
@@ -281,7 +281,7 @@ def _group_norm(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
 
 
 def _states(given: Given) -> tuple:
-    """Of a layer of an LSTM: what it gives for each step, and the last states. What else it gives is for itself."""
+    """Return the results of a layer of an LSTM that count: those of each step, and the last states."""
     x, h, c, _ = given.shapes
     return (*x[:2], h[0] * h[2]), h, c
 

@@ -97,7 +97,7 @@ def _choose_embedding(args: tuple, kwargs: dict) -> NativeOp | None:
 
 
 def _choose_embedding_lookup(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Of a matrix, without an offset."""
+    """Choose the operation for a lookup in a matrix, without an offset."""
     return _GATHERED_ROWS if len(args[0].shape) == 2 and (len(args) < 3 or args[2] == 0) else None
 
 

@@ -103,7 +103,8 @@ _REDUCTIONS: dict[str, NativeOp] = {
 
 
 def _choose_extreme(of_all: str) -> Choose:
-    """Of all elements there is a rule that combines the ranks' results; along a dim the native call gives more."""
+    """Choose between all elements, where a rule combines the ranks' results, and a dim, where the native call gives
+    more."""
     without_dims, with_dims = _REDUCTIONS[of_all], repeated("reduce_whole", _REDUCED)
     return lambda args, kwargs: without_dims if len(args) == 1 and not kwargs else with_dims
 

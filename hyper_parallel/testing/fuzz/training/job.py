@@ -1,4 +1,4 @@
-"""What a trainer has: a model on one device or distributed, an optimizer, and what is compared of them.
+"""Job of a trainer: a model on one device or distributed, an optimizer, and the values that are compared.
 
 What is seen on one device is the reference. Distributed, each rank compares its own part of the same with it.
 """
@@ -151,7 +151,7 @@ class Job:
             self.platform.register_forward_hook(block, lambda module, args, output: act())
 
     def _asks(self) -> list[bool]:
-        """Which parameters are trained."""
+        """Return for each parameter whether it is trained."""
         return [p.requires_grad for p in models.parameters(self.root).values()]
 
     def _ask(self, flags: list[bool]) -> None:
@@ -214,8 +214,8 @@ class Job:
         return x
 
     def _forwards(self) -> Iterator[tuple[str, slice, slice | None]]:
-        """What is called, with the order of blocks set: a name, its rows of the batch, and those of what it gives.
-        Where ranks choose, one device does what each of them does."""
+        """Yield the calls, with the order of blocks set: a name, the call's rows of the batch, and the rows of its
+        result. Where ranks choose, one device does the work of each."""
         whole = self.meshes is None or self.program.data == "batch"
         if self.choice is None:
             yield "output", slice(0, ROWS) if whole else self.rows[self.rank], self.rows[self.rank]

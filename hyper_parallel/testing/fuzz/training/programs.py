@@ -87,7 +87,7 @@ Action = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Program:
-    """What is run.
+    """Program to run.
 
     Attributes:
         seed: that it was made from.
@@ -115,7 +115,7 @@ class Program:
         return "\n".join([*lines, *(f"{word}({', '.join(map(repr, args))})" for word, *args in self.actions)])
 
     def rows(self, setup: Setup) -> list[slice]:
-        """Which rows of a batch each data-parallel rank has."""
+        """Return the rows of a batch for each data-parallel rank."""
         size = setup.data_ranks
         if self.data == "same":
             return [slice(0, ROWS)] * size
@@ -129,7 +129,7 @@ class Program:
 
 @dataclass(frozen=True)
 class TrainingLimits:
-    """What programs for a framework may contain.
+    """Limits of programs for a framework.
 
     Attributes:
         dtypes: of models.
@@ -365,6 +365,6 @@ def _action(
 
 
 def unit_order(setup: Setup, order: tuple[int, ...]) -> list[int]:
-    """Which units blocks come to, called in an order."""
+    """Return the units that blocks come to, called in an order."""
     where = {path.split(".")[0]: i for i, unit in reversed([*enumerate(setup.units)]) for path in unit}
     return [where[f"block{i}"] for i in order if f"block{i}" in where]

@@ -26,7 +26,7 @@ _TOLERANCE = {"float64": 1e-9, "float32": 2e-4}
 
 @dataclass(frozen=True)
 class Reference:
-    """What a program gives on a single device.
+    """Results of a program on a single device.
 
     Attributes:
         program: that was run.
