@@ -694,8 +694,9 @@ def _load_each(module: Any, values: dict[str, tuple[Any, Any]]) -> None:
 def _load_into_net(module: Any, values: dict[str, tuple[Any, Any]]) -> None:
     state = {p.name: ms.Parameter(value, name=p.name) for p, value in values.values()}
     not_loaded, unknown = ms.load_param_into_net(module, state)
-    if not_loaded or unknown:
-        raise ValueError(f"load_param_into_net leaves {not_loaded} out, and does not know {unknown}")
+    left = [name for name in not_loaded if name in state]
+    if left or unknown:
+        raise ValueError(f"load_param_into_net leaves {left} out, and does not know {unknown}")
 
 
 #: Way to load -> function of a module and a dict: name -> (parameter, whole value).

@@ -88,7 +88,9 @@ def _writer(adapter: Any, model: Model) -> Any:
         writer.book = adapter.Projection(features, features)
     else:
         writer.scaled = adapter.Buffered(features)
-    object.__setattr__(writer, "does", (model.writer, model.way))
+    # A buffer is a tensor, without the methods of parameters.
+    way = "copy" if model.writer == "buffer" and model.way in getattr(adapter, "WRITES", ()) else model.way
+    object.__setattr__(writer, "does", (model.writer, way))
     get_platform().replace_forward(writer, lambda _: _written)
     return writer
 

@@ -156,11 +156,11 @@ class Trainer(Job):
             return
         self._reshard_all()
         if how not in ("whole", "sharded"):
-            named = models.parameters(self.root)
-            self.adapter.LOADS[how](
-                self.root, {name: (p, self.adapter.tensor(values[name])) for name, p in named.items()}
-            )
-            self._write({name: values[name] for name in models.buffers(self.root)})
+            # With other memory a plain parameter is lost to optimizers that MindSpore has compiled.
+            writes = self.adapter.REPLACES_MEMORY
+            named = {n: p for n, p in models.parameters(self.root).items() if isinstance(p, DTensor) or not writes}
+            self.adapter.LOADS[how](self.root, {n: (p, self.adapter.tensor(values[n])) for n, p in named.items()})
+            self._write({name: x for name, x in values.items() if name not in named})
         else:
             self._set(values, how == "whole")
 
