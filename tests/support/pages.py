@@ -87,6 +87,29 @@ from hyper_parallel.checkpoint import save_pretrained
 save_pretrained(model, "weights")
 """,
     "docs/concepts.md": "x = None",
+    "docs/experts.md": """
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 8, 8))
+    def forward(self, x, counts):
+        parts = zip(x.split(counts.tolist()), self.weight)
+        return torch.cat([part @ weight for part, weight in parts])
+class RoutedLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 6), Experts()
+    def forward(self, x):
+        score, expert = self.router(x).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        y = self.experts(x[order], torch.bincount(expert, minlength=6))
+        return x + y[order.argsort()] * score[:, None]
+class RoutedModel(Model):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(RoutedLayer() for _ in range(2))
+model = RoutedModel()
+""",
     "docs/faults.md": "def step(batch):\n    return model(batch).sum()",
     "docs/huggingface.md": """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,6 +118,13 @@ def fresh():
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
                                         num_attention_heads=4))
 model, ids = fresh(), torch.arange(16).reshape(2, 8)
+""",
+    "docs/long_sequences.md": """
+mesh = init_device_mesh(mesh_shape=(4,), mesh_dim_names=("cp",))
+x, labels = torch.randn(4, 8, 8), torch.zeros(4, 8, dtype=torch.long)
+cos, sin = torch.ones(8, 2), torch.ones(8, 2)
+def criterion(y, labels):
+    return F.cross_entropy(y.flatten(0, 1), labels.flatten())
 """,
     "docs/performance.md": """
 parallelize_module(model, mesh, plan)
@@ -131,6 +161,7 @@ batches = [[(x, target), (x, target)], [(x, target)]]
 }
 #: page -> block -> code that runs before this one
 BETWEEN = {
+    "docs/experts.md": {1: "model(x).sum().backward()\nmodel = RoutedModel()"},
     "docs/huggingface.md": {
         1: "model = fresh()",
         2: """
