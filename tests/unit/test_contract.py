@@ -142,7 +142,6 @@ def test_a_backend_supports_what_it_brings() -> None:
         "all_reduce": (x, "sum", None),
         "reduce_scatter": (x, "sum", None, 2),
         "all_to_all": (x, None, 2),
-        "shift": (x, None, 2),
         "broadcast": (x, 0, None),
         "scatter": (x, [x], 0, None),
     }.items():
@@ -188,14 +187,6 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     for refused in (lambda: platform.free_storage(x), lambda: platform.refill_storage(x, [x])):
         with pytest.raises(TypeError, match="Plain frees no storage"):
             refused()
-
-
-def test_what_is_there_for_long_sequences_answers_for_itself() -> None:
-    platform, x = plain(), np.arange(2.0)
-    with pytest.raises(TypeError, match="Plain has no function of attention"):
-        platform.attention_calls(lambda: None)
-    with pytest.raises(TypeError, match="Plain cannot give a tensor another shape"):
-        platform.become(x, x[:1])
 
 
 def test_what_is_there_for_dry_runs_answers_for_itself() -> None:
