@@ -71,7 +71,7 @@ def no_counter(folder: Path) -> None:
 def slice_elsewhere(folder: Path) -> None:
     root: Any = SimpleNamespace(get_coordinate=lambda: None, get_rank=lambda: 3)
     known: Any = SimpleNamespace(names=("tp",))
-    native_meshes.slice_like(root, known)
+    native_meshes._slice_like(root, known)
 
 
 def namesake(folder: Path) -> None:
