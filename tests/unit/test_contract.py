@@ -142,6 +142,7 @@ def test_a_backend_supports_what_it_brings() -> None:
         "all_reduce": (x, "sum", None),
         "reduce_scatter": (x, "sum", None, 2),
         "all_to_all": (x, None, 2),
+        "shift": (x, None, 2),
         "broadcast": (x, 0, None),
         "scatter": (x, [x], 0, None),
     }.items():
@@ -149,6 +150,10 @@ def test_a_backend_supports_what_it_brings() -> None:
         with pytest.raises(TypeError, match=f"Plain brings no {verb}"):
             getattr(platform, verb)(*arguments)
     assert isinstance(platform, CollectiveRole)
+    with pytest.raises(TypeError, match="Plain cannot give a tensor another shape"):
+        platform.become(x, x)
+    with pytest.raises(TypeError, match="Plain has no function of attention"):
+        platform.attention_calls(lambda *operands: x)
 
 
 def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.communication.errors import explain_along
+from hyper_parallel.core.communication.padding import joined, padded, padded_parts, part_of
 from hyper_parallel.core.communication.recorder import LISTENERS, record
 from hyper_parallel.platform.contract.autograd import TensorFunction
 
@@ -157,7 +158,7 @@ def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
         return cat(chunk(gathered, size, 0), dim) if dim else gathered
 
     def send_padded(x: Any) -> Any:
-        return _join(_gather_parts(_pad(x, dim, largest, platform), mesh, mesh_dim), dim, sizes, platform)
+        return joined(_gather_parts(padded(x, dim, largest, platform), mesh, mesh_dim), dim, sizes, platform)
 
     def nothing(x: Any) -> Any:
         shape = [*platform.shape_of(x)]
@@ -191,7 +192,7 @@ def bind_reduce_scatter(
         return native(cat(chunk(x, size, dim), 0) if dim else contiguous(x), op, group, size)
 
     def send_padded(x: Any, op: str = op) -> Any:
-        y = native(_padded_parts(x, dim, sizes, platform), op, group, size)
+        y = native(padded_parts(x, dim, sizes, platform), op, group, size)
         return platform.narrow(y, dim, 0, sizes[rank])
 
     way = send if min(sizes) == max(sizes) else send_padded
@@ -202,7 +203,7 @@ def bind_reduce_scatter(
         return platform.clone(part(_reduce(platform.clone(x), mesh, mesh_dim, op)))
 
     def part(x: Any) -> Any:
-        return _part(x, dim, sizes, rank, platform)
+        return part_of(x, dim, sizes, rank, platform)
 
     details = {_DIM: dim, _SIZES: sizes}
     return _bind("reduce_scatter", mesh, mesh_dim, way, emulate, part, op=op, details=details)
@@ -225,15 +226,15 @@ def all_to_all(
     rank, largest = mesh.get_local_rank(mesh_dim), max(src_sizes)
 
     def send(x: Any) -> Any:
-        padded = _padded_parts(_pad(x, src_dim, largest, platform), dst_dim, dst_sizes, platform)
-        received = platform.chunk(platform.all_to_all(padded, mesh.platform_group(mesh_dim), size), size, 0)
+        parts = padded_parts(padded(x, src_dim, largest, platform), dst_dim, dst_sizes, platform)
+        received = platform.chunk(platform.all_to_all(parts, mesh.platform_group(mesh_dim), size), size, 0)
         mine = [platform.narrow(part, dst_dim, 0, dst_sizes[rank]) for part in received]
-        return _join(mine, src_dim, src_sizes, platform)
+        return joined(mine, src_dim, src_sizes, platform)
 
     def emulate(x: Any) -> Any:
-        parts = _gather_parts(_pad(x, src_dim, largest, platform), mesh, mesh_dim)
-        mine = [_part(part, dst_dim, dst_sizes, rank, platform) for part in parts]
-        return _join(mine, src_dim, src_sizes, platform)
+        parts = _gather_parts(padded(x, src_dim, largest, platform), mesh, mesh_dim)
+        mine = [part_of(part, dst_dim, dst_sizes, rank, platform) for part in parts]
+        return joined(mine, src_dim, src_sizes, platform)
 
     def nothing(x: Any) -> Any:
         shape = [*platform.shape_of(x)]
@@ -267,8 +268,8 @@ def exchange_rows(x: Any, mesh: DeviceMesh, mesh_dim: int, counts: np.ndarray) -
         return platform.all_to_all(platform.contiguous(x), group, size, sent, received)
 
     def emulate(x: Any) -> Any:
-        parts = _gather_parts(_pad(x, 0, largest, platform), mesh, mesh_dim)
-        mine = [_part(part, 0, counts[i].tolist(), rank, platform) for i, part in enumerate(parts) if received[i]]
+        parts = _gather_parts(padded(x, 0, largest, platform), mesh, mesh_dim)
+        mine = [part_of(part, 0, counts[i].tolist(), rank, platform) for i, part in enumerate(parts) if received[i]]
         return platform.cat(mine, 0) if mine else platform.zeros((0, *platform.shape_of(x)[1:]), x)
 
     def nothing(x: Any) -> Any:
@@ -312,12 +313,12 @@ def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
     rank, largest = mesh.get_local_rank(mesh_dim), max(sizes)
 
     def mine(x: Any) -> Any:
-        return _part(x, dim, sizes, rank, platform)
+        return part_of(x, dim, sizes, rank, platform)
 
     def send(x: Any) -> Any:
         shape = [*platform.shape_of(x)]
         shape[dim] = largest
-        parts = platform.chunk(_padded_parts(x, dim, sizes, platform), size, 0) if rank == src else None
+        parts = platform.chunk(padded_parts(x, dim, sizes, platform), size, 0) if rank == src else None
         source, group = mesh.ranks_along(mesh_dim)[src], mesh.platform_group(mesh_dim)
         out = platform.scatter(platform.zeros(shape, x), parts, source, group)
         return out if sizes[rank] == largest else platform.clone(platform.narrow(out, dim, 0, sizes[rank]))
@@ -388,27 +389,3 @@ def _gather_parts(x: Any, mesh: DeviceMesh, mesh_dim: int) -> list[Any]:
         mine = [flat if i == mesh.get_local_rank(mesh_dim) else empty for i in range(size)]
         gathered = platform.all_reduce(platform.cat(mine, 0), "sum", mesh.platform_group(mesh_dim))
     return [part.reshape(shape) for part in platform.chunk(gathered, size, 0)]
-
-
-# ------------------------------------------------------------ shards of different sizes
-def _part(x: Any, dim: int, sizes: Sequence[int], i: int, platform: Any) -> Any:
-    return platform.narrow(x, dim, sum(sizes[:i]), sizes[i])
-
-
-def _pad(x: Any, dim: int, size: int, platform: Any) -> Any:
-    shape = [*platform.shape_of(x)]
-    if shape[dim] == size:
-        return x
-    shape[dim] = size - shape[dim]
-    return platform.cat([x, platform.zeros(shape, x)], dim)
-
-
-def _padded_parts(x: Any, dim: int, sizes: Sequence[int], platform: Any) -> Any:
-    """The parts of ``x`` for all ranks, padded to one size, along dimension 0."""
-    parts = [_pad(_part(x, dim, sizes, i, platform), dim, max(sizes), platform) for i in range(len(sizes))]
-    return platform.cat(parts, 0)
-
-
-def _join(parts: Sequence[Any], dim: int, sizes: Sequence[int], platform: Any) -> Any:
-    """Padded parts of these sizes, one after the other along ``dim``."""
-    return platform.cat([platform.narrow(part, dim, 0, n) for part, n in zip(parts, sizes, strict=True) if n], dim)

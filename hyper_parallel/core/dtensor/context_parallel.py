@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from hyper_parallel.core.caches import Cache, Table
 from hyper_parallel.core.communication.parts import numbers_of_ranks
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.layouts.chunking import chunk_sizes
@@ -20,13 +21,16 @@ __all__ = ["context_parallel", "context_parallel_unshard", "set_rotate_method"]
 #: Torch's names of the ways in which keys and values get around.
 _ROTATIONS = {"allgather": "gather", "alltoall": "ring"}
 
+#: Calls of which the ranks have compared lengths: for each mesh (length of the sequence, number of the call inside).
+_COMPARED: Table = Table(lambda mesh: Cache(1 << 12), 1 << 16, "compared calls of attention on plain tensors")
+
 
 def set_rotate_method(rotate_method: str | None) -> None:
     """Choose how attention over a sequence that is cut gets the keys and values of the other ranks.
 
     Args:
         rotate_method: ``"allgather"`` for all at once, ``"alltoall"`` for one rank's after the other, in a ring. None,
-            as it is at first, lets each call choose by what is sent and kept.
+            as it is at first, lets each call choose by bytes and memory.
 
     Raises:
         ValueError: for another method.
@@ -44,7 +48,7 @@ def ranges_on(mesh: DeviceMesh, length: int, balance: bool) -> tuple[Ranges, ...
 
 
 def check_mesh(mesh: Any, name: str) -> None:
-    """Refuse what is no mesh of one dimension that has this rank.
+    """Refuse all but a mesh of one dimension that has this rank.
 
     Raises:
         TypeError: for no mesh. ValueError: for several dimensions.
@@ -158,7 +162,7 @@ class _PlainAttention:
 
     def __init__(self, mesh: DeviceMesh, length: int, ranges: tuple[Ranges, ...]) -> None:
         self.mesh, self.length, self.ranges, self.platform = mesh, length, ranges, mesh.platform
-        self._own = sizes_of(ranges)[mesh.get_local_rank(0)]
+        self._sizes, self._calls = sizes_of(ranges), 0
 
     def __call__(self, call: Any, q: Any, k: Any, v: Any, mask: Any, dropout: float) -> Any:
         platform = self.platform
@@ -167,18 +171,36 @@ class _PlainAttention:
                 f"attention inside of context_parallel drops weights (dropout {dropout}): those of a single device "
                 "cannot be drawn in parts. Set the dropout of attention to 0"
             )
+        shapes = [tuple(platform.shape_of(x)) for x in (q, k, v)]
+        self._check(shapes)
         parts = []
-        for what, x in (("query", q), ("key", k), ("value", v)):
-            shape = tuple(platform.shape_of(x))
-            if len(shape) < 3 or shape[-2] != self._own:
-                raise ValueError(
-                    f"attention inside of context_parallel: the {what} has shape {shape}, and this rank's part of the "
-                    f"sequence of {self.length} has {self._own} positions (dimension -2): give context_parallel all "
-                    "tensors with the sequence as buffers, or call attention to other keys outside of it"
-                )
+        for x, shape in zip((q, k, v), shapes, strict=True):
             layout = get_layout(self.mesh, (Shard(len(shape) - 2),), (*shape[:-2], self.length, shape[-1]))
             parts.append(DTensor._of_part(x, layout))
         return call(*parts, None if mask is None else self._mask(mask)).to_local()
+
+    def _check(self, shapes: list[tuple[int, ...]]) -> None:
+        """Compare lengths with the parts of the sequence. All ranks do so together, at the first call of each number
+        and each length of the sequence."""
+        platform, compared = self.platform, _COMPARED[self.mesh]
+        call, wanted = (self.length, self._calls), self._sizes
+        self._calls += 1
+        given = [tuple(shape[-2] if len(shape) > 2 else -1 for shape in shapes)]
+        alone = call in compared or platform.sends_nothing or platform.is_compiling()
+        if alone:
+            wanted = (wanted[self.mesh.get_local_rank(0)],)
+        else:
+            rows = numbers_of_ranks(given[0], self.mesh, "attention inside of context_parallel")
+            given = [tuple(row) for row in rows.tolist()]
+        if given != [(n, n, n) for n in wanted]:
+            raise ValueError(
+                "attention inside of context_parallel: ranks gave queries, keys and values of "
+                f"{given} positions (dimension -2 of at least 3), and parts of the sequence of {self.length} have "
+                f"{list(wanted)}: give context_parallel all tensors with the sequence as buffers, or call attention to "
+                "other keys outside of it"
+            )
+        if not alone:
+            compared[call] = True
 
     def _mask(self, mask: Any) -> Any:
         """The mask of the whole sequence, its rows in the order in which the ranks hold the queries."""

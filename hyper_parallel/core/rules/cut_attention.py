@@ -1,7 +1,7 @@
 """Attention whose queries are cut along the sequence: which way it runs, and that it runs so.
 
 ====================  ==================================  =========================================================
-way                   what is sent                        what a rank has for a while
+way                   sent                                in a rank's memory for a while
 ====================  ==================================  =========================================================
 ``"gather"``          keys and values, to all             all keys and values
 ``"exchange"``        queries, keys, values, output       the whole sequence of some of the heads
@@ -67,8 +67,8 @@ def attend(
 
 
 def choose(platform: Any, q: Any, cut: SequenceCut, layouts: tuple) -> str:
-    """The way to run: what the program asks for where that is possible, else what sends least; of the two that send
-    the same, the ring where all keys and values would take more memory than this rank's queries and output."""
+    """The way to run: the program's own, else the one that sends least. Two ways send the same: the ring is taken where
+    all keys and values would need more memory than this rank's queries and output."""
     q_layout, k_layout, v_layout, mask_layout = layouts
     asked = current_method()
     if len(cut.mesh_dims) != 1:
@@ -129,7 +129,7 @@ def _exchange(platform: Any, native: Any, operands: tuple, static_args: tuple, c
 
 # ------------------------------------------------------------------------------------------------ gathered keys
 def _own_rows(platform: Any, q: Any, own: tuple, keys: int) -> Any:
-    """The causal mask of the queries at positions ``own``, as what is added to the scores."""
+    """The causal mask of the queries at positions ``own``, to be added to the scores."""
     rows = np.concatenate([np.arange(0), *(np.arange(start, start + n) for start, n in own)])
     queries = platform.places(rows, q).reshape((len(rows), 1))
     hidden = platform.places(np.arange(keys), q).reshape((1, keys)) > queries

@@ -41,7 +41,7 @@ class KeyGather:
         return self._both(k, v, lambda x: self._take(x, [step.collective for step in self.steps]))
 
     def backward(self, k: Any, v: Any) -> tuple[Any, Any]:
-        """This rank's part of the sums of what the ranks give. Differentiable."""
+        """This rank's part of the sums over the ranks. Differentiable."""
         return self._both(k, v, lambda x: self._take(x, [step.for_parts.back for step in reversed(self.steps)]))
 
     def _take(self, x: Any, steps: list[Any]) -> Any:
@@ -142,7 +142,7 @@ class JoinedAttention:
             yield call.cut.ranges[source], k, v
 
     def _pairs(self, call: JoinedCall, held: Any, q: Any, v: Any) -> list[Pair]:
-        """What is to be computed: nothing without samples, heads or features."""
+        """The pairs to compute: none without samples, heads or features."""
         (*batch, _, features), more = self.platform.shape_of(q), self.platform.shape_of(v)[-1]
         return [] if 0 in (*batch, features, more) else pairs(call.cut.own, held, call.causal)
 

@@ -1,7 +1,7 @@
-"""Which positions of a sequence each rank holds, and how attention over such a cut is to run.
+"""Positions of a sequence that each rank holds, and the way in which attention over such a cut runs.
 
-A sequence that is cut is `Shard` of its dimension. The positions are those of the shards, unless the program says with
-`sequence_order` that the sequence was put in another order before it was cut, for balance.
+A sequence that is cut is `Shard` of its dimension. The positions are those of the shards. With
+`sequence_order` a program says that it has put the sequence in another order before the cut, for balance.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def natural_ranges(length: int, ranks: int) -> tuple[Ranges, ...]:
 
 
 def balanced_ranges(length: int, ranks: int) -> tuple[Ranges, ...]:
-    """For each rank a piece of the beginning and one of the end, so that under a causal mask all have as much to do.
+    """A piece of the beginning and one of the end for each rank: under a causal mask all have as much to do.
     Each rank holds as many positions as without balance.
 
     Example:
@@ -180,7 +180,7 @@ class Pair:
 
 
 def pairs(own: Ranges, held: Ranges, causal: bool) -> list[Pair]:
-    """What the queries at positions ``own`` see of keys at positions ``held``, as slices of both.
+    """Slices of queries at positions ``own`` and of keys at positions ``held`` that see each other.
 
     Each piece of ``own`` is one of ``held``, or they have no position in common, unless all see all.
 

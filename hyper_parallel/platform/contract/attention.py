@@ -1,4 +1,4 @@
-"""Attention to a part of the keys, with what is needed to join it with attention to the others."""
+"""Attention to a part of the keys, with the logarithms that join it with attention to the others."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class AttentionRole:
     """
 
     def attention_calls(self, run: Callable[..., Tensor]) -> AbstractContextManager[None]:
-        """Inside, a call of the framework's scaled dot-product attention on plain tensors is ``run(call, q, k, v, mask,
-        dropout)`` in its place. ``call(q, k, v, mask)`` is the function, with its other arguments, of tensors
-        that may be distributed."""
+        """Inside, ``run(call, q, k, v, mask, dropout)`` stands for the framework's function of attention on plain
+        tensors. ``call(q, k, v, mask)`` is the function, with its other arguments, of tensors that may be
+        distributed."""
         raise TypeError(
             f"{type(self).__name__} has no function of attention that can be told of a sequence that is cut"
         )

@@ -17,7 +17,16 @@ from hyper_parallel.core.communication import collectives, errors
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.spmd import on_mesh
 
-VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "all_gather_object")
+VERBS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "shift",
+    "broadcast",
+    "scatter",
+    "all_gather_object",
+)
 
 
 def calls(mesh: Any) -> dict[str, Callable[[], Any]]:
@@ -28,6 +37,7 @@ def calls(mesh: Any) -> dict[str, Callable[[], Any]]:
         "all_gather": lambda: collectives.bind_all_gather(mesh, 0, 0, (2, 2))(x),
         "reduce_scatter": lambda: collectives.bind_reduce_scatter(mesh, 0, 0, (1, 1))(x),
         "all_to_all": lambda: collectives.all_to_all(x, mesh, 0, 0, 1, (2, 2), (1, 1)),
+        "shift": lambda: collectives.shift(x, mesh, 0),
         "broadcast": lambda: collectives.broadcast(x, mesh, 0, 0),
         "scatter": lambda: collectives.scatter(x, mesh, 0, 0, (1, 1), 0),
         "all_gather_object": lambda: collectives.all_gather_object("x", mesh, 0),

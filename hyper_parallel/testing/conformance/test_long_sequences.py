@@ -27,6 +27,7 @@ SHAPES = [
     (4, 2, 24, 24, True, None),
     (5, 5, 2, 2, False, None),
     (4, 2, 7, 7, False, (1, 1)),
+    (4, 2, 2, 2, False, (1, 1)),
     (12, 12, 5, 5, False, (2, 1)),
     (4, 2, 7, 5, True, None),
 ]
@@ -160,6 +161,25 @@ def test_a_method_that_is_not_possible(pool: Any) -> None:
         assert "is_causal=True" in ring
 
 
+@spmd.on_mesh()
+def twice(mesh: Any) -> None:
+    adapter, layout = get_adapter(), get_layout(mesh, (Shard(2),), (1, 2, 6, 3))
+
+    def run(*xs: Any) -> Any:
+        q, k, v = (DTensor.from_local(x, mesh, layout.placements, shape=layout.shape) for x in xs)
+        return adapter.sum(adapter.square(adapter.scaled_attention(q, k, v, is_causal=True))).to_local()
+
+    def combine(*gradients: Any) -> Any:
+        return adapter.sum(gradients[0] * gradients[0])
+
+    with pytest.raises(ValueError, match="no gradients of gradients"):
+        adapter.second_order(run, combine, [np.ones(layout.local_shape, np.float32)] * 3)
+
+
+def test_gradients_of_gradients_are_refused(pool: Any) -> None:
+    pool.run(2, twice)
+
+
 def plain_case(mesh: Any, length: int, balance: bool, method: str | None, rows: int) -> None:
     """Compare attention inside of `context_parallel` with that of a single device."""
     adapter, rng, platform = get_adapter(), np.random.default_rng(0), mesh.platform
@@ -256,11 +276,14 @@ def wrong(mesh: Any) -> None:
         with pytest.raises(ValueError, match="give one for each"):
             context_parallel_unshard(mesh, [x], [])
         with context_parallel(mesh, length=6):
-            with pytest.raises(ValueError, match="the query has shape"):
+            with pytest.raises(ValueError, match=r"\[\(6, 6, 6\), \(6, 6, 6\), \(6, 6, 6\)\] positions"):
                 adapter.scaled_attention(whole, whole, whole)
             part = adapter.tensor(np.ones((2, 4, 2, 3), np.float32))
             with pytest.raises(ValueError, match="the mask of the whole sequence"):
                 adapter.scaled_attention(part, part, part, square)
+        first = adapter.tensor(np.ones((2, 4, 2, 3), np.float32))
+        with context_parallel(mesh, length=5), pytest.raises(ValueError, match=r"\(2, 2, 2\)\] positions"):
+            adapter.scaled_attention(first, first, first)  # of the right length on two of three ranks
     assert comm.get_total_counts() == 0
     parts = [1, 2, 3][mesh.get_rank()]
     with pytest.raises(ValueError, match="positions of buffer 0"):
