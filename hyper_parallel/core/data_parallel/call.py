@@ -23,6 +23,7 @@ class Call:
         freed: whether its whole parameters were given back when it ended.
         gives, returns: weak references to the contexts of the functions whose results are its whole parameters, and of
             those that its own results are of.
+        anchors: while the forward runs, one trained whole parameter of each buffer, where there are several ranks.
         reached: the number of the backward pass that found its whole parameters there.
         again: whether a backward of it was recorded: another one may need the whole parameters before it comes to the
             results.
@@ -32,6 +33,7 @@ class Call:
         self.parameters, self.trained, self.recorded, self.within = parameters, trained, recorded, within
         self.versions = versions_of(parameters)
         self.waiting: list[Any] = []
+        self.anchors: list[Any] = []
         self.freed = self.again = False
         self.gives: list[Any] = []
         self.returns: list[Any] = []

@@ -46,8 +46,10 @@ class Results:
             # As most modules: there is nothing to look for.
             with platform.no_dispatch():
                 if not self._holds(output):
-                    return self._identity(call, output)[0] if platform.requires_grad(output) else output
+                    leads = platform.requires_grad(output) or self._may_lead(output, call)
+                    return self._led(call, output)[0] if leads else output
         found: list[Any] = []
+        others: list[Any] = []
 
         def collect(x: Any) -> Any:
             if lies_across(x, self._mesh) and not one_loss:
@@ -60,13 +62,14 @@ class Results:
                     layout = getattr(x, "_layout", None)
                     x = platform.clone(x)
                     x = x if layout is None else platform.wrap(x, layout)
-                asked = platform.requires_grad(x)
-            if asked:
-                found.append(x)
+                if platform.requires_grad(x):
+                    found.append(x)
+                elif self._may_lead(x, call):
+                    others.append(x)
             return x
 
         output = map_tensors(output, collect, platform, self._unknown)
-        new = through(platform, self._identity, call, found)
+        new = through(platform, self._led, call, found or others)
         return map_tensors(output, lambda x: new.get(id(x), x), platform, self._unknown)
 
     def _holds(self, x: Any) -> bool:
@@ -83,10 +86,20 @@ class Results:
             "them"
         )
 
-    def _forward(self, ctx: Any, call: Call, *xs: Any) -> Sequence[Any]:
-        ctx.call = call
-        call.returns.append(weakref.ref(ctx))
-        return xs
+    def _may_lead(self, x: Any, call: Call) -> bool:
+        """Whether backward may come from a result to the anchors, where this rank's forward used frozen parameters
+        alone."""
+        return bool(call.anchors) and self._platform.is_floating_point(x)
+
+    def _led(self, call: Call, *xs: Any) -> Sequence[Any]:
+        """Results from which backward also comes to one parameter of each buffer. This rank may use no parameter of a
+        buffer, and other ranks wait for it to reduce their gradients."""
+        return self._identity((call, len(call.anchors)), *call.anchors, *xs)
+
+    def _forward(self, ctx: Any, static: tuple[Call, int], *xs: Any) -> Sequence[Any]:
+        ctx.call, ctx.anchors = static
+        ctx.call.returns.append(weakref.ref(ctx))
+        return xs[ctx.anchors :]
 
     def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
         recorded = self._platform.backward_is_recorded()
@@ -94,4 +107,4 @@ class Results:
             refuse_second_order(self._platform, "fully_shard")
         ctx.call.again = ctx.call.again or recorded
         self._reached(ctx.call)
-        return cotangents
+        return [*[None] * ctx.anchors, *cotangents]

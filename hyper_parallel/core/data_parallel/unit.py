@@ -208,11 +208,11 @@ class Unit:
                 self.forward_is_over(call)
 
     def forward_is_over(self, call: Call | None = None) -> None:
-        """Give the whole parameters back, unless they are to stay; of the call of several modules that runs where none
-        is given."""
+        """Free the whole parameters, unless they are to stay; by default of the running call of several modules."""
         call, model = self._together.end() or call, self.model
         if call is None or model is None:
             return
+        call.anchors = []
         if self.reshard_after_forward or (self.reshard_after_forward is None and model.outermost() is not self):
             call.freed = True
             self.parameters.take_over()
@@ -244,6 +244,8 @@ class Unit:
                 new = self._views((call, b, views), *[call.parameters[i] for i in trained])
                 for i, x in zip(trained, new, strict=True):
                     found[i] = x
+        if asked and self.plan.mesh.size() > 1:
+            call.anchors = [found[indices[0]] for indices in call.trained if indices]
         found = [self.platform.as_parameter(x, in_buffer=True) for x in found]
         return self._as_read(found, call.waiting)
 
@@ -287,8 +289,7 @@ class Unit:
             call.check_whole(self.what)
 
     def _one_less_awaited(self) -> None:
-        """The cotangents of one buffer are there, or that of the input; after all of them nothing reads the parameters.
-        They make room for the buffer in which their gradients are reduced."""
+        """Count the cotangents of one buffer, or of the input. After the last one nothing reads the parameters."""
         self._awaited -= 1
         if self._awaited == 0 and self.model is not None and (running := self.model.this_pass()) is not None:
             running.left(self)
@@ -303,8 +304,7 @@ class Unit:
 
     # ---------------------------------------------------------------------- backward
     def open(self, call: Call) -> None:
-        """Backward begins: have the whole parameters there, for what the forward has kept of them, and for what is
-        computed again."""
+        """Backward begins: gather the parameters, for tensors that autograd has kept and for recomputed forwards."""
         if not self.platform.frees_storage or not self.plan.slots or not self.whole_in_backward:
             return
         if self._opened:

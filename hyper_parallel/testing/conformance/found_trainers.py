@@ -102,4 +102,11 @@ FOUND_TRAINERS: dict[str, Program] = {
         ("eval", 2),
         ("step", 3, 1, 0.0),
     ),
+    "a rank that uses none of the parameters that are trained": _of(
+        Model(5, 7, ("rms", "rms"), bias=False),
+        Setup((2, 1), ("rep", "shard"), (), (), (None,)),
+        ("choose", (0, 0), (1, 1, 1)),
+        ("freeze", 1),
+        ("step", 1, 1, 0.0),
+    ),
 }

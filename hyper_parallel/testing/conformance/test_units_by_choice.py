@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import RankMismatchError, check_ranks, fully_shard
+from hyper_parallel import DTensor, RankMismatchError, check_ranks, fully_shard
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.test_fully_shard_units import Trained
@@ -138,6 +138,53 @@ def gone(mesh: Any) -> None:
     unit.unshard()
     np.testing.assert_allclose(adapter.numpy(adapter.call(unit, x)), adapter.numpy(adapter.call(wanted, x)), rtol=1e-4)
     assert len(kept) == (mesh.get_local_rank(0) > 0)
+
+
+@spmd.on_mesh()
+def some_of_a_unit(mesh: Any) -> None:
+    """Each rank runs one layer of a unit. One has another dtype, so it lies in a buffer of its own; one is frozen."""
+    adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank(0)
+    xs = np.random.default_rng(3).standard_normal((size, 2, FEATURES)).astype(np.float32)
+
+    def built(order: list[int]) -> Any:
+        root = adapter.load(build(mesh), np.random.default_rng(5))
+        adapter.load(root.expert1, np.random.default_rng(6), np.float64)
+        for name in ("expert2.weight", "expert2.bias"):
+            adapter.freeze(root, name)
+
+        def forward(self: Any, x: Any) -> Any:
+            for i in self.order[0]:
+                x = x.double() if i == 1 else x.float()
+                x = x + getattr(self, f"expert{i}")(x)
+            return x.float(), x.float() * 2, len(self.order[0])
+
+        mesh.platform.replace_forward(root, lambda _: forward)
+        root.order[0] = order
+        return root
+
+    def grads_of(root: Any, x: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+        def loss(x: Any) -> Any:
+            y, z, _ = adapter.call(root, x)
+            return adapter.weighted_sum(y * z, adapter.tensor(np.ones(y.shape, np.float32))), y
+
+        y, _, grads = adapter.model_value_and_grads(root, loss, x)
+        return adapter.numpy(y), grads
+
+    for orders in ([[0], [1], [2]], [[2], [0, 1], [1]], [[2, 1], [2], [0]], [[1], [2], [2]]):
+        results = [grads_of(built(order), x) for order, x in zip(orders, xs, strict=False)]
+        y, got = grads_of(fully_shard(built(orders[rank]), mesh=mesh), xs[rank])
+        np.testing.assert_allclose(y, results[rank][0], rtol=1e-4)
+        for name, g in got.items():
+            each = [adapter.numpy(grads[name]) for _, grads in results if grads.get(name) is not None]
+            if each or g is not None:
+                assert isinstance(g, DTensor), (orders, name)
+                whole = adapter.numpy(g)
+                np.testing.assert_allclose(whole, sum(each) / size, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@on_ranks(2, 3)
+def test_ranks_that_run_some_of_a_unit(pool: Any, world_size: int) -> None:
+    pool.run(world_size, some_of_a_unit)
 
 
 @on_ranks(2, 3)
