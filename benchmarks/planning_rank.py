@@ -16,8 +16,8 @@ from benchmarks.report import Goal, Result, Table
 from hyper_parallel import CommTrace, DTensor, fully_shard, init_device_mesh, parallelize_module
 from hyper_parallel.planning import dry_run
 from hyper_parallel.planning.llama import MODELS, llama_plan
-from hyper_parallel.platform.torch.decoder import make_decoder
-from hyper_parallel.platform.torch.usage import UsageMode
+from hyper_parallel.platform.torch.basics.decoder import make_decoder
+from hyper_parallel.platform.torch.basics.usage import UsageMode
 
 __all__ = ["CHECKED", "TOKENS", "model"]
 

@@ -130,7 +130,7 @@ def scaled_dot_product_attention(
 def _gradients(asked: str) -> Any:
     """The module that computes them, which imports MindSpore."""
     _need_mindspore(asked, "differentiates", "call backward() of the loss and read the gradients from the parameters")
-    from hyper_parallel.platform.mindspore import grad as functions
+    from hyper_parallel.platform.mindspore.gradients import grad as functions
 
     return functions
 

@@ -78,6 +78,6 @@ def _conversions(asked: str) -> Any:
             f"{platform.name!r}. Set HYPER_PARALLEL_PLATFORM=torch-cpu (or torch-cuda, torch-npu) before the program "
             "starts"
         )
-    from hyper_parallel.platform.torch import native_dtensors
+    from hyper_parallel.platform.torch.native import native_dtensors
 
     return native_dtensors

@@ -33,7 +33,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel import Platform, get_platform
-from hyper_parallel.platform.torch import dtensor_class, tensor
+from hyper_parallel.platform.torch import dtensor_class
+from hyper_parallel.platform.torch.basics import tensor
 from hyper_parallel.platform.torch.cuda import TorchCudaPlatform
 
 __all__ = ["CUDA", "FakeCudaMode", "fake_platform", "fake_world", "usable_gpu"]

@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hyper_parallel.platform.mindspore.dtypes import FLOATS
+from hyper_parallel.platform.mindspore.basics.dtypes import FLOATS
 from tests.mindspore.operator_samples import SAMPLES, Draw
 from tests.support.operator_table.side import Call
 

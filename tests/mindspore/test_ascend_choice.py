@@ -12,9 +12,11 @@ import pytest
 from mindspore import Tensor, mint, ops
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.platform.mindspore import base, collectives, launch
+from hyper_parallel.platform.mindspore import base
 from hyper_parallel.platform.mindspore.base import MindSporePlatform
-from hyper_parallel.platform.mindspore.op_table import loss, nn
+from hyper_parallel.platform.mindspore.handlers import loss
+from hyper_parallel.platform.mindspore.op_table import nn
+from hyper_parallel.platform.mindspore.processes import collectives, launch
 
 MINE = np.arange(8, dtype=np.float32).reshape(4, 2)
 PEER = MINE * 10 + 1

@@ -20,7 +20,8 @@ from hyper_parallel import CommDebugMode, DTensor, coalesce_gradients, get_platf
 from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.tensor_parallel.program import uneven_shards
 from hyper_parallel.mindspore import value_and_grad
-from hyper_parallel.platform.mindspore import collectives, local_tensors
+from hyper_parallel.platform.mindspore import local_tensors
+from hyper_parallel.platform.mindspore.processes import collectives
 from hyper_parallel.testing.spmd import on_mesh
 
 

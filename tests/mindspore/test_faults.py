@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.platform.mindspore import lost_ranks
+from hyper_parallel.platform.mindspore.processes import lost_ranks
 from tests.support.programs import run_ranks
 
 PROGRAM = """

@@ -26,7 +26,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.mindspore import grad, value_and_grad
-from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
+from hyper_parallel.platform.mindspore.gradients.local_gradients import LocalGradients
 from hyper_parallel.testing.extent import everything, in_gate
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import error_of, whole

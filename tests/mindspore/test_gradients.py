@@ -26,7 +26,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.debug import CommDebugMode
 from hyper_parallel.mindspore import grad, value_and_grad
-from hyper_parallel.platform.mindspore.private import AutogradFunction
+from hyper_parallel.platform.mindspore.basics.private import AutogradFunction
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh

@@ -28,8 +28,8 @@ from hyper_parallel import Shard, distribute_tensor
 from hyper_parallel.platform.mindspore import graphs
 from hyper_parallel.platform.mindspore.compiled import parsing
 from hyper_parallel.platform.mindspore.compiled.reaching import reachable
-from hyper_parallel.platform.mindspore.launch import GroupVerbs
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
+from hyper_parallel.platform.mindspore.processes.launch import GroupVerbs
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch, is_dispatching
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import batch, error_of, make_net
 

@@ -10,8 +10,8 @@ from mindspore import communication
 from mindspore.communication._comm_helper import GlobalComm
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.platform.mindspore import launch, stores
-from hyper_parallel.platform.mindspore.launch import GroupVerbs, World
+from hyper_parallel.platform.mindspore.processes import launch, stores
+from hyper_parallel.platform.mindspore.processes.launch import GroupVerbs, World
 from hyper_parallel.testing import worker
 from hyper_parallel.testing.spmd import on_mesh
 

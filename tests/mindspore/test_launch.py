@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, ops
 
-from hyper_parallel.platform.mindspore import launch, stores
-from hyper_parallel.platform.mindspore.launch import GroupVerbs
+from hyper_parallel.platform.mindspore.processes import launch, stores
+from hyper_parallel.platform.mindspore.processes.launch import GroupVerbs
 from hyper_parallel.testing.pool import WorkerPool, free_port
 from hyper_parallel.testing.spmd import on_mesh
 from tests.support.listening import listening_at

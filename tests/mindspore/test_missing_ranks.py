@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.platform.mindspore import lost_ranks
-from hyper_parallel.platform.mindspore.launch import GroupVerbs, World
+from hyper_parallel.platform.mindspore.processes import lost_ranks
+from hyper_parallel.platform.mindspore.processes.launch import GroupVerbs, World
 from hyper_parallel.testing.pool import free_port
 
 #: All that a test has made, until the process ends: MindSpore crashes now and then when it destroys a client.

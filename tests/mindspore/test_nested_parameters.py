@@ -23,7 +23,7 @@ from hyper_parallel import (
     manual_seed,
 )
 from hyper_parallel.mindspore import value_and_grad
-from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
+from hyper_parallel.platform.mindspore.gradients.local_gradients import LocalGradients
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import rows_of, whole
 from tests.mindspore.test_optimizers import OPTIMIZERS

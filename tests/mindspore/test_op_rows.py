@@ -12,9 +12,9 @@ import pytest
 from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import DTensor, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel.platform.mindspore.basics.seeds import COUNTERS, undo_draw
 from hyper_parallel.platform.mindspore.op_table import OPS, VARIANTS
 from hyper_parallel.platform.mindspore.op_table.binding import arguments
-from hyper_parallel.platform.mindspore.seeds import COUNTERS, undo_draw
 from hyper_parallel.platform.row_text import dims_of, ints
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3) + 1

@@ -8,7 +8,7 @@ from functools import partial
 import mindspore
 import pytest
 
-from hyper_parallel.platform.mindspore.autograd import _Recording, counted_begin, counted_end
+from hyper_parallel.platform.mindspore.gradients.autograd import _Recording, counted_begin, counted_end
 from hyper_parallel.platform.mindspore.patches import PATCHES
 from hyper_parallel.testing.pool import free_port
 from tests.support.patch_table import table
@@ -26,7 +26,7 @@ from hyper_parallel import Shard
 from hyper_parallel.platform import patching
 from hyper_parallel.core.tensor_parallel import api  # every module that a plan uses
 import hyper_parallel.mindspore
-import hyper_parallel.platform.mindspore.grad, hyper_parallel.platform.mindspore.patches
+import hyper_parallel.platform.mindspore.gradients.grad, hyper_parallel.platform.mindspore.patches
 
 def unpatched():
     changed = changes(plain, snapshot("mindspore"))

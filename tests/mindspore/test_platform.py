@@ -13,8 +13,8 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from hyper_parallel import DTensor, Shard, distribute_tensor, get_platform, init_device_mesh
 from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.rules import OPERATIONS
-from hyper_parallel.platform.mindspore.collectives import dense
 from hyper_parallel.platform.mindspore.op_table import OPS, VARIANTS
+from hyper_parallel.platform.mindspore.processes.collectives import dense
 
 FLOATS = np.arange(6, dtype=np.float32).reshape(2, 3)
 

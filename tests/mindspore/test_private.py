@@ -11,7 +11,7 @@ from typing import Any
 import mindspore
 import pytest
 
-from hyper_parallel.platform.mindspore import private
+from hyper_parallel.platform.mindspore.basics import private
 
 
 def load() -> ModuleType:

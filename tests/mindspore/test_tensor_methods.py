@@ -24,7 +24,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.platform.mindspore.patches import PATCHES
-from hyper_parallel.platform.mindspore.tensor import Unknown
+from hyper_parallel.platform.mindspore.tensors.tensor import Unknown
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import error_of, rows_of, whole
 

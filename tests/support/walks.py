@@ -78,7 +78,7 @@ def walking(walk: Walk, *moments: tuple[str, str, int], ran: set[str] | None = N
 @contextmanager
 def nobody_watches(folder: str) -> Iterator[None]:
     """Inside, units of earlier tests that still live are not told of a backward."""
-    module = import_module(f"hyper_parallel.platform.{folder}.autograd")
+    module = import_module(f"hyper_parallel.platform.{folder}.gradients.autograd")
     with pytest.MonkeyPatch().context() as patch:
         if hasattr(module, "_WATCHERS"):
             patch.setattr(module, "_WATCHERS", [])
@@ -104,7 +104,7 @@ def of_a_plan(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
     step()
     # The first all-reduce is that of the outputs of `down`, in forward.
     ran: set[str] = set()
-    moments = (".py", ".view", 1), (f"{folder}/collectives.py", ".all_reduce", 2)
+    moments = (".py", ".view", 1), (f"{folder}/processes/collectives.py", ".all_reduce", 2)
     with nobody_watches(folder), walking(walk, *moments, ran=ran):
         step()
     return walk, sorted(ran - set(walk))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel import CommDebugMode, DTensor, RowwiseParallel, Shard, get_platform, parallelize_module
-from hyper_parallel.platform.torch.collectives import _Group
+from hyper_parallel.platform.torch.processes.collectives import _Group
 from hyper_parallel.testing import spmd
 from tests.torch.support import close, device, randn
 

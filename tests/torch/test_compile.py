@@ -36,10 +36,10 @@ from hyper_parallel import (
     parallelize_module,
     replicate,
 )
-from hyper_parallel.platform.torch import calls
 from hyper_parallel.platform.torch.compiled import hooks
 from hyper_parallel.platform.torch.compiled import outside as left_outside
 from hyper_parallel.platform.torch.handlers.functions import hooked_apply
+from hyper_parallel.platform.torch.modules import calls
 from hyper_parallel.testing.extent import in_gate
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.compiled import Graphs, compare, fresh, step

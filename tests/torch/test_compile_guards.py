@@ -21,7 +21,7 @@ from hyper_parallel import (
     Shard,
     parallelize_module,
 )
-from hyper_parallel.platform.torch.compiled import guards
+from hyper_parallel.platform.torch.compiler import guards
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.compiled import Graphs, fresh, step
 from tests.torch.support import close, device, randn

@@ -26,8 +26,8 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.torch import counter
-from hyper_parallel.platform.torch.compiled.dynamo import not_compiled
+from hyper_parallel.platform.torch.basics import counter
+from hyper_parallel.platform.torch.compiler.dynamo import not_compiled
 from hyper_parallel.testing import spmd
 from tests.torch.compiled import fresh
 

@@ -33,7 +33,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.planning import DryStep, DryStepError, dry_run, search
 from hyper_parallel.platform.dry import dry_world
-from hyper_parallel.platform.torch.usage import UsageMode
+from hyper_parallel.platform.torch.basics.usage import UsageMode
 from hyper_parallel.testing.conformance.test_explain import facts
 from hyper_parallel.testing.extent import in_gate
 from hyper_parallel.testing.spmd import on_mesh

@@ -17,7 +17,7 @@ from hyper_parallel import CollectiveError, DeviceMesh
 from hyper_parallel.core.communication import collectives
 from hyper_parallel.platform.fault_reports import leave_report
 from hyper_parallel.platform.timeout import timeout_seconds
-from hyper_parallel.platform.torch import lost_ranks
+from hyper_parallel.platform.torch.processes import lost_ranks
 from hyper_parallel.testing.extent import in_gate
 from hyper_parallel.testing.spmd import on_mesh
 from tests.support.programs import run_ranks

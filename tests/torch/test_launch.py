@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.platform.torch.launch import BACKEND_VARIABLE, Launch, chosen_backend, read_environment
+from hyper_parallel.platform.torch.processes.launch import BACKEND_VARIABLE, Launch, chosen_backend, read_environment
 from hyper_parallel.testing.pool import WorkerPool, free_port
 from tests.conftest import PLATFORM
 from tests.support.listening import listening_at

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.core import operations
-from hyper_parallel.platform.torch.compiled.dynamo import not_compiled
+from hyper_parallel.platform.torch.compiler.dynamo import not_compiled
 from hyper_parallel.platform.torch.patches import PATCHES
 from hyper_parallel.testing.pool import free_port
 from tests.support.patch_table import table

@@ -24,7 +24,11 @@ from torch.nn.modules import module as nn_module
 
 import hyper_parallel
 from hyper_parallel.platform import versions
-from hyper_parallel.platform.torch import autograd, calls, collectives, fast, operators, private
+from hyper_parallel.platform.torch import fast, operators
+from hyper_parallel.platform.torch.basics import private
+from hyper_parallel.platform.torch.gradients import autograd
+from hyper_parallel.platform.torch.modules import calls
+from hyper_parallel.platform.torch.processes import collectives
 from tests.torch.decoder import Sizes, decoder, plan
 from tests.torch.test_against_torch import meshes
 from tests.torch.test_optimizer_matrix import compare, train
@@ -255,9 +259,9 @@ def taken_from_torch(source: str) -> set[str]:
 
 def test_privates_are_taken_in_one_place() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
-        if (name := path.relative_to(PACKAGE).as_posix()) not in PATCHES | {"private.py"}:
+        if (name := path.relative_to(PACKAGE).as_posix()) not in PATCHES | {"basics/private.py"}:
             taken = {t for t in taken_from_torch(path.read_text(encoding="utf-8")) if not t.startswith(tuple(PUBLIC))}
-            assert taken - {"torch._C"} == set(), f"{name}: take it from platform/torch/private.py"
+            assert taken - {"torch._C"} == set(), f"{name}: take it from platform/torch/basics/private.py"
 
 
 def test_what_is_taken_is_seen() -> None:

@@ -154,7 +154,7 @@ def a_function_with_a_plain_result(mesh: Any) -> None:
 @on_mesh()
 def one_result_under_two_layouts(mesh: Any) -> None:
     """`wrap` leaves a DTensor that has another layout as it is."""
-    from hyper_parallel.platform.torch.tensor import wrap
+    from hyper_parallel.platform.torch.basics.tensor import wrap
 
     x = DTensor.from_local(randn(5, 3), mesh, [Replicate()])
     summand = DTensor.from_local(randn(5, 3), mesh, [Partial()])

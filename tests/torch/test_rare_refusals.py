@@ -21,8 +21,9 @@ from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.debug import CommDebugMode
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.dry import dry_world
-from hyper_parallel.platform.torch import collectives, native_meshes
-from hyper_parallel.platform.torch.tensor import dispatch
+from hyper_parallel.platform.torch.basics.tensor import dispatch
+from hyper_parallel.platform.torch.native import native_meshes
+from hyper_parallel.platform.torch.processes import collectives
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import device
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import register_sharding
+from hyper_parallel.platform.torch.basics.tensor import HANDLERS
 from hyper_parallel.platform.torch.op_table import OP_TABLE
-from hyper_parallel.platform.torch.tensor import HANDLERS
 
 
 def rule(shapes: tuple, static_args: tuple) -> Any:

@@ -24,7 +24,7 @@ from hyper_parallel import (
     Shard,
     parallelize_module,
 )
-from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE
+from hyper_parallel.platform.torch.basics.transforms import MAYBE_INSIDE
 from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn, shard

@@ -60,6 +60,12 @@ FLOORS = (
     "data_parallel",
 )
 _GROUND = {"contract", "platforms", "table of names"}
+#: The folders of a backend, the lowest first: each may import those below it, for type checkers too. The files next to
+#: the folders are the backend's classes and patches, and may import all of them.
+FOLDERS = {
+    "torch": ["basics", "gradients", "native", "processes", "op_table", "compiled", "handlers", "modules", "compiler"],
+    "mindspore": ["basics", "processes", "op_table", "tensors", "gradients", "handlers", "compiled"],
+}
 
 
 def below(floor: str) -> set[str]:
@@ -185,6 +191,52 @@ def test_floors_of_core_lie_upon_each_other() -> None:
     assert wrong_arrows(graph(core, for_types=True)) == []
 
 
+def folder_arrows(backend: str, texts: Mapping[str, str]) -> list[str]:
+    """Imports of a backend that go up, or to a folder that `FOLDERS` does not have."""
+    package, order = f"{NAME}.platform.{backend}", FOLDERS[backend]
+    folders = {module: module.removeprefix(f"{package}.").split(".")[0] for module in texts}
+    inside = {module: text for module, text in texts.items() if f"{module}.".startswith(f"{package}.")}
+    files = {module for module in inside if module.count(".") == package.count(".") + 1} - {
+        f"{package}.{folder}" for folder in order
+    }
+
+    def height(module: str) -> int:
+        return len(order) if module == package or module in files else order.index(folders[module])
+
+    return [
+        f"{module}:{line}: {folders[module]} imports {target}"
+        for module, targets in graph(inside, for_types=True).items()
+        for target, line in targets.items()
+        if target != package and height(target) > height(module)
+    ]
+
+
+@pytest.mark.parametrize("backend", sorted(FOLDERS))
+def test_folders_of_a_backend_lie_upon_each_other(backend: str) -> None:
+    assert folder_arrows(backend, sources()) == []
+
+
+def test_an_import_that_goes_up_is_seen() -> None:
+    """From a folder to one above it, and to a file next to the folders; also where only types are meant."""
+    name = f"{NAME}.platform.torch.basics.tensor"
+    for target in ("gradients.autograd", "base"):
+        for planted in (
+            f"import {NAME}.platform.torch.{target}",
+            f"def f():\n    import {NAME}.platform.torch.{target}",
+        ):
+            found = folder_arrows("torch", {**sources(), name: f"{sources()[name]}\n{planted}\n"})
+            assert len(found) == 1 and found[0].startswith(name) and target in found[0], found
+
+
+@pytest.mark.parametrize("backend", sorted(FOLDERS))
+def test_no_folder_of_a_backend_has_more_than_fifteen_files(backend: str) -> None:
+    """But the handlers: they are alike, a file for each protocol."""
+    package = ROOT / NAME / "platform" / backend
+    assert {path.name for path in package.iterdir() if path.is_dir() and path.name[0] != "_"} == {*FOLDERS[backend]}
+    for folder in (package, *(package / name for name in FOLDERS[backend] if name != "handlers")):
+        assert len(list(folder.glob("*.py"))) <= 15, folder
+
+
 def test_no_imports_go_in_a_circle() -> None:
     assert circle(graph(sources())) == []
 
@@ -197,8 +249,16 @@ def test_the_arrows_themselves_go_one_way() -> None:
 @pytest.mark.parametrize(
     ("module", "line", "arrow"),
     [
-        ("platform.torch.transforms", "from hyper_parallel.core.caches import Cache", "torch may not import tools"),
-        ("platform.mindspore.grad", "import hyper_parallel.core.weak_table", "mindspore may not import tools"),
+        (
+            "platform.torch.basics.transforms",
+            "from hyper_parallel.core.caches import Cache",
+            "torch may not import tools",
+        ),
+        (
+            "platform.mindspore.gradients.grad",
+            "import hyper_parallel.core.weak_table",
+            "mindspore may not import tools",
+        ),
         ("platform.contract.core", "from hyper_parallel.platform import registry", "contract may not import platforms"),
         ("core.dtensor.tensor", "from hyper_parallel.platform.torch import base", "dtensor may not import torch"),
         ("core.dtensor.api", "import_module('hyper_parallel.platform.torch.cpu')", "dtensor may not import torch"),
@@ -213,7 +273,11 @@ def test_the_arrows_themselves_go_one_way() -> None:
             "import hyper_parallel.core.tensor_parallel.styles.base",
             "programs may not import styles",
         ),
-        ("platform.torch.tensor", "import hyper_parallel.platform.mindspore.base", "torch may not import mindspore"),
+        (
+            "platform.torch.basics.tensor",
+            "import hyper_parallel.platform.mindspore.base",
+            "torch may not import mindspore",
+        ),
         ("testing.worker", "import hyper_parallel.platform.torch.base", "testing may not import torch"),
     ],
 )
@@ -229,7 +293,7 @@ def test_a_wrong_arrow_is_seen(module: str, line: str, arrow: str) -> None:
     ("module", "other"),
     [
         ("core.rules.op_sharding", "core.operations.dispatch"),
-        ("platform.torch.tensor", "platform.torch.patches"),
+        ("platform.torch.basics.tensor", "platform.torch.patches"),
         ("core.communication.recorder", "core.communication.redistribute"),
     ],
 )

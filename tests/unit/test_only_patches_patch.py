@@ -17,11 +17,11 @@ INSTALL = (PACKAGE / "platform" / "patching.py", PACKAGE / "platform" / "places.
 #: State of a framework, which is data that it writes itself, and not a function: file -> what is written there.
 STATE = {
     # MindSpore goes on saying that there are groups after it has destroyed them.
-    "platform/mindspore/launch.py": {"GlobalComm.INITED"},
+    "platform/mindspore/processes/launch.py": {"GlobalComm.INITED"},
     # A recording that an error has left behind: MindSpore could record nothing afterwards.
     "platform/mindspore/graphs.py": {"context.compiled", "context.phase", "context.args", "jit_trace._using_trace"},
     # The counters of random operations.
-    "platform/mindspore/seeds.py": {"COUNTERS[name, given]"},
+    "platform/mindspore/basics/seeds.py": {"COUNTERS[name, given]"},
 }
 #: What may be set on a function or an object of one's own.
 HARMLESS = {"__class__", "__name__", "__qualname__", "__doc__", "__dict__", "__module__", "__kwdefaults__"}

@@ -9,21 +9,21 @@ import mindspore
 from mindspore import Parameter, Tensor
 
 from hyper_parallel.platform.contract import Platform
-from hyper_parallel.platform.mindspore.autograd import AutogradVerbs
-from hyper_parallel.platform.mindspore.collectives import CollectiveVerbs
+from hyper_parallel.platform.mindspore.basics.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.dtensor_class import make_dtensor_class
-from hyper_parallel.platform.mindspore.dtypes import DISCRETE
 from hyper_parallel.platform.mindspore.fast import MindSporeFast
+from hyper_parallel.platform.mindspore.gradients.autograd import AutogradVerbs
 from hyper_parallel.platform.mindspore.handlers import scaled_attention
-from hyper_parallel.platform.mindspore.launch import GroupVerbs, device_target
 from hyper_parallel.platform.mindspore.local_tensors import LocalVerbs
 from hyper_parallel.platform.mindspore.modules import ModuleVerbs
-from hyper_parallel.platform.mindspore.observation import ObservationVerbs
 from hyper_parallel.platform.mindspore.op_table import OPS, PASS_THROUGH, VARIANTS
-from hyper_parallel.platform.mindspore.parameter import Classes
 from hyper_parallel.platform.mindspore.patches import PATCHES, WATCHING
+from hyper_parallel.platform.mindspore.processes.collectives import CollectiveVerbs
+from hyper_parallel.platform.mindspore.processes.launch import GroupVerbs, device_target
 from hyper_parallel.platform.mindspore.state import StateVerbs
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
+from hyper_parallel.platform.mindspore.tensors.observation import ObservationVerbs
+from hyper_parallel.platform.mindspore.tensors.parameter import Classes
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.versions import warn_of_untested
 
 __all__ = ["MindSporePlatform"]

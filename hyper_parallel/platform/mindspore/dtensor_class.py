@@ -5,12 +5,12 @@ from __future__ import annotations
 from mindspore import Parameter, Tensor
 
 from hyper_parallel.platform.contract import Core
-from hyper_parallel.platform.mindspore.empty_shards import use_rules
+from hyper_parallel.platform.mindspore.basics.empty_shards import use_rules
 from hyper_parallel.platform.mindspore.handlers.likes import NEW_METHODS
 from hyper_parallel.platform.mindspore.handlers.plain_inside import METHODS
-from hyper_parallel.platform.mindspore.parameter import Classes, DistributedParameter
 from hyper_parallel.platform.mindspore.patches import PATCHES
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor
+from hyper_parallel.platform.mindspore.tensors.parameter import Classes, DistributedParameter
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor
 
 __all__ = ["make_dtensor_class"]
 

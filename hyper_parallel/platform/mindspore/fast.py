@@ -8,7 +8,7 @@ from typing import Any
 from mindspore import mint, nn
 
 from hyper_parallel.platform.contract import Fast
-from hyper_parallel.platform.mindspore.autograd import FastAutograd
+from hyper_parallel.platform.mindspore.gradients.autograd import FastAutograd
 
 __all__ = ["MindSporeFast"]
 

@@ -15,7 +15,7 @@ from typing import Any
 from mindspore.graph import jit_trace
 
 from hyper_parallel.platform.mindspore.compiled.reaching import graph_error, refuse
-from hyper_parallel.platform.mindspore.tensor import NoDispatch, is_dispatching
+from hyper_parallel.platform.mindspore.tensors.tensor import NoDispatch, is_dispatching
 
 __all__ = ["allowed_again", "checked_begin", "checked_enter", "checked_preparation"]
 

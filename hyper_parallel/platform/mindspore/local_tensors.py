@@ -13,10 +13,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hyper_parallel.platform.mindspore.collectives import copied, dense
-from hyper_parallel.platform.mindspore.empty_shards import connected_zeros
+from hyper_parallel.platform.mindspore.basics.empty_shards import connected_zeros
+from hyper_parallel.platform.mindspore.basics.seeds import COUNTERS
 from hyper_parallel.platform.mindspore.memory_order import with_strides
-from hyper_parallel.platform.mindspore.seeds import COUNTERS
+from hyper_parallel.platform.mindspore.processes.collectives import copied, dense
 
 __all__ = ["LocalVerbs"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from mindspore import Tensor, mint
 
-from hyper_parallel.platform.mindspore.collectives import copied
-from hyper_parallel.platform.mindspore.private import AutogradFunction, untracked
+from hyper_parallel.platform.mindspore.basics.private import AutogradFunction, untracked
+from hyper_parallel.platform.mindspore.processes.collectives import copied
 
 
 class _WithStrides(AutogradFunction):

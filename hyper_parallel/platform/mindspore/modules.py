@@ -12,15 +12,15 @@ import numpy as np
 from mindspore import COOTensor, CSRTensor, Parameter, Tensor, dtype_to_nptype, mint, nn, ops
 
 from hyper_parallel.platform.contract import ModuleKind
-from hyper_parallel.platform.mindspore.collectives import copied, dense, is_dense
+from hyper_parallel.platform.mindspore.basics.dtypes import FLOATS
+from hyper_parallel.platform.mindspore.basics.private import RECOMPUTE, Casts, CheckedCell
 from hyper_parallel.platform.mindspore.compiled.cells import compiled_hook, set_compiled_forward, share_compiled_inputs
-from hyper_parallel.platform.mindspore.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.handlers.dropout import share_draws
-from hyper_parallel.platform.mindspore.launch import device_target
-from hyper_parallel.platform.mindspore.parameter import make_distributed
-from hyper_parallel.platform.mindspore.parameter_tuples import read_from_table
-from hyper_parallel.platform.mindspore.private import RECOMPUTE, Casts, CheckedCell
-from hyper_parallel.platform.mindspore.stand_ins import stand_for
+from hyper_parallel.platform.mindspore.processes.collectives import copied, dense, is_dense
+from hyper_parallel.platform.mindspore.processes.launch import device_target
+from hyper_parallel.platform.mindspore.tensors.parameter import make_distributed
+from hyper_parallel.platform.mindspore.tensors.parameter_tuples import read_from_table
+from hyper_parallel.platform.mindspore.tensors.stand_ins import stand_for
 from hyper_parallel.platform.module_text import text_of_plan
 
 __all__ = ["ModuleVerbs"]

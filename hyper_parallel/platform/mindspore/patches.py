@@ -11,20 +11,22 @@ from typing import Any
 
 import mindspore
 
-from hyper_parallel.platform.mindspore import autograd, graphs, observation, stand_ins
+from hyper_parallel.platform.mindspore import graphs
 from hyper_parallel.platform.mindspore.compiled import parsing
+from hyper_parallel.platform.mindspore.gradients import autograd
 from hyper_parallel.platform.mindspore.handlers import (
     attention,
     clipping,
     entry_points,
     likes,
+    loss,
     optimizers,
     plain_inside,
     plain_tensors,
     recomputing,
 )
-from hyper_parallel.platform.mindspore.op_table import loss
-from hyper_parallel.platform.mindspore.parameter import Classes
+from hyper_parallel.platform.mindspore.tensors import observation, stand_ins
+from hyper_parallel.platform.mindspore.tensors.parameter import Classes
 from hyper_parallel.platform.patching import Patch, PatchSet, calling, takes
 
 __all__ = ["PATCHES", "WATCHING"]

@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
 from hyper_parallel.platform.contract import OptimizerState
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.mindspore.torch_names import (
     CELLS,
     COUNTERS,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.platform.contract import Platform
-from hyper_parallel.platform.torch.tensor import is_dtensor
+from hyper_parallel.platform.torch.basics.tensor import is_dtensor
 
 __all__ = ["AttentionVerbs"]
 

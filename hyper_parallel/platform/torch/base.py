@@ -13,18 +13,19 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.platform.torch import counter, dtensor_class, patches, tensor
+from hyper_parallel.platform.torch import dtensor_class, patches
 from hyper_parallel.platform.torch.attention import AttentionVerbs
-from hyper_parallel.platform.torch.autograd import AutogradVerbs
-from hyper_parallel.platform.torch.collectives import CommunicationVerbs
+from hyper_parallel.platform.torch.basics import counter, tensor
+from hyper_parallel.platform.torch.basics.local_tensors import LocalVerbs
+from hyper_parallel.platform.torch.basics.observation import ObservationVerbs
+from hyper_parallel.platform.torch.basics.private import OpOverload, in_loss_parallel, is_traceable_wrapper
+from hyper_parallel.platform.torch.basics.transforms import MAYBE_INSIDE, refuse_transforms
 from hyper_parallel.platform.torch.fast import TorchFast
-from hyper_parallel.platform.torch.local_tensors import LocalVerbs
-from hyper_parallel.platform.torch.modules import ModuleVerbs
-from hyper_parallel.platform.torch.observation import ObservationVerbs
+from hyper_parallel.platform.torch.gradients.autograd import AutogradVerbs
+from hyper_parallel.platform.torch.modules.modules import ModuleVerbs
 from hyper_parallel.platform.torch.op_table import OP_TABLE
-from hyper_parallel.platform.torch.private import OpOverload, in_loss_parallel, is_traceable_wrapper
+from hyper_parallel.platform.torch.processes.collectives import CommunicationVerbs
 from hyper_parallel.platform.torch.state import StateVerbs
-from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
 from hyper_parallel.platform.versions import warn_of_untested
 
 __all__ = ["TorchPlatform"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyper_parallel.platform.torch.tensor import State, stand_for
+from hyper_parallel.platform.torch.basics.tensor import State, stand_for
 
 __all__ = ["both_overridable", "whole_classes_only"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.torch.base import TorchPlatform
-from hyper_parallel.platform.torch.dtypes import FLOATS, INTEGERS, REDUCED
+from hyper_parallel.platform.torch.basics.dtypes import FLOATS, INTEGERS, REDUCED
 
 __all__ = ["TorchCudaPlatform"]
 

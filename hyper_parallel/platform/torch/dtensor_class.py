@@ -18,13 +18,15 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Core
 from hyper_parallel.platform.imports import when_imported
-from hyper_parallel.platform.torch import checkpoints, handlers, patches, wrappers
+from hyper_parallel.platform.torch import handlers, patches
+from hyper_parallel.platform.torch.basics import wrappers
+from hyper_parallel.platform.torch.basics.private import is_dispatch_on
+from hyper_parallel.platform.torch.basics.tensor import HANDLERS, Handler, State
 from hyper_parallel.platform.torch.compiled.losses import trace_losses
 from hyper_parallel.platform.torch.functional import calls_in_place, direct_calls
+from hyper_parallel.platform.torch.native import checkpoints
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.operators import make_methods, make_operators
-from hyper_parallel.platform.torch.private import is_dispatch_on
-from hyper_parallel.platform.torch.tensor import HANDLERS, Handler, State
 
 __all__ = ["make_dtensor_class"]
 

@@ -17,8 +17,18 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Fast, LinearCollective
 from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS, TensorFunction
-from hyper_parallel.platform.torch import overlap
-from hyper_parallel.platform.torch.autograd import (
+from hyper_parallel.platform.torch.basics.gathered_rows import GatheredRows
+from hyper_parallel.platform.torch.basics.private import (
+    any_autocast,
+    chunk_cat,
+    current_node,
+    graph_task,
+    saved_tensor_hooks,
+    set_order,
+    will_execute,
+)
+from hyper_parallel.platform.torch.basics.transforms import MAYBE_INSIDE, refuse_transforms
+from hyper_parallel.platform.torch.gradients.autograd import (
     ADDING,
     NOTHING,
     SAME_AS_VIEW,
@@ -31,18 +41,8 @@ from hyper_parallel.platform.torch.autograd import (
     shape_of,
     stride_of,
 )
-from hyper_parallel.platform.torch.flat_storage import find_flat, move_to_flat
-from hyper_parallel.platform.torch.gathered_rows import GatheredRows
-from hyper_parallel.platform.torch.private import (
-    any_autocast,
-    chunk_cat,
-    current_node,
-    graph_task,
-    saved_tensor_hooks,
-    set_order,
-    will_execute,
-)
-from hyper_parallel.platform.torch.transforms import MAYBE_INSIDE, refuse_transforms
+from hyper_parallel.platform.torch.gradients.flat_storage import find_flat, move_to_flat
+from hyper_parallel.platform.torch.processes import overlap
 
 __all__ = ["TorchFast"]
 

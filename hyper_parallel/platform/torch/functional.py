@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hyper_parallel.platform.torch.basics.private import native
+from hyper_parallel.platform.torch.basics.tensor import Handler
 from hyper_parallel.platform.torch.op_table.binding import Table
-from hyper_parallel.platform.torch.private import native
-from hyper_parallel.platform.torch.tensor import Handler
 
 __all__ = ["calls_in_place", "direct_calls"]
 

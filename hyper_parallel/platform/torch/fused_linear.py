@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.platform.contract import LinearCollective
-from hyper_parallel.platform.torch.overlap import FUNCTIONS
+from hyper_parallel.platform.torch.processes.overlap import FUNCTIONS
 
 __all__ = ["applies", "run"]
 

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.platform.contract.dry import Usage
+from hyper_parallel.platform.torch.basics.decoder import make_decoder
+from hyper_parallel.platform.torch.basics.private import TorchDispatchMode, fused_attention
+from hyper_parallel.platform.torch.basics.usage import UsageMode, resized
 from hyper_parallel.platform.torch.cpu import TorchCpuPlatform
-from hyper_parallel.platform.torch.decoder import make_decoder
 from hyper_parallel.platform.torch.fast import TorchFast
-from hyper_parallel.platform.torch.private import TorchDispatchMode, fused_attention
-from hyper_parallel.platform.torch.usage import UsageMode, resized
 
 __all__ = ["TorchMetaPlatform"]
 

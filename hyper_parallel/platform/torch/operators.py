@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hyper_parallel.platform.torch.basics.private import function_modes, is_dispatch_on
+from hyper_parallel.platform.torch.basics.tensor import Handler
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.private import function_modes, is_dispatch_on
-from hyper_parallel.platform.torch.tensor import Handler
 
 __all__ = ["make_methods", "make_operators"]
 

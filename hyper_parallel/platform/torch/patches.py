@@ -13,19 +13,15 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.patching import Patch, PatchSet, calling, takes
-from hyper_parallel.platform.torch import (
-    autograd,
-    checkpoints,
-    class_losses,
-    fully_sharded,
-    native_meshes,
-    transforms,
-    whole_states,
-    wrappers,
-)
-from hyper_parallel.platform.torch.compiled import dynamo, flex, guards
+from hyper_parallel.platform.torch import class_losses
+from hyper_parallel.platform.torch.basics import transforms, wrappers
+from hyper_parallel.platform.torch.basics.tensor import State, allow_dtensors
+from hyper_parallel.platform.torch.compiled import flex
+from hyper_parallel.platform.torch.compiler import dynamo, guards
+from hyper_parallel.platform.torch.gradients import autograd
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, masked, optimizers
-from hyper_parallel.platform.torch.tensor import State, allow_dtensors
+from hyper_parallel.platform.torch.modules import fully_sharded
+from hyper_parallel.platform.torch.native import checkpoints, native_meshes, whole_states
 
 __all__ = ["PATCHES"]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import OptimizerState, Platform
+from hyper_parallel.platform.torch.basics.private import swap_implementation
 from hyper_parallel.platform.torch.handlers.optimizers import COUNTERS
-from hyper_parallel.platform.torch.private import swap_implementation
 
 __all__ = ["StateVerbs"]
 

@@ -17,7 +17,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from hyper_parallel import DTensor
 from hyper_parallel.mindspore import scaled_dot_product_attention
-from hyper_parallel.platform.mindspore import grad as gradients
+from hyper_parallel.platform.mindspore.gradients import grad as gradients
 from hyper_parallel.testing.adapters import forwards
 
 _ADAPTER = sys.modules[__name__]

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from hyper_parallel import ColwiseParallel, RowwiseParallel
-from hyper_parallel.platform.mindspore.private import AutogradFunction
+from hyper_parallel.platform.mindspore.basics.private import AutogradFunction
 from tests.mindspore.programs.cells import (
     CLASSES,
     FEATURES,

@@ -12,7 +12,7 @@ from mindspore import nn
 from hyper_parallel.platform.contract import CompiledForward, CompiledInputs
 from hyper_parallel.platform.mindspore.compiled.forwards import ColumnLinear, GraphCell, NotTracedError, make_cell
 from hyper_parallel.platform.mindspore.compiled.hooks import make_surrounded
-from hyper_parallel.platform.mindspore.tensor import NoDispatch
+from hyper_parallel.platform.mindspore.tensors.tensor import NoDispatch
 
 __all__ = [
     "compiled_hook",

@@ -16,8 +16,8 @@ from typing import Any
 
 from mindspore import Tensor, mint, nn, ops
 
-from hyper_parallel.platform.mindspore.launch import device_target
-from hyper_parallel.platform.mindspore.private import GlobalComm
+from hyper_parallel.platform.mindspore.basics.private import GlobalComm
+from hyper_parallel.platform.mindspore.processes.launch import device_target
 
 __all__ = [
     "Exchange",

@@ -26,10 +26,10 @@ from hyper_parallel.platform.mindspore.compiled.reaching import (
     refuse,
 )
 from hyper_parallel.platform.mindspore.compiled.shapes import pending_comparisons
+from hyper_parallel.platform.mindspore.gradients.local_gradients import LocalGradients
 from hyper_parallel.platform.mindspore.handlers.clipping import refuse_parts
-from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients
 from hyper_parallel.platform.mindspore.handlers.optimizers import run_compiled_step
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, distributed_in, is_dispatching
 
 __all__ = [
     "checked_answer",

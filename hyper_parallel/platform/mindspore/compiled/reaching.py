@@ -13,7 +13,7 @@ from mindspore import Parameter, nn
 from hyper_parallel.platform.mindspore.compiled.cells import has_stand_in, is_leaf, stand_in
 from hyper_parallel.platform.mindspore.compiled.forwards import NotTracedError, original_class
 from hyper_parallel.platform.mindspore.handlers.dropout import drops_apart
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, distributed_in
 
 __all__ = ["GRADIENTS", "REMEDY", "Refused", "graph_error", "reachable", "refuse"]
 

@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import ops
 
 from hyper_parallel.platform.contract import Comparison
-from hyper_parallel.platform.mindspore.launch import device_target
+from hyper_parallel.platform.mindspore.processes.launch import device_target
 
 __all__ = ["ShapeCheck", "pending_comparisons"]
 

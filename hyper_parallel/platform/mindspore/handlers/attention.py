@@ -13,7 +13,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import mint, ops
 
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, is_dispatching
 
 __all__ = ["PARAMETERS", "attention_by_heads"]
 

@@ -12,9 +12,9 @@ from typing import Any
 from mindspore import Tensor, nn
 from mindspore.ops.function.clip_func import _ClipByGlobalNorm
 
-from hyper_parallel.platform.mindspore.handlers.gradients import LocalGradients, layout_of_gradient
-from hyper_parallel.platform.mindspore.private import is_recording
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
+from hyper_parallel.platform.mindspore.basics.private import is_recording
+from hyper_parallel.platform.mindspore.gradients.local_gradients import LocalGradients, layout_of_gradient
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch, is_dispatching
 
 __all__ = ["clipping", "looking", "norm_of_all", "refuse_parts"]
 

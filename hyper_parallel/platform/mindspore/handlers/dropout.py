@@ -8,8 +8,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from hyper_parallel.platform.mindspore.seeds import Stream, drop_channels
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
+from hyper_parallel.platform.mindspore.basics.seeds import Stream, drop_channels
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, is_dispatching
 
 __all__ = ["share_draws", "drops_apart"]
 

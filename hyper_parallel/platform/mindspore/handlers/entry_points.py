@@ -15,7 +15,7 @@ from mindspore import ops
 
 from hyper_parallel.platform.mindspore.op_table import OPS
 from hyper_parallel.platform.mindspore.op_table.binding import Function
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, Unknown, distributed_in, is_dispatching
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, Unknown, distributed_in, is_dispatching
 
 __all__ = [
     "REFLECTED",

@@ -15,7 +15,7 @@ from mindspore.ops.function import array_func
 
 from hyper_parallel.platform.mindspore.op_table import OPS
 from hyper_parallel.platform.mindspore.op_table.binding import Function
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, is_dispatching
 
 __all__ = ["DRAWS", "NEW_METHODS", "draw_like", "full_like"]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from hyper_parallel.platform.mindspore.grad import wrap_gradients
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, NoDispatch, is_dispatching
+from hyper_parallel.platform.mindspore.gradients.grad import wrap_gradients
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch, is_dispatching
 
 __all__ = ["optimizer_call", "run_compiled_step"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, distributed_in, is_dispatching
 
 __all__ = ["MAKING_PLAIN", "METHODS", "bincount", "nanmean", "with_plain_inside"]
 

@@ -15,8 +15,8 @@ from mindspore import Tensor
 from mindspore.common.initializer import initializer
 from mindspore.nn import Cell
 
-from hyper_parallel.platform.mindspore.stand_ins import is_stand_in, written
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, distributed_in, is_dispatching
+from hyper_parallel.platform.mindspore.tensors.stand_ins import is_stand_in, written
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, distributed_in, is_dispatching
 
 __all__ = ["Fallback", "checked_assign", "checked_init", "checked_update", "whole_values"]
 

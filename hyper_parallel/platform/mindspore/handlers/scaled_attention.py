@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore.op_table.binding import Function, row
-from hyper_parallel.platform.mindspore.tensor import InterceptedTensor, is_dispatching
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, is_dispatching
 
 __all__ = ["attention_calls", "scaled_dot_product_attention"]
 

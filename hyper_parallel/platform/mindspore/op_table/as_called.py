@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from mindspore import Tensor, ops
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.dtypes import FLOATS
+from hyper_parallel.platform.mindspore.basics.dtypes import FLOATS
+from hyper_parallel.platform.mindspore.basics.private import no_grad
 from hyper_parallel.platform.mindspore.op_table.binding import Bound, row
-from hyper_parallel.platform.mindspore.private import no_grad
 from hyper_parallel.platform.row_text import RowText
 
 __all__ = ["Facts", "Given", "Native", "as_called", "call_native", "shapes_of", "told"]

@@ -14,8 +14,8 @@ from typing import Any
 from mindspore import Tensor, mint
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.collectives import is_dense
-from hyper_parallel.platform.mindspore.empty_shards import safe_when_empty
+from hyper_parallel.platform.mindspore.basics.empty_shards import safe_when_empty
+from hyper_parallel.platform.mindspore.processes.collectives import is_dense
 from hyper_parallel.platform.row_text import Bind, Bound, Call, RowText, call_again, call_by_position, dims_of, ints
 
 __all__ = [

@@ -15,11 +15,11 @@ import mindspore as ms
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.launch import device_target
+from hyper_parallel.platform.mindspore.basics.private import no_grad
 from hyper_parallel.platform.mindspore.op_table.as_called import as_called
 from hyper_parallel.platform.mindspore.op_table.binding import Choose, elementwise
 from hyper_parallel.platform.mindspore.op_table.layers import GIVEN_STATISTICS, labelled
-from hyper_parallel.platform.mindspore.private import no_grad
+from hyper_parallel.platform.mindspore.processes.launch import device_target
 
 __all__ = ["COMPOSED", "VARIANTS"]
 

@@ -8,10 +8,10 @@ import mindspore as ms
 from mindspore import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.collectives import copied
-from hyper_parallel.platform.mindspore.dtypes import DIFFERENTIABLE
+from hyper_parallel.platform.mindspore.basics.dtypes import DIFFERENTIABLE
+from hyper_parallel.platform.mindspore.basics.private import type_id_to_type
 from hyper_parallel.platform.mindspore.op_table.binding import Call, Choose, by_name, elementwise, instead, row
-from hyper_parallel.platform.mindspore.private import type_id_to_type
+from hyper_parallel.platform.mindspore.processes.collectives import copied
 
 __all__ = ["OPS", "VARIANTS"]
 

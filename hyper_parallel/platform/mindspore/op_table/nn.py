@@ -8,8 +8,8 @@ from typing import Any
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_table.binding import Bound, Choose, binds, by_name, instead, row
+from hyper_parallel.platform.mindspore.processes.launch import device_target
 
 __all__ = ["OPS", "RESULTS", "VARIANTS"]
 

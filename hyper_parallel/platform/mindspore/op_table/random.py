@@ -8,8 +8,8 @@ from typing import Any
 from mindspore import Tensor, ops
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.mindspore.basics.seeds import drop_channels, is_of_one_call, layer_stream, undo_draw
 from hyper_parallel.platform.mindspore.op_table.binding import Bound, by_name, row
-from hyper_parallel.platform.mindspore.seeds import drop_channels, is_of_one_call, layer_stream, undo_draw
 
 __all__ = ["DRAWS", "OPS", "RESULTS", "drawn_by_first_rank", "refuse_draw"]
 

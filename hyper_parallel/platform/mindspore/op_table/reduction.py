@@ -8,7 +8,6 @@ from typing import Any
 from mindspore import mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.launch import device_target
 from hyper_parallel.platform.mindspore.op_table.as_called import as_called
 from hyper_parallel.platform.mindspore.op_table.binding import (
     Bound,
@@ -19,6 +18,7 @@ from hyper_parallel.platform.mindspore.op_table.binding import (
     repeated,
     row,
 )
+from hyper_parallel.platform.mindspore.processes.launch import device_target
 from hyper_parallel.platform.row_text import dims_of
 
 __all__ = ["OPS", "VARIANTS"]

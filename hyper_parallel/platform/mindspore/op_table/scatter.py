@@ -7,10 +7,10 @@ from typing import Any
 from mindspore import Parameter
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.collectives import copied
 from hyper_parallel.platform.mindspore.op_table.as_called import Facts, Given, as_called
 from hyper_parallel.platform.mindspore.op_table.binding import Choose, by_name
 from hyper_parallel.platform.mindspore.op_table.layers import labelled
+from hyper_parallel.platform.mindspore.processes.collectives import copied
 
 __all__ = ["OPS", "VARIANTS"]
 

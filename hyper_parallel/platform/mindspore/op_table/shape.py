@@ -12,12 +12,12 @@ from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index, has_empty_slice
-from hyper_parallel.platform.mindspore.collectives import copied
-from hyper_parallel.platform.mindspore.empty_shards import nothing_taken, written_nothing
+from hyper_parallel.platform.mindspore.basics.empty_shards import nothing_taken, written_nothing
+from hyper_parallel.platform.mindspore.basics.private import is_recording
 from hyper_parallel.platform.mindspore.op_table.as_called import Given, as_called
 from hyper_parallel.platform.mindspore.op_table.binding import Bound, Choose, binds, by_name, instead, row
 from hyper_parallel.platform.mindspore.op_table.picks import is_mask, without_masks
-from hyper_parallel.platform.mindspore.private import is_recording
+from hyper_parallel.platform.mindspore.processes.collectives import copied
 
 __all__ = ["OPS", "VARIANTS"]
 

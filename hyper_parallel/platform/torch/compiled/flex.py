@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
+from hyper_parallel.platform.torch.basics.tensor import State
 from hyper_parallel.platform.torch.compiled.flex_parts import own_part_of_mask, seeing_whole
 from hyper_parallel.platform.torch.compiled.moves import placed_classes
 from hyper_parallel.platform.torch.compiled.placed import Outside
 from hyper_parallel.platform.torch.compiled.tracing import is_tracing
-from hyper_parallel.platform.torch.tensor import State
 
 __all__ = ["MODULE", "Flex", "attend", "is_known_code", "serving_dtensors"]
 

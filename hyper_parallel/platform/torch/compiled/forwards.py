@@ -19,10 +19,10 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import CompiledForward
 from hyper_parallel.platform.imports import when_imported
+from hyper_parallel.platform.torch.basics.tensor import State
 from hyper_parallel.platform.torch.compiled import functions
 from hyper_parallel.platform.torch.compiled.moves import INPUT, Moves, shards_of
 from hyper_parallel.platform.torch.compiled.placed import Outside, part_class, plain
-from hyper_parallel.platform.torch.tensor import State
 
 __all__ = ["make_run", "run_forward"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hyper_parallel.platform.torch.private import functional_collectives
+from hyper_parallel.platform.torch.basics.private import functional_collectives
 
 __all__ = [
     "exchange",

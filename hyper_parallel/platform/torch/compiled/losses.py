@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyper_parallel.platform.torch.basics.private import in_loss_parallel
+from hyper_parallel.platform.torch.basics.tensor import State
 from hyper_parallel.platform.torch.compiled.comparisons import Shards, mark
 from hyper_parallel.platform.torch.compiled.functions import largest_of, sum_up
 from hyper_parallel.platform.torch.compiled.placed import Outside, kept_on_mesh, placed_class
-from hyper_parallel.platform.torch.private import in_loss_parallel
-from hyper_parallel.platform.torch.tensor import State
 
 __all__ = ["loss_of_classes", "loss_of_placed", "trace_losses"]
 

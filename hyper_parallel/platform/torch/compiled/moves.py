@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from hyper_parallel.platform.contract import Comparison
+from hyper_parallel.platform.torch.basics.tensor import State
 from hyper_parallel.platform.torch.compiled import functions
 from hyper_parallel.platform.torch.compiled.comparisons import NUMBER, Shards, mark
 from hyper_parallel.platform.torch.compiled.placed import Shared, gathered_class, kept_on_mesh, placed_class, plain
-from hyper_parallel.platform.torch.tensor import State
 
 __all__ = ["INPUT", "Moves", "placed_classes", "shards_of"]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.torch.basics.tensor import State
 from hyper_parallel.platform.torch.compiled.functions import read_for_parts
 from hyper_parallel.platform.torch.compiled.tracing import is_tracing
-from hyper_parallel.platform.torch.tensor import State
 
 __all__ = [
     *("Outside", "Part", "Shared", "gathered_class", "held_class", "kept_on_mesh", "part_class", "placed_class"),

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hyper_parallel.platform.torch.basics.tensor import State
 from hyper_parallel.platform.torch.compiled.functions import read_for_parts
 from hyper_parallel.platform.torch.compiled.moves import placed_classes
 from hyper_parallel.platform.torch.compiled.placed import plain
-from hyper_parallel.platform.torch.tensor import State
 
 __all__ = ["class_of", "is_placed", "trace_positions"]
 

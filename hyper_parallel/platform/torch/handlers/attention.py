@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hyper_parallel.platform.torch.basics.private import nested_left_aligned
+from hyper_parallel.platform.torch.basics.tensor import handles, replaces
 from hyper_parallel.platform.torch.op_table import UnboundCallError
-from hyper_parallel.platform.torch.private import nested_left_aligned
-from hyper_parallel.platform.torch.tensor import handles, replaces
 
 __all__: list[str] = []
 

@@ -12,7 +12,7 @@ from types import FunctionType
 
 import torch.nn.functional as F
 
-from hyper_parallel.platform.torch.tensor import handles
+from hyper_parallel.platform.torch.basics.tensor import handles
 
 __all__ = ["body_of"]
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.nn.utils import clip_grad
 
+from hyper_parallel.platform.torch.basics.tensor import State, layout_of
 from hyper_parallel.platform.torch.handlers.foreach import reduced, widened
-from hyper_parallel.platform.torch.native_dtensors import are_native_apart, from_native, is_native, to_native
-from hyper_parallel.platform.torch.tensor import State, layout_of
+from hyper_parallel.platform.torch.native.native_dtensors import are_native_apart, from_native, is_native, to_native
 
 __all__ = ["norm_clipping", "scaling_to_norm", "total_norm_of_all", "value_clipping"]
 

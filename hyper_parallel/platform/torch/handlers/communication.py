@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.distributed import distributed_c10d
 
+from hyper_parallel.platform.torch.basics.tensor import State, handles, is_dtensor
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor
 
 __all__: list[str] = []
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.basics.tensor import dispatch, handles
 from hyper_parallel.platform.torch.handlers.composing import composed
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.op_table.binding import Bound, UnboundCallError, dims_of, find, global_shape
-from hyper_parallel.platform.torch.tensor import dispatch, handles
 
 __all__: list[str] = []
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.basics.tensor import dispatch, handles, is_dtensor
 from hyper_parallel.platform.torch.handlers.composing import composed, number, replicated_like
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.op_table.binding import Bound, UnboundCallError, find
-from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor
 
 __all__: list[str] = []
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.basics.tensor import dispatch, handles, is_dtensor
 from hyper_parallel.platform.torch.handlers.composing import composed, number
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.op_table.binding import Bound, UnboundCallError, find
 from hyper_parallel.platform.torch.op_table.index import NONZERO, without_masks
 from hyper_parallel.platform.torch.op_table.scatter import INDEX_ADD
-from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor
 
 
 def _bind(func: Any, args: tuple, kwargs: dict) -> Bound:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hyper_parallel.platform.torch.basics.tensor import is_dtensor
 from hyper_parallel.platform.torch.handlers.composing import composed, number, replicated_like, with_item
 from hyper_parallel.platform.torch.op_table.binding import UnboundCallError, dims_of, find, sizes_of
-from hyper_parallel.platform.torch.tensor import is_dtensor
 
 __all__: list[str] = []
 

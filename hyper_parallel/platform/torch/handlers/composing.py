@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index
+from hyper_parallel.platform.torch.basics.tensor import State, dispatch, handles, is_dtensor
 from hyper_parallel.platform.torch.op_table.binding import Bound, UnboundCallError
 from hyper_parallel.platform.torch.op_table.index import encode
-from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor
 
 __all__ = ["composed", "number", "replicated_like", "with_item"]
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.basics.private import is_dispatch_on
+from hyper_parallel.platform.torch.basics.tensor import State, dispatch, handles, is_dtensor, replaces
 from hyper_parallel.platform.torch.handlers.gradients import forget_data
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
@@ -17,8 +19,6 @@ from hyper_parallel.platform.torch.op_table.binding import Bound, dims_of, find,
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
 from hyper_parallel.platform.torch.op_table.index import is_mask, without_masks
 from hyper_parallel.platform.torch.op_table.reduction import OF_ALL
-from hyper_parallel.platform.torch.private import is_dispatch_on
-from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor, replaces
 
 __all__ = ["set_method"]
 

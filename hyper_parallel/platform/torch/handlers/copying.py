@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.torch.basics.tensor import State, is_dtensor, wrap
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.tensor import State, is_dtensor, wrap
 
 __all__ = ["deepcopy_dtensor", "needed_to_load", "rebuild_dtensor", "reduce_dtensor"]
 

@@ -11,11 +11,11 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.autograd import Function
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.basics.observation import unobserved
+from hyper_parallel.platform.torch.basics.tensor import dispatch, is_dtensor
 from hyper_parallel.platform.torch.compiled.flex import Flex
 from hyper_parallel.platform.torch.compiled.flex_parts import own_part_of_mask, seeing_whole
 from hyper_parallel.platform.torch.handlers.captured import Captured
-from hyper_parallel.platform.torch.observation import unobserved
-from hyper_parallel.platform.torch.tensor import dispatch, is_dtensor
 
 __all__: list[str] = []
 

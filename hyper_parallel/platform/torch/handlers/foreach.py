@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor, layout_of, replaces, wrap
+from hyper_parallel.platform.torch.basics.tensor import State, handles, is_dtensor, layout_of, replaces, wrap
 
 __all__ = ["reduced", "widened"]
 

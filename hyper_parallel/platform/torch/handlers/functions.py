@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.torch.basics.tensor import State, is_dtensor, layout_of, wrap
 from hyper_parallel.platform.torch.compiled.running import localize
-from hyper_parallel.platform.torch.tensor import State, is_dtensor, layout_of, wrap
 
 __all__ = ["hooked_apply"]
 

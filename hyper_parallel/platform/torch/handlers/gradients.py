@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from torch.autograd import graph
 
-from hyper_parallel.platform.torch.autograd import telling_engine
-from hyper_parallel.platform.torch.private import make_grads, run_engine
-from hyper_parallel.platform.torch.tensor import State, handles, is_dtensor, layout_of, replaces, wrap
+from hyper_parallel.platform.torch.basics.private import make_grads, run_engine
+from hyper_parallel.platform.torch.basics.tensor import State, handles, is_dtensor, layout_of, replaces, wrap
+from hyper_parallel.platform.torch.gradients.autograd import telling_engine
 
 __all__ = ["as_cotangent", "forget_data"]
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.basics.tensor import State, dispatch, handles, replaces
 from hyper_parallel.platform.torch.handlers.bodies import body_of
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
-from hyper_parallel.platform.torch.tensor import State, dispatch, handles, replaces
 
 __all__: list[str] = []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.torch.tensor import is_dtensor
+from hyper_parallel.platform.torch.basics.tensor import is_dtensor
 
 __all__ = ["counting_by_mask"]
 

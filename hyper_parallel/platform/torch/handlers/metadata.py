@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.torch.basics.tensor import handles, is_dtensor, layout_of, replaces
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.tensor import handles, is_dtensor, layout_of, replaces
 
 __all__: list[str] = []
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.torch.basics.tensor import State, dispatch, handles, is_dtensor
 from hyper_parallel.platform.torch.op_table import OP_TABLE
-from hyper_parallel.platform.torch.tensor import State, dispatch, handles, is_dtensor
 
 __all__: list[str] = []
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.torch.basics.private import is_or_disables
+from hyper_parallel.platform.torch.basics.tensor import State, wrap
 from hyper_parallel.platform.torch.handlers.gradients import as_cotangent
 from hyper_parallel.platform.torch.op_table.binding import words
-from hyper_parallel.platform.torch.private import is_or_disables
-from hyper_parallel.platform.torch.tensor import State, wrap
 
 __all__ = ["COUNTERS", "ELEMENTWISE", "STORES", "clear_locally", "collect_locals", "local_step", "without_local_step"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
+from hyper_parallel.platform.torch.basics.tensor import State, handles, layout_of, replaces, wrap
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table.binding import find
-from hyper_parallel.platform.torch.tensor import State, handles, layout_of, replaces, wrap
 
 __all__: list[str] = []
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.basics.tensor import dispatch, handles, is_dtensor
 from hyper_parallel.platform.torch.op_table import UnboundCallError
 from hyper_parallel.platform.torch.op_table.binding import Bound, find
-from hyper_parallel.platform.torch.tensor import dispatch, handles, is_dtensor
 
 __all__: list[str] = []
 

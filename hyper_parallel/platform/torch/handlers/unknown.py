@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract.interception import name_of
+from hyper_parallel.platform.torch.basics.private import OpOverload, OpOverloadPacket, graph_task, in_dispatch_mode
+from hyper_parallel.platform.torch.basics.tensor import State, dispatch, is_dtensor
 from hyper_parallel.platform.torch.op_table.binding import UnboundCallError
-from hyper_parallel.platform.torch.private import OpOverload, OpOverloadPacket, graph_task, in_dispatch_mode
-from hyper_parallel.platform.torch.tensor import State, dispatch, is_dtensor
 
 __all__ = ["recover", "run_unknown"]
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.basics.private import any_autocast
 from hyper_parallel.platform.torch.op_table.as_called import Given, as_called
 from hyper_parallel.platform.torch.op_table.binding import (
     Bound,
@@ -19,7 +20,6 @@ from hyper_parallel.platform.torch.op_table.binding import (
     repeated,
     rows,
 )
-from hyper_parallel.platform.torch.private import any_autocast
 
 __all__ = ["table"]
 

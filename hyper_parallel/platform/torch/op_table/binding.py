@@ -25,7 +25,7 @@ from hyper_parallel.platform.row_text import (
     hashable,
     ints,
 )
-from hyper_parallel.platform.torch.private import native_functions
+from hyper_parallel.platform.torch.basics.private import native_functions
 
 __all__ = [
     "Bound",

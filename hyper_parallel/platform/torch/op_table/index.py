@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index
+from hyper_parallel.platform.torch.basics.tensor import State, dispatch, is_dtensor
 from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, binds, global_shape, rows
-from hyper_parallel.platform.torch.tensor import State, dispatch, is_dtensor
 
 __all__ = ["NONZERO", "encode", "is_mask", "table", "without_masks"]
 

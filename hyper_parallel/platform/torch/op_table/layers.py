@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.basics.private import native_functions
 from hyper_parallel.platform.torch.op_table.binding import (
     Bound,
     Table,
@@ -26,7 +27,6 @@ from hyper_parallel.platform.torch.op_table.binding import (
     hashable,
     rows,
 )
-from hyper_parallel.platform.torch.private import native_functions
 
 __all__ = ["several", "table"]
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hyper_parallel.platform.torch.basics.private import native_functions
 from hyper_parallel.platform.torch.op_table.binding import (
     Bound,
     Table,
@@ -21,7 +22,6 @@ from hyper_parallel.platform.torch.op_table.binding import (
     global_shape,
     rows,
 )
-from hyper_parallel.platform.torch.private import native_functions
 
 __all__ = ["table"]
 

@@ -1,0 +1,1 @@
+"""Ground of the MindSpore backend: private names of MindSpore, dtypes, empty tensors, seeds."""

@@ -1,0 +1,247 @@
+"""Results of operations on empty shards.
+
+With uneven sharding a rank may hold no elements, and MindSpore's CPU kernels then often leave the result, or the
+gradient of another operand, uninitialised: a matrix product that contracts a dim of size 0, the gradient of what is
+broadcast to an empty tensor, the bias of an empty batch. `safe_when_empty` wraps the call of a row: with an empty
+operand the result is zeros of the shape that core's rule gives. They stay differentiable by every operand, because the
+collectives of backward must run on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+from hyper_parallel.platform.contract import Dispatch, NativeOp
+from hyper_parallel.platform.mindspore.basics.dtypes import DIFFERENTIABLE, FLOATS
+from hyper_parallel.platform.mindspore.basics.private import AutogradFunction, NoFallbackGuard, is_recording, no_grad
+
+__all__ = ["connected_zeros", "nothing_taken", "safe_when_empty", "use_rules", "written_nothing"]
+
+#: Core's dispatcher, which knows the rules: set by `use_rules`.
+_DISPATCH: list[Dispatch] = []
+
+
+def use_rules(dispatch: Dispatch) -> None:
+    """To be called with core's dispatcher when the DTensor class is made."""
+    _DISPATCH[:] = [dispatch]
+
+
+class _Zeros(AutogradFunction):
+    """Zeros of which tensors are inputs, with gradient zero. The gradient has them as inputs again, as it has on ranks
+    with elements: gradients of gradients may communicate on the way to them.
+
+    `save_for_backward` would refuse operands that the program has written to since. No value of theirs is read, and an
+    addition on ranks with elements has not saved them either."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: Any, *operands: Tensor) -> Tensor:
+        ctx.operands = operands
+        return ops.zeros(shape, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple:
+        operands = ctx.operands
+        with NoFallbackGuard():
+            zeros = [_Zeros.apply(tuple(x._shape), x.dtype, cotangent, *operands) for x in operands]
+        return None, None, *zeros
+
+
+class _Written(AutogradFunction):
+    """A copy of ``x``, to which nothing of a value was written here: that has a gradient on other ranks, whose
+    collectives run here too. Saves nothing, since ``x`` is about to change."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        ctx.value = tuple(value._shape), value.dtype
+        return ops.zeros(tuple(x._shape), x.dtype) if 0 in x._shape else Tensor.copy(x)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple:
+        with NoFallbackGuard():
+            shape, dtype = ctx.value
+            return cotangent, connected_zeros(shape, dtype, (cotangent,))
+
+
+def written_nothing(x: Tensor, value: Any) -> Tensor | None:
+    """``x`` after a write that puts nothing of ``value`` there, if that gets a gradient; else None."""
+    if not (isinstance(value, Tensor) and is_recording() and value._requires_grad):
+        return None
+    Tensor.copy_(x, _Written.apply(x, value))
+    return x
+
+
+def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
+    """Zeros of which every operand is an input with gradient zero."""
+    parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in DIFFERENTIABLE]
+    if dtype not in DIFFERENTIABLE or not parts:
+        return ops.zeros(shape, dtype)
+    return _Zeros.apply(shape, dtype, *parts)
+
+
+def safe_when_empty(op: NativeOp, flat: bool | tuple[int, ...] = False, inside: float = 9) -> NativeOp:
+    """The row, made safe for empty operands.
+
+    Args:
+        op: the row.
+        flat: of an element-wise operation, whether MindSpore records no gradient of it; or the places of the operands
+            that get none.
+        inside: a number for which an element-wise operation is defined.
+    """
+    call, when_empty = op.call, _WHEN_EMPTY.get(op.name, _connected)
+    if op.name == "pointwise":
+
+        def when_empty(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+            places = range(len(operands)) if flat is True else flat or ()
+            inputs = tuple(x for i, x in enumerate(operands) if i not in places)
+            return _zeros(op, func, operands, static_args, inputs, inside)
+
+    def safe_call(func: Any, operands: tuple, static_args: Any) -> Any:
+        for x in operands:
+            if isinstance(x, Tensor) and 0 in x._shape:
+                return when_empty(op, func, operands, static_args)
+        return call(func, operands, static_args)
+
+    return replace(op, call=safe_call)
+
+
+def _result_shapes(op: NativeOp, operands: tuple, static_args: Any) -> tuple:
+    shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in operands)
+    found = _DISPATCH[0].result_shapes(op.name, shapes, static_args)
+    # Where the data say a size, nothing is found in nothing.
+    return tuple(tuple(0 if size is None else size for size in shape) for shape in found)
+
+
+def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    """Run the operation itself. Results without elements get every operand as an input: MindSpore records few
+    operations on empty tensors."""
+
+    def connect(y: Any) -> Any:
+        return connected_zeros(tuple(y.shape), y.dtype, operands) if isinstance(y, Tensor) and 0 in y.shape else y
+
+    result = op.call(func, operands, static_args)
+    return tuple(map(connect, result)) if isinstance(result, (tuple, list)) else connect(result)
+
+
+def _zeros(
+    op: NativeOp, func: Any, operands: tuple, static_args: Any, inputs: tuple | None = None, inside: float = 0
+) -> Any:
+    """Zeros, which are sums of nothing. What is no sum (a maximum) comes here for results without elements only.
+
+    The dtypes, and whether there are several results, are those that the operation gives for zeros of which empty
+    dims have size 1. ``inputs``: what the zeros have as inputs, if not all operands. ``inside``: what stands for zero
+    where numbers are floats, for kernels that refuse zero.
+    """
+
+    def stand_in(x: Any) -> Tensor:
+        return ops.full(tuple(n or 1 for n in x.shape), inside if x.dtype in FLOATS else 0, dtype=x.dtype)
+
+    stand_ins = [stand_in(x) if isinstance(x, Tensor) else x for x in operands]
+    result = op.call(func, tuple(stand_ins), static_args)
+    several = isinstance(result, (tuple, list))
+    found = tuple(
+        connected_zeros(shape, y.dtype, operands if inputs is None else inputs)
+        for shape, y in zip(_result_shapes(op, operands, static_args), result if several else (result,), strict=False)
+    )
+    return found if several else found[0]
+
+
+def _flat(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    """Without inputs, as on ranks with elements: collectives of backward run on all ranks or none."""
+    return _zeros(op, func, operands, static_args, ())
+
+
+def nothing_taken(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Tensor:
+    """Zeros in the dtype of the first operand, for operations whose static arguments speak of sizes."""
+    return connected_zeros(_result_shapes(op, operands, static_args)[0], operands[0].dtype, operands)
+
+
+def _product_and_term(op: NativeOp, operands: tuple, static_args: Any, factors: slice, term: Any) -> Tensor:
+    """A product of nothing, which is zero, plus a term."""
+    (shape,), dtype = _result_shapes(op, operands, static_args), operands[1].dtype
+    if term is None or 0 in shape:
+        return connected_zeros(shape, dtype, operands)
+    return connected_zeros(shape, dtype, operands[factors]) + term
+
+
+def _linear(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    return _product_and_term(op, operands, static_args, slice(2), (*operands, None)[2])
+
+
+def _addmm(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    c, beta = operands[0], static_args[0]
+    return _product_and_term(op, operands, static_args, slice(1, 3), c if beta == 1 else c * beta)
+
+
+def _in_place(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    return _nothing_written(operands[0]) if 0 in operands[0].shape else op.call(func, operands, static_args)
+
+
+def _nothing_written(x: Tensor) -> Tensor:
+    """``x``, which has no elements, after a write. It counts as written to, as on ranks that have elements: a backward
+    that has saved it then fails on all ranks, or on none."""
+    with no_grad():
+        Tensor.copy_(x, x)
+    return x
+
+
+def _dropout(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    """Draws nevertheless, so that the generators of the ranks stay in step."""
+    op.call(func, (ops.ones((1,), ms.float32),), static_args)
+    return nothing_taken(op, func, operands, static_args)
+
+
+def _written(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    """A copy of the first operand, where nothing is written."""
+    x = operands[0]
+    if 0 in x.shape:
+        return nothing_taken(op, func, operands, static_args)
+    return connected_zeros(tuple(x.shape), x.dtype, operands[1:]) + x
+
+
+def _unless_empty(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    """Run the operation unless its result is empty. A padded result has elements even where the operand has none."""
+    if 0 in _result_shapes(op, operands, static_args)[0]:
+        return nothing_taken(op, func, operands, static_args)
+    return op.call(func, operands, static_args)
+
+
+def _setitem(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
+    nowhere = any(isinstance(x, Tensor) and 0 in x.shape for x in operands[2:])
+    x, value = operands[:2]
+    if 0 not in x.shape:
+        return x if nowhere else op.call(func, operands, static_args)
+    written = written_nothing(x, value)
+    return _nothing_written(x) if written is None else written
+
+
+#: Operations whose results are zero, or have no elements, where an operand has none.
+_ZERO = """
+    add mul linear_unary alias contiguous matmul sum amax amin reduce_whole reduce_pair vector_norm logsumexp
+    along_dims along_linear softmax log_softmax topk glu by_table searchsorted count layer_norm rms_norm gather
+    index_select embedding one_hot repeat stack unbind
+    cross_entropy nll_loss
+"""
+#: Canonical operation -> what is done for empty operands; `_connected` for others.
+_WHEN_EMPTY: dict[str, Callable[[NativeOp, Any, tuple, Any], Any]] = {
+    **dict.fromkeys(_ZERO.split(), _zeros),
+    # MindSpore records no gradient of a quotient that it rounds.
+    "div": lambda op, func, operands, static_args: (_flat if static_args and static_args[0] is not None else _zeros)(
+        op, func, operands, static_args
+    ),
+    # Ones or zeros have no gradient by what they are like, on no rank.
+    "like": lambda op, func, operands, static_args: op.call(func, operands, static_args),
+    **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _in_place),
+    **dict.fromkeys(("expand", "getitem", "attention", "take", "masked_select"), nothing_taken),
+    **dict.fromkeys(("scatter", "index_write", "setitem", "index_add", "masked_scatter"), _written),
+    "unique_in_order": _flat,
+    "pad": _unless_empty,
+    "linear": _linear,
+    "addmm": _addmm,
+    "setitem_": _setitem,
+    "dropout": _dropout,
+}

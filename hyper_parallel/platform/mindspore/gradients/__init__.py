@@ -1,0 +1,1 @@
+"""Gradient functions, autograd functions, and marks of local gradients."""

@@ -1,0 +1,367 @@
+"""Autograd: differentiable functions, and views that are kept for as long as one gradient recording lasts."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from mindspore import Tensor, nn, ops
+
+from hyper_parallel.platform.contract import cached_view
+from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS
+from hyper_parallel.platform.mindspore.basics.dtypes import DISCRETE
+from hyper_parallel.platform.mindspore.basics.private import (
+    AutogradFunction,
+    FunctionBase,
+    drop_recordings,
+    grad_node,
+    is_recording,
+    no_grad,
+    nodes_below,
+    untracked,
+)
+from hyper_parallel.platform.mindspore.gradients.local_gradients import LocalGradients
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch
+
+__all__ = [
+    "AutogradVerbs",
+    "DelayedGradients",
+    "FastAutograd",
+    "closed_forward",
+    "counted_backward",
+    "counted_begin",
+    "counted_end",
+]
+
+
+class _Recording:
+    """State of the gradient recording that is going on.
+
+    MindSpore begins one with ``new_graph`` and ends it with ``end_graph``; nothing says which one a tensor belongs to,
+    and ``_version`` does not count most in-place changes. So what was cached in a recording is dropped when it ends or
+    another one begins.
+    """
+
+    holders: ClassVar[list[weakref.ref]] = []
+    #: How many forwards are being recorded, one within the other, and how many backwards run.
+    forwards = 0
+    backwards = 0
+    #: How many functions whose gradients are asked for run, one within the other.
+    functions = 0
+    #: What is to be called after each of the backwards that run.
+    callbacks: ClassVar[dict[int, list[Callable[[], None]]]] = {}
+
+    @classmethod
+    def forget(cls) -> None:
+        """Drop what was cached."""
+        for ref in cls.holders:
+            holder = ref()
+            if holder is not None:
+                holder.__dict__.pop("_hp_cache", None)
+        cls.holders.clear()
+
+
+def forget_recordings() -> None:
+    """Drop what was cached, and what was counted."""
+    _Recording.forget()
+    _Recording.forwards = _Recording.backwards = 0
+
+
+def counted_begin(plain: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the beginning of a recording."""
+    _Recording.forwards += 1
+    _Recording.forget()
+    return plain(*args, **kwargs)
+
+
+def counted_end(plain: Callable, executor: Any, function: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the end of a recording."""
+    if is_recording():
+        output = _reduced(output)
+    # The first DTensor may have been made inside of it, and its beginning not been counted.
+    _Recording.forwards = max(0, _Recording.forwards - 1)
+    _Recording.forget()
+    return plain(executor, function, output, *args, **kwargs)
+
+
+def closed_forward(plain: Callable) -> Callable:
+    """Wrap the forward of a function or cell whose gradient is asked for.
+
+    After an error of one of its operations MindSpore ends the recording, after any other error (ours among them) it
+    goes on recording: what runs next counts as the inner one of two gradients, for which some operations have other
+    kernels and some have none. One rank may meet an error that the others do not, and would then compute otherwise
+    than they do for good.
+    """
+
+    @functools.wraps(plain)
+    def forward(function: Any, *args: Any, **kwargs: Any) -> Any:
+        _Recording.functions += 1
+        requires_grad = function.requires_grad if isinstance(function, nn.Cell) else None
+        try:
+            return plain(function, *args, **kwargs)
+        except BaseException:
+            # Not of an inner one, nor within a backward: somebody may catch the error while the outer one goes on.
+            if _Recording.functions == 1 and not _Recording.backwards:
+                drop_recordings()
+                _Recording.forget()
+                _Recording.forwards = 0
+            if requires_grad is not None:
+                # A cell that takes itself for the outermost one would end the recording of another function.
+                function.requires_grad, function.is_top_cell = requires_grad, False
+            raise
+        finally:
+            _Recording.functions -= 1
+
+    return forward
+
+
+def _reduced(output: Any) -> Any:
+    """The outputs that backward begins with. Not every rank's value of an average, an extreme value or a product
+    receives the gradient, or not all of it: there backward begins with the reduced one."""
+    if isinstance(output, (tuple, list)):
+        new = [_reduced(y) for y in output]
+        return output if all(a is b for a, b in zip(new, output, strict=True)) else type(output)(new)
+    layout = getattr(output, "_layout", None)
+    if layout is None or all(not p.is_partial() or p.is_partial("sum") for p in layout.placements):
+        return output
+    return output.redistribute(placements=layout.cotangent.placements)
+
+
+def counted_backward(plain: Callable) -> Callable:
+    """Wrap the function that runs backward."""
+
+    @functools.wraps(plain)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        _Recording.backwards += 1
+        complete = False
+        try:
+            result = plain(*args, **kwargs)
+            complete = True
+        finally:
+            callbacks = _Recording.callbacks.pop(_Recording.backwards, ())
+            _Recording.backwards -= 1
+            if complete:
+                for callback in callbacks:
+                    callback()
+        LocalGradients.mark(result, args[2], args[3])
+        if not DelayedGradients.contexts:
+            LocalGradients.tell(args[2])
+        return result
+
+    return grad
+
+
+class _Identity(AutogradFunction):
+    """The same data as a new tensor, whatever its strides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return untracked(x)  # with ``x`` itself, or a view of it, gradients of gradients would be zero
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent
+
+
+_identity = _Identity.apply
+_bare_apply = FunctionBase.__dict__["apply"]
+
+
+class DelayedGradients:
+    """Inside `coalesce_gradients`: the gradients of parameters that one outermost backward leaves to be all-reduced, in
+    one collective, after it.
+
+    To be used as a context around `mindspore.grad` or `mindspore.value_and_grad`; `complete` adds them to the result.
+
+    Args:
+        weights: what gradients are asked of.
+    """
+
+    #: The contexts that are open, the innermost last.
+    _open: ClassVar[list[DelayedGradients]] = []
+    #: How many there are, with those outside of `coalesce_gradients`.
+    contexts: ClassVar[int] = 0
+
+    def __init__(self, weights: Any) -> None:
+        self._sums: dict[int, Tensor] = {}
+        self._waits = frozenset(map(id, weights if isinstance(weights, (tuple, list)) else (weights,)))
+        # What is recorded for a gradient of the gradient must contain the collective.
+        core = None if is_recording() else InterceptedTensor._core
+        self._block: AbstractContextManager | None = None if core is None else core.open_block()
+
+    def __enter__(self) -> DelayedGradients:
+        DelayedGradients.contexts += 1
+        if self._block is not None:
+            self._outside = (_Recording.forwards, _Recording.backwards + 1)
+            self._open.append(self)
+            self._block.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        DelayedGradients.contexts -= 1
+        if self._block is not None:
+            try:
+                self._block.__exit__(*exc_info)
+            finally:
+                self._open.remove(self)
+
+    @classmethod
+    def take(cls, parameter: Any) -> bool:
+        """Whether the backward that is running is that of the innermost context, and it waits for ``parameter``. Not
+        of one that the function to be differentiated runs itself: it would read a gradient that is not complete."""
+        if not cls._open or is_recording():
+            return False
+        here = cls._open[-1]
+        return id(parameter) in here._waits and here._outside == (_Recording.forwards, _Recording.backwards)
+
+    @classmethod
+    def add(cls, parameter: Any, gradient: Tensor) -> None:
+        """Keep ``gradient`` for `complete`."""
+        sums, key = cls._open[-1]._sums, id(parameter)
+        sums[key] = sums[key] + gradient if key in sums else gradient
+
+    def complete(self, gradients: Any, sources: Any) -> Any:
+        """``gradients`` of ``sources``, nested in the same way, with what was all-reduced."""
+        if not self._sums:
+            return gradients
+        if isinstance(gradients, (tuple, list)):
+            sources = sources if isinstance(sources, (tuple, list)) else (sources,)
+            return type(gradients)([self.complete(g, s) for g, s in zip(gradients, sources, strict=True)])
+        more = self._sums.get(id(sources))
+        return gradients if more is None else gradients + more
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Tensor:
+    return ops.zeros(shape, dtype)
+
+
+class AutogradVerbs:
+    """The group "autograd" of the contract."""
+
+    def requires_grad(self, x: Any) -> bool:
+        # Of a mask made of what requires a gradient MindSpore says that it does too, unless it is empty.
+        return is_recording() and x._requires_grad and x.dtype not in DISCRETE
+
+    def is_made_with(self, x: Any, parameter: Any) -> bool | None:
+        """See `Platform.is_made_with`."""
+        node = grad_node(parameter)
+        return None if grad_node(x) is None else node is not None and node._unique_id() in nodes_below(grad_node(x))
+
+    def in_backward(self) -> bool:
+        return _Recording.backwards > 0
+
+    def backward_is_recorded(self) -> bool:
+        return is_recording()
+
+    def backward_pass(self) -> Any:
+        return _Recording.backwards or None
+
+    def after_backward(self, callback: Callable[[], None]) -> None:
+        _Recording.callbacks.setdefault(_Recording.backwards, []).append(callback)
+
+    def autograd_function(self, forward: Callable, backward: Callable) -> Callable:
+        def run_forward(ctx: Any, x: Any, *static: Any) -> Any:
+            ctx.count = len(static)
+            if BACKWARD_WRAPPERS:
+                ctx.wrapped = BACKWARD_WRAPPERS[-1](backward)
+            with NoDispatch():
+                y = forward(ctx, x, *static)
+            ctx.shape = y.shape
+            return y
+
+        def run_backward(ctx: Any, cotangent: Any) -> Any:
+            call = getattr(ctx, "wrapped", backward) if BACKWARD_WRAPPERS else backward
+            with NoDispatch():
+                if len(cotangent.shape) != len(ctx.shape):
+                    # The gradient of a product of (1, k) and a matrix has a dimension of 1 too many.
+                    cotangent = cotangent.reshape(ctx.shape)
+                return (call(ctx, cotangent), *(None,) * ctx.count) if ctx.count else call(ctx, cotangent)
+
+        function: Any = type(
+            forward.__name__,
+            (AutogradFunction,),
+            {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)},
+        )
+        # `AutogradFunction.apply` without its Python part, which is there for another kind of functions.
+        return _bare_apply.__get__(None, function)
+
+    def joint_function(self, forward: Callable, backward: Callable) -> Callable:
+        def run_forward(ctx: Any, static: Any, *xs: Any) -> tuple:
+            if BACKWARD_WRAPPERS:
+                ctx.wrapped = BACKWARD_WRAPPERS[-1](backward)
+            with NoDispatch():
+                ys = tuple(untracked(y) for y in forward(ctx, static, *xs))
+                ctx.shapes, ctx.operands = [y.shape for y in ys], [(tuple(x._shape), x.dtype) for x in xs]
+            return ys
+
+        def run_backward(ctx: Any, *cotangents: Any) -> tuple:
+            call = getattr(ctx, "wrapped", backward) if BACKWARD_WRAPPERS else backward
+            with NoDispatch():
+                # As in `autograd_function`.
+                given = [g.reshape(shape) for g, shape in zip(cotangents, ctx.shapes, strict=True)]
+                found = call(ctx, *given)
+                return (None, *(_zeros(*x) if g is None else g for g, x in zip(found, ctx.operands, strict=True)))
+
+        members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+        return _bare_apply.__get__(None, type(forward.__name__, (AutogradFunction,), members))
+
+    detach: Any = staticmethod(untracked)
+    no_grad: Any = staticmethod(no_grad)
+
+    def alias(self, x: Any) -> Any:
+        if not self.requires_grad(x):
+            return untracked(x)
+        with NoDispatch():
+            # Of the gradient of what was computed and then viewed MindSpore says that its gradient is zero.
+            return x.view(tuple(x.shape)) if _Recording.forwards < 2 and x.is_contiguous() else _identity(x)
+
+    def strides(self, x: Any) -> tuple[int, ...]:
+        return tuple(x.stride())
+
+    def same_memory(self, x: Any, y: Any) -> bool:
+        return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+    # Outside a recording nothing is stored, because nothing tells whether the holder was written to since.
+    def read_cache(self, holder: Any, key: Any) -> Any:
+        cache = holder.__dict__.get("_hp_cache")
+        return None if cache is None or not is_recording() else cache.get(key)
+
+    def write_cache(self, holder: Any, key: Any, value: Any) -> None:
+        if not is_recording():
+            return
+        cache = holder.__dict__.get("_hp_cache")
+        if cache is None:
+            holder._hp_cache = cache = {}
+            _Recording.holders.append(weakref.ref(holder))
+        cache[key] = value
+
+    def clear_cache(self, holder: Any) -> None:
+        holder.__dict__.pop("_hp_cache", None)
+
+
+class FastAutograd:
+    """Verbs of the group "autograd" in `Platform.fast`."""
+
+    platform: Any
+
+    def linear_view(
+        self, convert: Callable[[Any], Any], record: Callable[[Any], Any], key: Any, otherwise: Any
+    ) -> Callable[[Any, Any], Any]:
+        platform = self.platform
+
+        # For linear layers alone, because nobody else holds the cotangents that they return.
+        def backward(ctx: Any, cotangent: Any) -> Any:
+            return (record if platform.requires_grad(cotangent) else convert)(cotangent)
+
+        return cached_view(platform, platform.autograd_function(lambda ctx, x: platform.detach(x), backward), key)
+
+    def add_to_gradients(self, parameters: Sequence[Any], cotangents: Sequence[Any]) -> None:
+        for parameter, cotangent in zip(parameters, cotangents, strict=True):
+            if cotangent is not None:
+                DelayedGradients.add(parameter, cotangent)
+
+    def can_delay_gradient(self, *parameters: Any) -> bool:
+        return all(map(DelayedGradients.take, parameters))

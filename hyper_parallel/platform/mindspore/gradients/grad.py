@@ -1,0 +1,137 @@
+"""Gradients of functions with distributed parameters and inputs, as DTensors: what `hyper_parallel.mindspore` calls.
+
+MindSpore's own `mindspore.value_and_grad` works on such functions too and is what runs here. It gives plain local
+tensors, of which these functions make DTensors placed as the gradient contract says: as the parameter, with
+``Replicate`` for ``Partial``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor
+
+from hyper_parallel.platform.mindspore.basics.private import with_ids
+from hyper_parallel.platform.mindspore.gradients.autograd import DelayedGradients
+from hyper_parallel.platform.mindspore.gradients.local_gradients import LocalGradients
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor
+
+__all__ = ["grad", "value_and_grad", "wrap_gradients"]
+
+
+def value_and_grad(
+    fn: Callable,
+    grad_position: int | tuple[int, ...] | None = 0,
+    weights: Sequence[Any] | None = None,
+    has_aux: bool = False,
+    return_ids: bool = False,
+    sens_param: bool = False,
+) -> Callable[..., tuple]:
+    """See `hyper_parallel.mindspore.value_and_grad`."""
+    plain = ms.value_and_grad(
+        _weighted(fn, has_aux) if sens_param else fn, grad_position, weights, has_aux or sens_param
+    )
+
+    def call(*args: Any, **kwargs: Any) -> tuple:
+        if sens_param and "sens" in kwargs:
+            args = (*args, kwargs.pop("sens"))
+        with DelayedGradients(weights) as delayed:
+            value, gradients = plain(*args, **kwargs)
+        gradients = _finished(gradients, _sources(args, grad_position, weights), delayed)
+        if return_ids:
+            gradients = with_ids(_positions(grad_position), weights, gradients)
+        return value[1] if sens_param else value, gradients
+
+    return call
+
+
+def grad(
+    fn: Callable,
+    grad_position: int | tuple[int, ...] | None = 0,
+    weights: Sequence[Any] | None = None,
+    has_aux: bool = False,
+    return_ids: bool = False,
+    sens_param: bool = False,
+) -> Callable:
+    """See `hyper_parallel.mindspore.grad`."""
+    both = value_and_grad(fn, grad_position, weights, has_aux, return_ids, sens_param)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1:]) if has_aux else gradients
+
+    return call
+
+
+def _positions(grad_position: Any) -> tuple[int, ...] | None:
+    return (grad_position,) if isinstance(grad_position, int) else grad_position
+
+
+def _weighted(fn: Callable, has_aux: bool) -> Callable:
+    """A function of the inputs of ``fn`` and of a sensitivity: the sum of the outputs times it, and the outputs.
+
+    MindSpore would take this rank's part of a sensitivity for the whole, however it is placed.
+    """
+
+    def weighted(*args: Any, **kwargs: Any) -> tuple:
+        outputs = fn(*args[:-1], **kwargs)
+        return _sum_of_products(outputs[0] if has_aux else outputs, args[-1]), outputs
+
+    return weighted
+
+
+def _sum_of_products(outputs: Any, sens: Any) -> Any:
+    if isinstance(outputs, (tuple, list)):
+        if not isinstance(sens, (tuple, list)) or len(sens) != len(outputs):
+            raise ValueError(f"the function has {len(outputs)} outputs: give a sensitivity for each, in a tuple")
+        return sum(_sum_of_products(output, s) for output, s in zip(outputs, sens, strict=True))
+    if tuple(sens.shape) != tuple(outputs.shape):
+        raise ValueError(
+            f"the output has shape {tuple(outputs.shape)} and its sensitivity {tuple(sens.shape)}: give one of the "
+            "same shape"
+        )
+    return (outputs * sens.astype(outputs.dtype)).sum()
+
+
+def _finished(gradients: Any, sources: Any, delayed: DelayedGradients) -> Any:
+    LocalGradients.forget()
+    return wrap_gradients(delayed.complete(gradients, sources), sources)
+
+
+def wrap_gradients(gradients: Any, sources: Any) -> Any:
+    """Make DTensors of the gradients of distributed tensors.
+
+    Args:
+        gradients: what `mindspore.grad` or `mindspore.value_and_grad` gave: a tensor or nested tuples.
+        sources: what they are gradients of, in the same nesting.
+    """
+    if isinstance(gradients, (tuple, list)):
+        sources = sources if isinstance(sources, (tuple, list)) else (sources,)
+        return type(gradients)([wrap_gradients(g, s) for g, s in zip(gradients, sources, strict=True)])
+    layout = getattr(sources, "_layout", None)
+    if layout is None or not isinstance(gradients, Tensor) or getattr(gradients, "_layout", None) is not None:
+        return gradients
+    platform = layout.mesh.platform
+    if gradients.dtype != sources.dtype:
+        # MindSpore gives zeros in single precision for what was not used.
+        gradients = gradients.astype(sources.dtype)
+    if layout.summed_mesh_dims:
+        with platform.no_dispatch():
+            gradients = InterceptedTensor._core.to_owner(gradients, layout)
+    return platform.wrap(platform.alias(gradients), layout.cotangent)
+
+
+def _sources(args: tuple, grad_position: Any, weights: Any) -> Any:
+    """The tensors that gradients were asked of, nested as MindSpore nests the gradients."""
+    inputs: Any = None
+    if isinstance(grad_position, int):
+        inputs = args[grad_position]
+    elif grad_position is not None:
+        inputs = tuple(args[i] for i in grad_position)
+        inputs = inputs[0] if len(inputs) == 1 else inputs
+    if weights is None:
+        return inputs
+    of_weights = tuple(weights) if isinstance(weights, (tuple, list)) else weights
+    return of_weights if inputs is None else (inputs, of_weights)

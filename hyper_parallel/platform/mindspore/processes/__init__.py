@@ -1,0 +1,1 @@
+"""Processes and what they send: launch, stores, groups, collectives, lost ranks."""

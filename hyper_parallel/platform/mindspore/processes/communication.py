@@ -1,0 +1,77 @@
+"""Collectives of MindSpore that a program calls on DTensors by itself: they act on the local tensors.
+
+All-reduce, reduce and broadcast, whose result has the shape of what they are given. The others join or cut tensors, and
+are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore.mint import distributed as dist
+
+from hyper_parallel.platform.mindspore.processes.collectives import dense
+
+__all__ = ["is_collective", "run_collective"]
+
+#: Primitive -> where its arguments have the reduction, if any, and the group.
+_IN_PLACE: dict[str, tuple[int | None, int]] = {
+    "DistCommAllReduce": (1, 2),
+    "DistCommReduce": (1, 3),
+    "DistCommBroadcast": (None, 3),
+}
+#: Those that return a new tensor.
+_OUT_OF_PLACE = ("AllReduce", "InnerCommAllReduce")
+#: Those that join or cut tensors are refused.
+_REFUSED = """
+    AllGather ReduceScatter AlltoAll AlltoAllV Broadcast Reduce CollectiveScatter CollectiveGather NeighborExchange
+    NeighborExchangeV2 Send Receive AllGatherV
+"""
+_NAMES = frozenset((*_OUT_OF_PLACE, *_REFUSED.split()))
+
+
+def is_collective(name: str) -> bool:
+    """Whether a primitive communicates."""
+    return name in _NAMES or name.startswith(("DistComm", "InnerComm"))
+
+
+def run_collective(name: str, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run a collective on the local tensor of its first argument. Interception is off.
+
+    Returns:
+        what MindSpore returns, with a tensor as a DTensor of the same layout.
+
+    Raises:
+        TypeError: for one that joins or cuts tensors.
+        ValueError: where the ranks of the group hold different parts, on all of them.
+    """
+    x: Any = args[0] if args else None
+    layout = getattr(x, "_layout", None)
+    if layout is None or (name not in _IN_PLACE and name not in _OUT_OF_PLACE):
+        raise TypeError(
+            f"{name} joins or cuts tensors, and those of a DTensor's ranks are parts: give it x.to_local(), or "
+            "x.full_tensor() for the whole tensor"
+        )
+    if name in _IN_PLACE:
+        op, group = _IN_PLACE[name]
+        reduction, where = "sum" if op is None else args[op], args[group]
+    elif name == "AllReduce":
+        reduction, where = func.prim.op, func.prim.group
+    else:
+        reduction, where = args[1], args[2]
+    ranks, parts = dist.get_process_group_ranks(where), name == "DistCommReduce"
+    x._core.check_local_collective(name, layout, ranks, linear=reduction in ("sum", "avg"), parts=parts)
+    if name in _OUT_OF_PLACE:
+        result = func(dense(x), *args[1:], **kwargs)
+        first = result[0] if isinstance(result, tuple) else result
+        first.__class__ = type(x)
+        first._layout = layout
+        return result
+    local = dense(x)
+    result = func(local, *args[1:], **kwargs)
+    if local is not x:
+        # MindSpore leaves alone what is not contiguous, or part of a larger storage; `copy_` does so too.
+        if isinstance(result, tuple) and len(result) > 1 and hasattr(result[1], "wait"):
+            result[1].wait()
+        x.assign_value(local)
+    return result

@@ -1,0 +1,102 @@
+"""Watching a program of MindSpore: cells and collectives, by what stands in their place (`patches`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mindspore import Tensor
+from mindspore.profiler import mstx
+
+from hyper_parallel.platform.contract.observation import Observer
+from hyper_parallel.platform.mindspore.tensors.tensor import NoDispatch
+from hyper_parallel.platform.patching import PatchSet
+from hyper_parallel.platform.watching import is_called_from, tensors_in
+
+__all__ = ["COLLECTIVES", "ObservationVerbs", "watched_call", "watched_collective"]
+
+#: Function of MindSpore -> what core calls it, and which argument this rank gives.
+COLLECTIVES: dict[str, tuple[str, int]] = {
+    "all_reduce": ("all_reduce", 0),
+    "all_gather": ("all_gather", 1),
+    "all_gather_into_tensor": ("all_gather", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 1),
+    "all_to_all": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "broadcast": ("broadcast", 0),
+    "scatter": ("scatter", 1),
+    "gather": ("gather", 0),
+    "reduce": ("reduce", 0),
+}
+_PROCESSES = "hyper_parallel.platform.mindspore.processes"
+#: This backend's own collectives: core has recorded what is called from there already.
+_OWN = frozenset({f"{_PROCESSES}.collectives", f"{_PROCESSES}.launch"})
+_OBSERVERS: list[Observer] = []
+
+
+class ObservationVerbs:
+    """The group "watching" of the contract."""
+
+    #: The patches that are there meanwhile.
+    watching: PatchSet
+
+    @contextmanager
+    def observe(self, observer: Observer) -> Iterator[None]:
+        _OBSERVERS.append(observer)
+        self.watching.install()
+        try:
+            yield
+        finally:
+            _OBSERVERS.remove(observer)
+            if not _OBSERVERS:
+                self.watching.uninstall()
+
+    def profiler_range(self, name: str) -> Callable[[], None] | None:
+        """See `Platform.profiler_range`: of MSTX, which MindSpore has on Ascend."""
+        handle = mstx.range_start(name)
+        return (lambda: mstx.range_end(handle)) if handle else None
+
+    def collective_kind(self, native: Any) -> str | None:
+        """Functions of ``mindspore.mint.distributed``."""
+        name = getattr(native, "__name__", "")
+        known = name in COLLECTIVES and str(getattr(native, "__module__", "")).startswith("mindspore.")
+        return COLLECTIVES[name][0] if known else None
+
+
+def watched_call(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for the call of a cell."""
+    observers = tuple(_OBSERVERS)
+    for observer in observers:
+        observer.before_module(cell)
+    _when_backward_comes((args, kwargs), [o.backward_before for o in observers], cell)
+    try:
+        output = original(cell, *args, **kwargs)
+        _when_backward_comes(output, [o.backward_of for o in observers], cell)
+        return output
+    finally:
+        for observer in reversed(observers):
+            observer.after_module(cell)
+
+
+def watched_collective(original: Callable, *args: Any, name: str, **kwargs: Any) -> Any:
+    """Stands for a function that communicates."""
+    if _OBSERVERS and not is_called_from(_OWN):
+        kind, position = COLLECTIVES[name]
+        given = args[position] if len(args) > position else next(iter(kwargs.values()), None)
+        for observer in tuple(_OBSERVERS):
+            observer.collective(kind, list(tensors_in(given, Tensor)))
+    return original(*args, **kwargs)
+
+
+def _when_backward_comes(values: Any, tell: list[Callable[[Any], None]], cell: Any) -> None:
+    def hook(cotangent: Any) -> None:
+        if _OBSERVERS:
+            for told in tell:
+                told(cell)
+
+    with NoDispatch():
+        for x in tensors_in(values, Tensor):
+            if x._requires_grad and not x._is_leaf:
+                x.register_hook(hook)

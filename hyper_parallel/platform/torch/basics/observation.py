@@ -1,0 +1,153 @@
+"""Watching a program of torch: hooks around all modules, and a dispatch mode that sees collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.profiler import record_function
+
+from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract.observation import Observer
+from hyper_parallel.platform.torch.basics.private import DispatchMode, OpOverloadPacket, dispatch_modes
+from hyper_parallel.platform.watching import is_called_from, tensors_in
+
+__all__ = ["ObservationVerbs", "unobserved"]
+
+#: Operation -> what core calls it, and which argument this rank gives.
+_KINDS: dict[str, tuple[str, int]] = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_": ("all_reduce", 0),
+    "all_reduce_coalesced": ("all_reduce", 0),
+    "all_reduce_coalesced_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_": ("all_gather", 1),
+    "allgather_coalesced_": ("all_gather", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "all_gather_into_tensor_out": ("all_gather", 0),
+    "all_gather_into_tensor_coalesced": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 0),
+    "shard_dim_alltoall": ("all_to_all", 0),
+    "broadcast_": ("broadcast", 0),
+    "broadcast": ("broadcast", 0),
+    "scatter_": ("scatter", 1),
+    "gather_": ("gather", 1),
+    "reduce_": ("reduce", 0),
+}
+_NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+_PROCESSES = "hyper_parallel.platform.torch.processes"
+#: Of this backend: what is called from there core has recorded already.
+_OWN = frozenset({f"{_PROCESSES}.collectives", f"{_PROCESSES}.overlap"})
+
+
+class ObservationVerbs(Platform):
+    """The verbs of `Platform` about watching."""
+
+    @contextmanager
+    def observe(self, observer: Observer) -> Iterator[None]:
+        """See `Platform.observe`."""
+        active = [True]
+        hooks = [
+            register_module_forward_pre_hook(lambda module, args: _before(observer, active, module, args)),
+            register_module_forward_hook(
+                lambda module, args, output: _after(observer, active, module, output), always_call=True
+            ),
+        ]
+        try:
+            with _Collectives(observer):
+                yield
+        finally:
+            active.clear()
+            for hook in hooks:
+                hook.remove()
+
+    def profiler_range(self, name: str) -> Callable[[], None] | None:
+        """See `Platform.profiler_range`: one of ``torch.profiler``, and of the device where it has its own."""
+        scope = record_function(name)
+        scope.__enter__()
+        return partial(scope.__exit__, None, None, None)
+
+    def collective_kind(self, native: Any) -> str | None:
+        """See `Platform.collective_kind`."""
+        if not isinstance(native, OpOverloadPacket):
+            return None
+        namespace, _, name = str(native).rpartition(".")
+        return _KINDS[name][0] if namespace in _NAMESPACES and name in _KINDS else None
+
+
+class _Collectives(DispatchMode):
+    """Tells of the collectives that the program issues."""
+
+    #: They come here as all others do: torch refuses a mode that does not say so.
+    supports_higher_order_operators = True
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __enter__(self) -> Any:
+        _OPEN.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _OPEN.remove(self)
+        super().__exit__(*exc_info)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "namespace", "") in _NAMESPACES:
+            found = _KINDS.get(func.overloadpacket.__name__)
+            if found is not None and not is_called_from(_OWN):
+                self._observer.collective(found[0], list(tensors_in(args[found[1]], Tensor)))
+        return func(*args, **(kwargs or {}))
+
+
+#: Those that are entered.
+_OPEN: list[Any] = []
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Inside, what the program issues is not seen, unless there are modes of others too: for functions of torch that
+    compile themselves, which torch refuses where a mode looks on."""
+    left = list(_OPEN) if dispatch_modes() == len(_OPEN) else []
+    for mode in reversed(left):
+        mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        for mode in left:
+            mode.__enter__()
+
+
+def _before(observer: Observer, active: list[bool], module: Any, args: Any) -> None:
+    observer.before_module(module)
+    _when_backward_comes(args, active, lambda: observer.backward_before(module))
+
+
+def _after(observer: Observer, active: list[bool], module: Any, output: Any) -> None:
+    _when_backward_comes(output, active, lambda: observer.backward_of(module))
+    observer.after_module(module)
+
+
+def _when_backward_comes(values: Any, active: list[bool], tell: Callable[[], None]) -> None:
+    """Call ``tell()`` before backward runs what has computed a tensor in ``values``. A hook of the node, which leaves
+    the graph as it is; those of modules would put functions between."""
+    with no_dispatch():
+        for x in tensors_in(values, Tensor):
+            if x.grad_fn is not None:
+                x.grad_fn.register_prehook(lambda cotangents: tell() if active else None)

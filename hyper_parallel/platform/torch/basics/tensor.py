@@ -1,0 +1,121 @@
+"""DTensors of torch: making them, knowing them, and what serves them besides operations.
+
+A DTensor is the local tensor itself with another class (``t.__class__ = DTensor``): no wrapper, no node in the autograd
+graph. `dtensor_class` makes the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.contract import Core
+from hyper_parallel.platform.torch.basics.transforms import MAYBE_INSIDE, refuse_transforms
+from hyper_parallel.platform.without_patches import NeedsPatches
+
+__all__ = [
+    "HANDLERS",
+    "Handler",
+    "State",
+    "allow_dtensors",
+    "dispatch",
+    "handles",
+    "is_dtensor",
+    "is_local_class",
+    "layout_of",
+    "replaces",
+    "stand_for",
+    "wrap",
+]
+
+Handler = Callable[[Any, tuple, dict], Any]
+
+#: torch function -> handler(func, args, kwargs). Looked up before the op table.
+HANDLERS: dict[Any, Handler] = {}
+
+
+class State:
+    """The DTensor class, which serves every torch device, and what core handed over with it."""
+
+    #: What core does for torch, once the class is made.
+    core: ClassVar[Core]
+    #: None before it is made.
+    tensor_class: Any = None
+    #: The same class, while torch is patched.
+    wrapping: Any = NeedsPatches("torch")
+    #: function -> what serves it on DTensors.
+    table: ClassVar[dict[Any, Handler]] = {}
+
+
+def handles(*functions: Any) -> Callable[[Handler], Handler]:
+    """Register the decorated function in `HANDLERS`; entries that are None are skipped (torch versions differ)."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update({f: handler for f in functions if f is not None})
+        return handler
+
+    return register
+
+
+def replaces(*functions: Any) -> Callable[[Callable], Callable]:
+    """Let the decorated function, which takes the same arguments, stand for functions of torch on DTensors."""
+
+    def register(replacement: Callable) -> Callable:
+        handles(*functions)(lambda func, args, kwargs: replacement(*args, **kwargs))
+        return replacement
+
+    return register
+
+
+def dispatch(native_op: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Core's dispatch: run ``func`` distributed."""
+    return State.core.dispatch(native_op, func, args, kwargs)
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether ``x`` is distributed."""
+    return type(x) is State.tensor_class
+
+
+def allow_dtensors(allowed: bool) -> None:
+    """Whether DTensors may be made: while torch is patched."""
+    State.wrapping = State.tensor_class if allowed else NeedsPatches("torch")
+
+
+def stand_for(replacement: Any, original: Any) -> None:
+    """Serve ``replacement``, which takes the place of ``original`` in torch, as ``original`` is served."""
+    if original in State.table:
+        State.table[replacement] = State.table[original]
+
+
+def is_local_class(cls: type) -> bool:
+    """Whether ``cls``, whose tensors compute by ``__torch_dispatch__``, is the ``base`` of `make_dtensor_class`."""
+    made = State.tensor_class
+    return made is not None and made.__bases__[-1] is not Tensor and issubclass(cls, made.__bases__[-1])
+
+
+def layout_of(x: Any) -> Any:
+    """Layout of a DTensor, None for anything else."""
+    return x._layout if type(x) is State.tensor_class else None
+
+
+def wrap(local: Any, layout: Any) -> Any:
+    """Retag ``local``, which nobody else holds, as a DTensor.
+
+    An operation may return the DTensor that it was given (``contiguous()``, in-place operations): with the same
+    layout that is the result, otherwise a new view of it is, since an object has one layout.
+    """
+    if MAYBE_INSIDE:
+        refuse_transforms()
+    cls = State.wrapping
+    if type(local) is cls:
+        if local._layout is layout:
+            return local
+        with no_dispatch():
+            local = local.view_as(local)
+    local.__class__ = cls
+    local._layout = layout
+    return local

@@ -1,0 +1,115 @@
+"""Count of the computing, reading and writing of torch's operations, and of the memory that lives meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+from torch.utils.flop_counter import flop_registry
+
+from hyper_parallel.platform.contract.dry import Usage
+from hyper_parallel.platform.torch.basics.private import TorchDispatchMode
+
+__all__ = ["UsageMode", "resized"]
+
+#: Those that are entered.
+_OPEN: list[UsageMode] = []
+
+
+def resized(x: Tensor) -> None:
+    """To be called when the storage of ``x`` was given another size."""
+    for mode in _OPEN:
+        mode.resized(x.untyped_storage())
+
+
+class _Size:
+    """Bytes of a storage, of which `Usage` counts so many."""
+
+    def __init__(self, usage: Usage) -> None:
+        self.usage, self.bytes = usage, 0
+
+    def set(self, size: int) -> None:
+        """Let it have another size."""
+        self.usage.live += size - self.bytes
+        self.bytes = size
+
+
+class UsageMode(TorchDispatchMode):
+    """Context manager that gives a `Usage`. It sees what reaches torch's kernels, of the program, of core and of
+    autograd. A storage counts from the operation that makes it until nothing refers to it."""
+
+    def __enter__(self) -> Usage:
+        self.usage = Usage()
+        self._sizes: weakref.WeakKeyDictionary[Any, _Size] = weakref.WeakKeyDictionary()
+        super().__enter__()
+        _OPEN.append(self)
+        return self.usage
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _OPEN.remove(self)
+        super().__exit__(*exc_info)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Count one operation."""
+        kwargs = dict(kwargs or {})
+        with no_dispatch():
+            result = func(*args, **kwargs)
+            inputs = list(_tensors((args, tuple(kwargs.values()))))
+            outputs = list(_tensors(result))
+            given = {x.untyped_storage()._cdata for x in inputs}
+            made = [x for x in outputs if x.untyped_storage()._cdata not in given]
+            for x in made:
+                self._count(x.untyped_storage())
+            formula = _formula(func._overloadpacket)
+            flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+            # A view moves nothing, nor does memory without values.
+            if "empty" in func._opname:
+                return result
+            if made or flops or func._schema.is_mutable:
+                moved = sum(map(_nbytes, (*inputs, *outputs)))
+                size = outputs[0].element_size() if outputs else 0
+                what = (str(func._overloadpacket), flops, moved, size)
+                self.usage.operations[what] += 1
+                self.usage.timeline.append((hash(what), self.usage.live))
+        return result
+
+    def _count(self, storage: Any) -> None:
+        """A storage lives from now on."""
+        if storage in self._sizes:
+            return
+        size = self._sizes[storage] = _Size(self.usage)
+        size.set(storage.nbytes())
+        weakref.finalize(storage, size.set, 0).atexit = False
+
+    def resized(self, storage: Any) -> None:
+        """Its size is another one than it was."""
+        if storage in self._sizes:
+            self._sizes[storage].set(storage.nbytes())
+            self.usage.timeline.append((storage.nbytes(), self.usage.live))
+
+
+def _formula(operator: Any) -> Callable[..., Any] | None:
+    """Give torch's formula for the floating-point operations of an operator, None where torch has none. Before 2.15 it
+    has none for attention on CPUs; the one for GPUs takes the same operands."""
+    found: Callable[..., Any] | None = flop_registry.get(operator)
+    if found is None and (name := str(operator)).partition("_for_cpu")[1]:
+        name = name.replace("_for_cpu", "")
+        found = next((formula for known, formula in flop_registry.items() if str(known) == name), None)
+    return found
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)

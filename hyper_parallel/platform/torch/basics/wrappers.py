@@ -1,0 +1,82 @@
+"""Wrappers of models that communicate by themselves: right on distributed parameters, or refused.
+
+torch calls a hook whenever a module gets a submodule, which wrappers do with the model that they are given, before they
+communicate. So nothing of torch is replaced, and what builds on a wrapper is covered: ``Accelerator.prepare`` and
+``Trainer`` of Hugging Face, `torch.distributed._composable.replicate`. `fully_shard` does not wrap: see
+`fully_sharded`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from hyper_parallel.platform.torch.basics.tensor import State, layout_of
+
+__all__ = ["refuse_flat_parameter", "watch_wrappers"]
+
+
+def watch_wrappers(hooks: Any) -> Any:
+    """The hook among torch's global ``hooks`` on registration that looks at every model that is wrapped."""
+    return _check
+
+
+def _check(wrapper: nn.Module, name: str, model: Any) -> None:
+    if name == "module":
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            _check_data_parallel(wrapper, model)
+        elif isinstance(wrapper, nn.DataParallel):
+            _check_replicas(model)
+
+
+def _check_data_parallel(wrapper: Any, model: Any) -> None:
+    """The gradients of ranks that hold different shards must not be averaged.
+
+    Raises:
+        ValueError: on all ranks of the wrapper's process group, before they communicate.
+    """
+    ranks = dist.get_process_group_ranks(wrapper.process_group)
+    for path, x in (*model.named_parameters(), *model.named_buffers()):
+        layout = layout_of(x)
+        if layout is None or path in wrapper.parameters_to_ignore:
+            continue
+        try:
+            State.core.check_local_collective("an average of gradients", layout, ranks)
+        except ValueError as error:
+            raise ValueError(
+                f"DistributedDataParallel over ranks {ranks} would average {path!r} over ranks that hold different "
+                "parts of it. Give it the data-parallel dimension, DistributedDataParallel(model, "
+                "process_group=mesh['dp'].get_group()), or device_mesh=mesh['dp'].to_torch(), with mesh = "
+                "init_device_mesh(..., mesh_dim_names=('dp', 'tp')); "
+                "without data parallelism leave it out. Libraries that wrap the model by themselves, over all ranks "
+                "(Accelerator.prepare and Trainer of Hugging Face), can do neither: do not hand them the parallelised "
+                f"model. ({error})"
+            ) from None
+
+
+def _check_replicas(model: Any) -> None:
+    """Replicas on other devices of one process know nothing of other ranks.
+
+    Raises:
+        ValueError: when a parameter is distributed.
+    """
+    for path, x in model.named_parameters():
+        if layout_of(x) is not None:
+            raise ValueError(
+                f"DataParallel cannot copy {path!r}, which is distributed, to other devices of one process: start one "
+                "process for each device, and use DistributedDataParallel over the data-parallel dimension of the mesh"
+            )
+
+
+def _refuse_flat(x: Any, value: Any = None) -> Any:
+    raise TypeError(
+        "FullyShardedDataParallel would flatten and cut distributed parameters, which are sharded already: use "
+        "DistributedDataParallel(model, process_group=mesh['dp'].get_group()) with a mesh of two dimensions"
+    )
+
+
+#: A property for the class of DTensors: the attribute by which torch's FSDP asks whether a parameter is one that it has
+#: made, which it does before it flattens and cuts what it finds.
+refuse_flat_parameter = property(_refuse_flat, _refuse_flat)

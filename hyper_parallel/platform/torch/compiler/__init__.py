@@ -1,0 +1,1 @@
+"""Dynamo: guards, and DTensors as torch's compiler sees them."""

@@ -1,0 +1,132 @@
+"""How torch's compiler sees DTensors: as the local tensors that they are.
+
+A DTensor is a graph input of the local shape; its guards compare what torch knows below Python, and its layout. In the
+frame a class of `placed` stands for it. The compiled graph itself gets plain tensors, forward and backward.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.torch.basics.tensor import State, is_dtensor
+from hyper_parallel.platform.torch.compiled.comparisons import take_marks
+from hyper_parallel.platform.torch.compiled.placed import held_class
+from hyper_parallel.platform.torch.compiled.running import running
+
+__all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "wrapping_dtensors"]
+
+#: Folders and files of this library that work on DTensors themselves, or for those that do: where they run, nothing is
+#: compiled. Of the backend that is all but what is written for the compiler, and what it must see to come there.
+_NOT_COMPILED = (
+    *("core/modes.py", "core/observers.py", "core/mesh/", "core/layouts/", "core/communication/", "core/rules/"),
+    *("core/operations/", "core/dtensor/", "core/data_parallel/", "core/tensor_parallel/loss.py"),
+)
+_COMPILED = {"class_losses.py", "compiled", "compiler", "basics/counter.py", "basics/wrappers.py", "modules/calls.py"}
+
+#: Where `torch._dynamo.mark_static` leaves its mark.
+_STATIC = "_dynamo_static_indices"
+
+
+def not_compiled(skipped: Any) -> tuple[str, ...]:
+    """Return the additions to the list of files that the compiler skips. Paths that begin with one of them are
+    skipped."""
+    backend, root = Path(__file__).parents[1], Path(__file__).parents[3]
+    return (*(f"{root}/{name}" for name in _NOT_COMPILED), *_all_but(_COMPILED, backend, backend))
+
+
+def _all_but(compiled: set[str], folder: Path, backend: Path) -> Iterator[str]:
+    """Paths of a folder of the backend without the compiled ones; a subfolder as one path where none is."""
+    for path in sorted(folder.iterdir()):
+        name = path.relative_to(backend).as_posix()
+        if path.name[:2] == "__" or name in compiled:
+            continue
+        if not path.is_dir():
+            yield str(path)
+        elif any(other.startswith(f"{name}/") for other in compiled):
+            yield from _all_but(compiled, path, backend)
+        else:
+            yield f"{path}/"
+
+
+def skipping(original: Any) -> re.Pattern:
+    """Wrap the pattern that torch makes of that list."""
+    return re.compile("|".join([original.pattern, *(f"^{re.escape(path)}" for path in not_compiled(None))]))
+
+
+def remade(found: Any, original: Any) -> Any:
+    """The pattern to put back where torch has made another one since, of a longer list."""
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    rules._recompile_re()
+    return rules.SKIP_DIRS_RE
+
+
+def is_pattern(original: Any) -> str | None:
+    """A check for `Patch`."""
+    return None if isinstance(original, re.Pattern) else "is not a pattern"
+
+
+def wrapping_dtensors(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wrap ``VariableBuilder.wrap_tensor``, where the compiler meets a tensor of the program."""
+
+    @wraps(original)
+    def wrap_tensor(self: Any, value: Any) -> Any:
+        if getattr(type(value), "is_placed_class", False):
+            layout = value._layout
+            value.__class__, value._layout = State.tensor_class, layout
+        if not is_dtensor(value):
+            return original(self, value)
+        layout, parts = value._layout, _parts_of_dynamo()
+        marks, before = vars(value), vars(value).get(_STATIC)
+        with no_dispatch():
+            # As `torch._dynamo.mark_static`: sizes that vary would be read of the DTensor, which says the global ones.
+            marks[_STATIC] = set(range(value.dim()))
+            try:
+                found = original(self, value)
+            finally:
+                if before is None:
+                    del marks[_STATIC]
+                else:
+                    marks[_STATIC] = before
+        of_layout = parts.source.AttrSource(self.source, "_layout")
+        parts.guards.install_guard(of_layout.make_guard(parts.guards.GuardBuilder.ID_MATCH))
+        held = held_class(layout, *State.core.cut_of_layout(layout))
+        return parts.variable.from_tensor_var(self.tx, found, held, self.source)
+
+    return wrap_tensor
+
+
+@cache
+def _parts_of_dynamo() -> Any:
+    """Found when a DTensor is met: while torch's compiler is being imported they are not there yet."""
+    guards, source = map(importlib.import_module, ("torch._dynamo.guards", "torch._dynamo.source"))
+    overrides: Any = importlib.import_module("torch._dynamo.variables.torch_function")
+    return SimpleNamespace(guards=guards, source=source, variable=overrides.TensorWithTFOverrideVariable)
+
+
+def plain_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``OutputGraph.call_user_compiler``, which gives a graph and its inputs to a backend."""
+
+    @wraps(original)
+    def call_user_compiler(self: Any, gm: Any, example_inputs: Any) -> Any:
+        held = [i for i, x in enumerate(example_inputs) if is_dtensor(x)]
+        compare = take_marks(gm)
+        if held:
+            # What the compiler has traced with: of a new view it would not know where its sizes come from.
+            traced = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
+            example_inputs = [traced[i] if i in held else x for i, x in enumerate(example_inputs)]
+        compiled = original(self, gm, example_inputs)
+        if not held and compare is None:
+            return compiled
+        self.torch_function_subclass_inlined = False  # else the caller turns dispatch off once more, around `run`
+        # The caller keeps `run` from being compiled, and so what it calls: once is enough.
+        return running(importlib.import_module("torch._dynamo.eval_frame").innermost_fn(compiled), held, compare)
+
+    return call_user_compiler

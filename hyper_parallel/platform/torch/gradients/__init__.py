@@ -1,0 +1,1 @@
+"""Autograd functions and hooks, and gradients that lie in one memory."""

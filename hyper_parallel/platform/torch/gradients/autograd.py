@@ -1,0 +1,382 @@
+"""Differentiable functions, and values cached on tensors without keeping anything alive."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS, TensorFunction
+from hyper_parallel.platform.torch.basics.private import bare_apply, graph_task, queue_callback, will_execute
+from hyper_parallel.platform.torch.basics.tensor import State
+from hyper_parallel.platform.torch.basics.transforms import MAYBE_INSIDE, refuse_transforms
+
+__all__ = [
+    *("ADDING", "NOTHING", "SAME_AS_VIEW", "AutogradVerbs", "Cache"),
+    *("address_of", "as_plain", "hook_of", "make_apply", "name_of", "shape_of", "stride_of", "telling_engine"),
+]
+
+# Not as methods of DTensors, which first ask whether they are to be intercepted.
+_view_as, _detach = Tensor.view_as, Tensor.detach
+shape_of, stride_of, address_of = Tensor.shape.__get__, Tensor.stride, Tensor.data_ptr
+is_grad_enabled = torch.is_grad_enabled
+_PLAIN = frozenset({Tensor, type(None)})
+
+#: What an entry of a `Cache` says that is to be compared, besides the version, which ``x.data = y`` does not change:
+#: whether the view that was kept still has the data of ``x``; or nothing, because assigning data to a DTensor clears
+#: its cache. Any other entry has the address, the shape and the strides.
+SAME_AS_VIEW, NOTHING = None, ()
+
+
+class Cache(dict):
+    """``key -> (value or weak reference, version of the holder, what of its data is compared)``, kept in the attribute
+    ``_cached`` of the holder. All values share the memory of the holder, so while one lives no other data can have its
+    address.
+
+    It belongs to that one tensor object: a copy of the tensor, or one that was saved and loaded, starts empty.
+    """
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict) -> Cache:
+        return Cache()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        # A class that torch.load(weights_only=True) accepts.
+        return (collections.OrderedDict, ())
+
+
+class _NoContext:
+    """The context of a function that autograd does not record."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keep nothing."""
+
+
+class AutogradVerbs(Platform):
+    """The autograd verbs of `Platform`."""
+
+    accumulates_gradients = True
+
+    def in_backward(self) -> bool:
+        """See `Platform.in_backward`."""
+        return graph_task() != -1
+
+    #: See `Platform.backward_is_recorded`.
+    backward_is_recorded: Any = staticmethod(is_grad_enabled)
+
+    def backward_pass(self) -> Any:
+        """See `Platform.backward_pass`."""
+        task = graph_task()
+        return None if task == -1 else task
+
+    #: See `Platform.with_grad`.
+    with_grad: Any = staticmethod(torch.enable_grad)
+
+    #: See `Platform.after_backward`.
+    after_backward: Any = staticmethod(queue_callback)
+
+    tells_beginning = True
+
+    def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
+        """See `Platform.before_backward`."""
+        _WATCHERS.append(weakref.WeakMethod(callback))
+
+    def autograd_function(
+        self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+    ) -> Callable[..., Tensor]:
+        """See `Platform.autograd_function`."""
+
+        def run_forward(ctx: Any, x: Tensor, *static: Any) -> Tensor:
+            ctx.static_count = len(static)
+            if BACKWARD_WRAPPERS:
+                ctx._wrapped = BACKWARD_WRAPPERS[-1](backward)
+            with no_dispatch():
+                y = forward(ctx, x, *static)
+                # As a view of ``x`` the result could not be changed in place.
+                return y.detach() if y is x or y._is_view() else y
+
+        def run_backward(ctx: Any, cotangent: Tensor) -> Any:
+            call = getattr(ctx, "_wrapped", backward) if BACKWARD_WRAPPERS else backward
+            with no_dispatch():
+                gradient = call(ctx, as_plain(cotangent))
+            return (gradient, *(None,) * ctx.static_count) if ctx.static_count else gradient
+
+        apply = make_apply(name_of(forward), run_forward, run_backward)
+
+        def run(x: Tensor, *static: Any) -> Tensor:
+            if MAYBE_INSIDE:
+                refuse_transforms(x)
+            if is_grad_enabled() and x.requires_grad:
+                return apply(x, *static)
+            with no_dispatch():
+                return forward(_NoContext(), x, *static)
+
+        return run
+
+    tells_unused = True
+
+    def joint_function(
+        self, forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]]
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """See `Platform.joint_function`."""
+
+        def run_forward(ctx: Any, static: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+            ctx.set_materialize_grads(False)
+            if BACKWARD_WRAPPERS:
+                ctx._wrapped = BACKWARD_WRAPPERS[-1](backward)
+            with no_dispatch():
+                return tuple(map(_detach, forward(ctx, static, *xs)))
+
+        def run_backward(ctx: Any, *cotangents: Tensor) -> Any:
+            call = getattr(ctx, "_wrapped", backward) if BACKWARD_WRAPPERS else backward
+            with no_dispatch():
+                given = cotangents if _PLAIN.issuperset(map(type, cotangents)) else map(as_plain, cotangents)
+                return (None, *call(ctx, *given))
+
+        apply = make_apply(name_of(forward), run_forward, run_backward)
+
+        def run(static: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+            if MAYBE_INSIDE:
+                refuse_transforms(xs[0])
+            # Mostly the first one answers.
+            if is_grad_enabled() and (xs[0].requires_grad or any(x.requires_grad for x in xs)):
+                return apply(static, *xs)
+            with no_dispatch():
+                return tuple(forward(_NoContext(), static, *xs))
+
+        return run
+
+    def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> TensorFunction:
+        """See `Platform.gradient_view`: a view with a hook, where an autograd function costs several times as much."""
+        read = self.read_cache
+
+        def view(x: Tensor) -> Tensor:
+            if MAYBE_INSIDE:
+                refuse_transforms(x)
+            if not (is_grad_enabled() and x.requires_grad):
+                return x
+            cache = x.__dict__.get("_cached")
+            if cache and (found := read(x, key)) is not None:
+                return found
+            y: Any = _view_as(x, x)
+            of_x: Any = partial(convert, x)
+            if BACKWARD_WRAPPERS:
+                of_x = BACKWARD_WRAPPERS[-1](of_x)
+            y._backward_hooks = {0: hook_of(of_x, of_x)}
+            y.grad_fn._register_hook_dict(y)
+            if cache is None:
+                cache = x.__dict__["_cached"] = Cache()
+            # Weak, see `write_cache`: the operation keeps it.
+            cache[key] = (weakref.ref(y), x._version, SAME_AS_VIEW if type(x) is Tensor else NOTHING)
+            return y
+
+        return view
+
+    def requires_grad(self, x: Tensor) -> bool:
+        """See `Platform.requires_grad`."""
+        return is_grad_enabled() and x.requires_grad
+
+    def is_made_with(self, x: Tensor, parameter: Any) -> bool | None:
+        """See `Platform.is_made_with`."""
+        if not x.requires_grad:
+            return None
+        todo, seen, wanted = [x.grad_fn], {None}, parameter.grad_fn
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node is wanted or getattr(node, "variable", None) is parameter:
+                return True
+            todo += [below for below, _ in node.next_functions]
+        return False
+
+    def detach(self, x: Tensor) -> Tensor:
+        """See `Platform.detach`."""
+        if MAYBE_INSIDE:
+            refuse_transforms(x)
+        if type(x) is Tensor:
+            return x.detach()
+        with no_dispatch():
+            return _detach(x)
+
+    def counted_apart(self, x: Tensor) -> Tensor:
+        """See `Platform.counted_apart`."""
+        return x.data
+
+    def alias(self, x: Tensor) -> Tensor:
+        """See `Platform.alias`."""
+        with no_dispatch():
+            return _view_as(x, x)
+
+    def same_memory(self, x: Tensor, y: Tensor) -> bool:
+        """See `Platform.same_memory`."""
+        return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+    #: See `Platform.no_grad`.
+    no_grad: Any = staticmethod(torch.no_grad)
+
+    def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
+        """See `Platform.read_cache`."""
+        cache = holder.__dict__.get("_cached")
+        if not cache or not is_grad_enabled():
+            return None
+        entry = cache.get(key)
+        if entry is None:
+            return None
+        value = entry[0]
+        if type(value) is weakref.ref and (value := value()) is None:
+            return None
+        if entry[1] != holder._version:
+            return None
+        data = entry[2]
+        if data is SAME_AS_VIEW:
+            return value if value.is_set_to(holder) else None
+        same = data is NOTHING or data == (address_of(holder), shape_of(holder), stride_of(holder))
+        return value if same else None
+
+    def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
+        """See `Platform.write_cache`.
+
+        A strong reference from a leaf to a value computed from it would be a cycle through its gradient accumulator,
+        and one to a view of it a cycle through the view's base: both run through C++, where the garbage collector
+        does not see them. There the reference is weak, and the value lives as long as the graph that uses it.
+        """
+        if not is_grad_enabled() or holder.is_inference():
+            return
+        weak = holder.is_leaf or value is holder or value._base is holder
+        kept = weakref.ref(value) if weak else value
+        plain = type(holder) is Tensor
+        data = (address_of(holder), shape_of(holder), stride_of(holder)) if plain else NOTHING
+        entry = (kept, holder._version, data)
+        cache = holder.__dict__.get("_cached")
+        if cache is None:
+            cache = holder.__dict__["_cached"] = Cache()
+        cache[key] = entry
+
+    def clear_cache(self, holder: Tensor) -> None:
+        """See `Platform.clear_cache`."""
+        holder.__dict__.pop("_cached", None)
+
+
+#: What is to be called when a backward pass begins.
+_WATCHERS: list[weakref.WeakMethod] = []
+#: The passes that run, by their `graph_task`, of which it is known that they add to the gradient of each leaf they come
+#: to: those of ``backward`` without ``inputs``.
+ADDING: set[int] = set()
+
+
+def telling_engine(run: Callable) -> Callable:
+    """Wrap the function that runs torch's engine, for `Platform.before_backward`. The hook on the first root runs
+    before the rest of the graph. Where the engine fails, other ranks are told."""
+
+    @functools.wraps(run)
+    def telling(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if not _WATCHERS:
+            try:
+                return run(t_outputs, *args, **kwargs)
+            except Exception as error:
+                _tell_of_failure(error, t_outputs)
+                raise
+        told: list[int] = []
+        adds = kwargs.get("accumulate_grad", False) and not (args[3] if len(args) > 3 else kwargs.get("inputs", True))
+
+        def runs(node: Any) -> bool:
+            # Torch does not count the node that a backward begins with among those of its graph.
+            return will_execute(node) or any(node is root for root in roots)
+
+        def begin(cotangent: Any) -> None:
+            if told:
+                return
+            told.append(graph_task())
+            if adds:
+                ADDING.add(told[0])
+            for watcher in tuple(_WATCHERS):
+                callback = watcher()
+                if callback is None:
+                    _WATCHERS.remove(watcher)
+                else:
+                    callback(runs)
+
+        handles, roots = [], []
+        with no_dispatch():
+            for root in t_outputs:
+                if not isinstance(root, Tensor):  # an edge of the graph
+                    roots.append(root.node)
+                    handles.append(root.node.register_prehook(begin))
+                elif root.requires_grad:
+                    roots.append(root.grad_fn)
+                    handles.append(root.register_hook(begin))
+        try:
+            return run(t_outputs, *args, **kwargs)
+        except Exception as error:
+            _tell_of_failure(error, t_outputs)
+            raise
+        finally:
+            ADDING.difference_update(told)
+            for handle in handles:
+                handle.remove()
+
+    return telling
+
+
+def _tell_of_failure(error: Exception, roots: Sequence[Any]) -> None:
+    """Tell the ranks with which this backward pass communicates that it has failed here."""
+    meshes: set[Any] = set()
+    seen: set[Any] = {None}
+    with no_dispatch():
+        todo = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        mesh = getattr(getattr(node, "step", None), "mesh", None)
+        layout = getattr(getattr(node, "variable", None), "_layout", None)
+        meshes.update(x for x in (mesh, getattr(layout, "mesh", None)) if x is not None)
+        todo += [below for below, _ in node.next_functions]
+    if meshes:
+        State.core.failed_in_backward(error, meshes)
+
+
+def name_of(forward: Callable) -> str:
+    """Return the name of a function in the graph and in the profiler."""
+    return getattr(forward, "__name__", "Function").strip("_")
+
+
+def make_apply(name: str, forward: Callable, backward: Callable) -> Callable:
+    """`apply` of an autograd function of these methods."""
+    function = type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
+    return bare_apply(function)
+
+
+def as_plain(cotangent: Any) -> Any:
+    """A cotangent as a plain tensor, whatever the user let backward begin with. Interception is off."""
+    return cotangent if cotangent is None or type(cotangent) is Tensor else cotangent.as_subclass(Tensor)
+
+
+def hook_of(convert: Callable[[Tensor], Any] | None, record: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """The hook that changes a cotangent by ``convert``, if at all, and where it has a gradient itself by ``record``.
+    Both get plain tensors."""
+
+    def hook(cotangent: Tensor) -> Any:
+        change = record if is_grad_enabled() and cotangent.requires_grad else convert
+        if change is None:
+            return None
+        if type(cotangent) is Tensor:
+            return change(cotangent)
+        with no_dispatch():
+            return change(as_plain(cotangent))
+
+    return hook

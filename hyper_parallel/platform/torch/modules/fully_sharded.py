@@ -1,0 +1,167 @@
+"""torch's own `fully_shard` (FSDP2), and `replicate` which is built like it, on parallelised modules.
+
+Torch's code keeps each parameter as a DTensor of its own class over the data-parallel and the tensor-parallel mesh, and
+puts a gathered one in its place while the module runs. It is left to do all that: a parameter is handed over as torch's
+DTensor of the same placements. What torch puts in place while the module runs becomes one of this library's again, over
+the same memory and with the planned layout, so that styles find what they have distributed. Its gradient comes back
+complete over the tensor-parallel mesh, and torch reduces it over the data-parallel one.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.mesh_methods import MeshMethods
+from hyper_parallel.platform.torch.basics.private import root_of_mesh
+from hyper_parallel.platform.torch.basics.tensor import is_dtensor
+from hyper_parallel.platform.torch.modules.modules import wrap_parameter
+from hyper_parallel.platform.torch.native.native_dtensors import as_native, native_placements
+
+__all__ = ["checking_parameters", "converting_parameter", "taking_meshes"]
+
+
+def taking_meshes(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``DataParallelMeshInfo.__post_init__``, which gets each mesh that torch is to shard or replicate over.
+    Meshes of this library become torch's."""
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        if isinstance(self.mesh, MeshMethods):
+            self.mesh = self.mesh.to_torch()
+        original(self)
+
+    return post_init
+
+
+def checking_parameters(make: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``FSDPParamGroup.__init__``, which gets all parameters of a unit. Refuses wrong ones on all ranks, before
+    anything is changed."""
+
+    @functools.wraps(make)
+    def init(
+        self: Any, params: Sequence[Any], modules: Any, mesh_info: Any, post_forward: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        paths = {id(p): path for module in modules for path, p in module.named_parameters()}
+        for p in params:
+            if is_dtensor(p):
+                _check(p, paths.get(id(p), "a parameter"), mesh_info, post_forward)
+        return make(self, params, modules, mesh_info, post_forward, *args, **kwargs)
+
+    return init
+
+
+def _check(p: Any, path: str, mesh_info: Any, post_forward: Any) -> None:
+    """Raise ValueError unless torch can shard the parameter ``p`` further."""
+    layout = p._layout
+    what = f"fully_shard: parameter {path!r}, of shape {tuple(layout.shape)} placed {list(layout.placements)},"
+    if "_handed_over" in p.__dict__:
+        raise ValueError(
+            f"{what} belongs to another unit already: modules that share a parameter go into one unit, "
+            "fully_shard([module, other])"
+        )
+    try:
+        native_placements(layout)
+    except ValueError as error:
+        raise ValueError(f"{what} cannot be one of torch's DTensors: {error}") from None
+    if getattr(mesh_info, "is_spmd_mesh", False):
+        raise ValueError(
+            f"{what} is on {layout.mesh} alone, and dp_mesh_dims is for parameters on all dimensions of the mesh: "
+            "leave dp_mesh_dims out, and give fully_shard the data-parallel dimension, mesh=mesh['dp'].to_torch()"
+        )
+    data, model = mesh_info.mesh, layout.mesh
+    wanted = (
+        "give fully_shard the data-parallel dimension of the mesh of which parallelize_module got the tensor-parallel "
+        "one: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), parallelize_module(model, mesh['tp'], plan), "
+        "fully_shard(block, mesh=mesh['dp'].to_torch())"
+    )
+    theirs, ours = root_of_mesh(data), model.get_root_mesh()
+    if theirs.mesh.tolist() != ours.ranks.tolist():
+        raise ValueError(f"{what} is on a dimension of {ours}, and {data} is one of another mesh, {theirs}: {wanted}")
+    shared = set(data.mesh.flatten().tolist()) & set(model.ranks.ravel().tolist())
+    if len(shared) != 1:
+        raise ValueError(
+            f"{what} is on {model}, which has ranks {sorted(shared)} in common with {data}. Where hyper_parallel's "
+            f"fully_shard has sharded it, that is enough; otherwise {wanted}"
+        )
+    if post_forward is not None and post_forward is not mesh_info:
+        raise ValueError(
+            f"{what} is tensor parallel, and torch reshards such parameters to all ranks or not at all: use "
+            "reshard_after_forward=True or False"
+        )
+
+
+def converting_parameter(make: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``FSDPParam.__init__``."""
+    cls = sys.modules[make.__module__].FSDPParam
+
+    @functools.wraps(make)
+    def init(
+        self: Any,
+        param: Any,
+        module_info: Any,
+        mesh_info: Any,
+        post_forward: Any,
+        device: Any,
+        shard_placement_fn: Any,
+        *args: Any,
+    ) -> None:
+        choose = shard_placement_fn
+        if is_dtensor(param):
+            self.__class__, self._layout = _keeping_layout(cls), param._layout
+            found, param = param, _to_native(param)
+            if shard_placement_fn is not None:
+                choose = lambda _: shard_placement_fn(found)  # noqa: E731 - who chooses knows the model's parameters
+            found._handed_over = True
+        make(self, param, module_info, mesh_info, post_forward, device, choose, *args)
+
+    return init
+
+
+def _to_native(parameter: Any) -> Any:
+    """A parameter of torch's own DTensor class with the same memory."""
+    layout = parameter._layout
+    with no_dispatch(), torch.no_grad():
+        local = parameter.detach().contiguous()
+        # Torch takes contiguous parameters only.
+        strides = torch.empty(layout.shape, device="meta").stride()
+        return nn.Parameter(as_native(local, layout, strides), parameter.requires_grad)
+
+
+@cache
+def _keeping_layout(cls: type) -> type:
+    """``FSDPParam`` for a parameter that was one of this library's, of layout ``self._layout``."""
+
+    def init_unsharded_param(self: Any) -> None:
+        made = hasattr(self, "_unsharded_param")
+        cls.init_unsharded_param(self)  # type: ignore[attr-defined]
+        if made:
+            return
+        theirs = self._unsharded_param
+        whole: Any = nn.Parameter(theirs._local_tensor, theirs.requires_grad)
+        if hasattr(self, "unsharded_grad_dtype"):  # from torch 2.15 on gradients may have another dtype
+            whole.grad_dtype = self.unsharded_grad_dtype
+        wrap_parameter(whole, self._layout)
+        # Torch reads the gradient in backward: `coalesce_gradients` must not complete it later.
+        whole._read_in_backward = True
+        self._unsharded_param = whole
+
+    def get_grad_inner_tensor(self: Any, grad: Any) -> Any:
+        with no_dispatch():
+            return grad.as_subclass(Tensor)
+
+    methods = {
+        "__module__": cls.__module__,
+        "init_unsharded_param": init_unsharded_param,
+        "_get_grad_inner_tensor": get_grad_inner_tensor,
+        #: Autograd has reduced the gradient over the tensor-parallel mesh when it arrives.
+        "may_reduce_grad_outside_dp": False,
+    }
+    return type(cls.__name__, (cls,), methods)

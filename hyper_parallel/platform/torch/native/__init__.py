@@ -1,0 +1,1 @@
+"""DTensors, meshes and checkpoints of torch itself, converted from and to ours."""

@@ -1,0 +1,198 @@
+"""torch.distributed.checkpoint and DTensors.
+
+Its planners take from methods of a tensor what this rank writes and reads: the rectangles that it holds. A packed
+shard is several. ``load_state_dict(assign=True)`` of whole tensors makes DTensors of them. Whole state dicts are in
+`whole_states`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.torch.basics.tensor import State, is_dtensor, wrap
+from hyper_parallel.platform.torch.native.native_dtensors import from_native, is_native
+
+__all__ = [
+    "PROTOCOL",
+    "assign_distributed",
+    "offload_local",
+    "part_of_whole",
+    "refuse_parts_in_one_file",
+    "write_chunks_apart",
+]
+
+
+# ---------------------------------------------------------------------------------------------- what a rank holds
+def _rectangles(x: Any) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]]:
+    """(offsets, sizes, where it lies in the local tensor) of what this rank holds of a DTensor."""
+    layout = x._layout
+    if any(p.is_partial() for p in layout.placements):
+        raise TypeError(
+            f"torch.distributed.checkpoint cannot save or load a DTensor placed {list(layout.placements)}, of which "
+            "each rank holds a summand: redistribute it to Replicate() or Shard(dim) first"
+        )
+    shape = tuple(layout.shape)
+    if not math.prod(shape):  # nobody holds anything, and a checkpoint is to know of it all the same
+        return [(torch.Size([0] * len(shape)), torch.Size(shape), (slice(None),) * len(shape))]
+    return [
+        (torch.Size(r.offsets), torch.Size(r.sizes), tuple(map(_slice, r.local_offsets, r.sizes)))
+        for r in State.core.held_rectangles(layout)
+    ]
+
+
+def _slice(start: int, length: int) -> slice:
+    return slice(start, start + length)
+
+
+def _local(x: Any) -> Tensor:
+    """The local tensor: plain, with the memory and the count of writes of ``x``."""
+    with no_dispatch():
+        return x.detach().as_subclass(Tensor)
+
+
+def _create_write_items(x: Any, fqn: str, _: Any) -> list[Any]:
+    metadata = importlib.import_module("torch.distributed.checkpoint.metadata")
+    planner = importlib.import_module("torch.distributed.checkpoint.planner")
+    properties, size = metadata.TensorProperties.create_from_tensor(_local(x)), torch.Size(x._layout.shape)
+    return [
+        planner.WriteItem(
+            index=metadata.MetadataIndex(fqn, offsets, number),
+            type=planner.WriteItemType.SHARD,
+            tensor_data=planner.TensorWriteData(metadata.ChunkStorageMetadata(offsets, sizes), properties, size),
+        )
+        for number, (offsets, sizes, _) in enumerate(_rectangles(x))
+    ]
+
+
+def _create_chunk_list(x: Any) -> list[Any]:
+    metadata = importlib.import_module("torch.distributed.checkpoint.metadata")
+    return [metadata.ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in _rectangles(x)]
+
+
+def _get_tensor_shard(x: Any, index: Any) -> Tensor:
+    held = _rectangles(x)
+    for offsets, _, place in held:
+        if offsets == index.offset or (index.offset is None and len(held) == 1):
+            return _local(x)[place]
+    raise ValueError(
+        f"this rank holds no part of {index.fqn!r} that begins at {index.offset}: of shape {tuple(x._layout.shape)}, "
+        f"placed {list(x._layout.placements)}, it holds what begins at {[tuple(offsets) for offsets, _, _ in held]}"
+    )
+
+
+#: Methods for the class of DTensors. Torch asks for these before anything else. `CheckpointableTensor`, which there is
+#: from torch 2.14 on, is for plain local tensors: its attributes would make torch cut a DTensor as if it were one.
+PROTOCOL = {
+    "__create_write_items__": _create_write_items,
+    "__create_chunk_list__": _create_chunk_list,
+    "__get_tensor_shard__": _get_tensor_shard,
+}
+
+
+# ---------------------------------------------------------------------------------------------- async_save
+def offload_local(original: Callable, stager: Any, x: Any, memo: Any, non_blocking: bool = False) -> Any:
+    """Stands for the method by which ``async_save`` copies a tensor to the host: a DTensor becomes one over a copy of
+    its local tensor."""
+    if not is_dtensor(x):
+        return original(stager, x, memo, non_blocking=non_blocking)
+    local = _local(x)
+    if local.numel() and not local.is_meta:
+        local = original(stager, local, memo, non_blocking=non_blocking)
+    memo[id(x)] = staged = wrap(local, x._layout)
+    return staged
+
+
+# ---------------------------------------------------------------------------------------------- its Hugging Face writer
+def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any:
+    """Stands for the method that sees what all ranks write: without ``save_distributed`` their files have one name.
+
+    Raises:
+        ValueError: where tensors are cut. Torch raises it on all ranks.
+    """
+    if not writer.save_distributed and len(plans) > 1:
+        for item in (item for plan in plans for item in plan.items):
+            data = item.tensor_data
+            if data is not None and data.chunk.sizes != data.size:
+                raise ValueError(
+                    f"HuggingFaceStorageWriter writes one file for all ranks, and {item.index.fqn!r} of shape "
+                    f"{tuple(data.size)} is cut: give it save_distributed=True, with enable_consolidation=True "
+                    "for files of whole tensors"
+                )
+    return original(writer, plans)
+
+
+def write_chunks_apart(original: Callable, writer: Any, plan: Any, planner: Any) -> Any:
+    """Stands for the method that writes what falls to a rank, in which a tensor has one entry a file: what a rank holds
+    of a packed tensor goes into several files."""
+    rounds: list[list[Any]] = []
+    count: dict[str, int] = {}
+    for item in plan.items:
+        number = count[item.index.fqn] = count.get(item.index.fqn, -1) + 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(item)
+    own = (plan.storage_data or {}).get("shard_index")
+    if len(rounds) < 2 or own is None:
+        return original(writer, plan, planner)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    written: list[Any] = []
+    for number, items in enumerate(rounds):
+        # Numbers of files that no other rank uses: theirs are 1 to the number of ranks.
+        data = {**plan.storage_data, "shard_index": own + number * size}
+        written += original(writer, replace(plan, items=items, storage_data=data), planner).wait()
+    done: Any = torch.futures.Future()
+    done.set_result(written)
+    return done
+
+
+# ---------------------------------------------------------------------------------------------- assign=True
+def assign_distributed(original: Callable, module: Any, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> Any:
+    """Stands for ``Module._load_from_state_dict``, which with ``assign=True`` puts the tensors of the state dict in the
+    place of the module's: in that of a DTensor comes one of the same placements, whatever the state dict has.
+
+    Raises:
+        ValueError: for a DTensor on another mesh, on all its ranks.
+    """
+    if metadata.get("assign_to_params_buffers"):
+        for name, held in [*module._parameters.items(), *module._buffers.items()]:
+            given = state_dict.get(prefix + name)
+            if is_dtensor(held) and isinstance(given, Tensor) and tuple(given.shape) == tuple(held.shape):
+                state_dict[prefix + name] = _placed_as(held, given, prefix + name)
+    return original(module, state_dict, prefix, metadata, *args)
+
+
+def _placed_as(held: Any, given: Any, name: str) -> Any:
+    layout = held._layout
+    with torch.no_grad():
+        if is_native(given):
+            given = from_native(given)
+        if is_dtensor(given):
+            if given._layout is layout:
+                return given
+            if given._layout.mesh is not layout.mesh:
+                raise ValueError(
+                    f"load_state_dict(assign=True): {name!r} is on {layout.mesh} in the module, and on "
+                    f"{given._layout.mesh} in the state dict. Load without assign, after to_empty() where the module "
+                    "is on meta, or give whole tensors (full_tensor())"
+                )
+            return given.redistribute(placements=layout.placements).detach()
+        local = part_of_whole(given, layout, given.device)
+    return wrap(local.requires_grad_(held.requires_grad), layout)
+
+
+def part_of_whole(whole: Tensor, layout: Any, device: Any) -> Tensor:
+    """This rank's part of a whole plain tensor, a new tensor on ``device``; no communication."""
+    local = torch.empty(tuple(layout.local_shape), dtype=whole.dtype, device=device)
+    for r in State.core.held_rectangles(layout):
+        place = tuple(map(_slice, r.local_offsets, r.sizes))
+        local[place].copy_(whole.detach()[tuple(map(_slice, r.offsets, r.sizes))])
+    return local

@@ -1,0 +1,167 @@
+"""torch's own DTensors made of this library's, and the other way round: two names for the same memory.
+
+Both libraries mean the same by a cotangent: it is whole for `Replicate` and for each summand of a `Partial`, and the
+shard for `Shard`. So a gradient passes from one to the other as it is, but for averages, of which each rank's part has
+a share of it here, and the whole there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.platform.torch.basics.private import strided_shard
+from hyper_parallel.platform.torch.basics.tensor import State, is_dtensor
+
+__all__ = ["as_native", "describe_placement", "from_native", "is_native", "native_placements", "to_native"]
+
+
+_API = "torch.distributed.tensor"
+
+
+def _api() -> Any:
+    """Torch's module, which takes long to import, and imports it for programs that never ask."""
+    return importlib.import_module(_API)
+
+
+def is_native(x: Any) -> bool:
+    """Whether ``x`` is one of torch's own DTensors."""
+    api = sys.modules.get(_API)
+    return api is not None and isinstance(x, api.DTensor)
+
+
+def are_native_apart(tensors: Sequence[Any], tensor_class: Any) -> bool:
+    """Whether there are torch's own DTensors among ``tensors`` that torch cannot take together with the others: of
+    several meshes, or beside DTensors of class ``tensor_class`` and plain tensors."""
+    api = sys.modules.get(_API)
+    if api is None:
+        return False
+    natives = [x for x in tensors if type(x) is not tensor_class and isinstance(x, api.DTensor)]
+    if not natives:
+        return False
+    meshes = [x.device_mesh for x in natives]
+    return len(natives) < len(tensors) or any(mesh is not meshes[0] and mesh != meshes[0] for mesh in meshes)
+
+
+def native_placements(layout: Any) -> tuple[Any, ...]:
+    """A layout's placements as torch's.
+
+    Raises:
+        ValueError: for a packed shard, which torch has no name for.
+    """
+    return tuple(_native_placement(p, layout) for p in layout.placements)
+
+
+def _native_placement(p: Any, layout: Any) -> Any:
+    api = _api()
+    if p.is_partial():
+        return api.Partial(p.reduce_op)
+    if p.is_replicate():
+        return api.Replicate()
+    if hasattr(p, "sizes"):
+        raise ValueError(
+            f"torch has no counterpart of {p!r}: redistribute the tensor to Shard({p.dim}) or Replicate() before. A "
+            "parameter that stays packed goes into DistributedDataParallel, or into fully_shard of hyper_parallel"
+        )
+    if hasattr(p, "split_factor"):
+        return strided_shard()(p.dim, split_factor=p.split_factor)
+    return api.Shard(p.dim)
+
+
+def as_native(local: Any, layout: Any, strides: Sequence[int]) -> Any:
+    """The plain ``local`` tensor as torch's DTensor of this layout; differentiable. ``strides`` are the whole
+    tensor's."""
+    return _api().DTensor.from_local(
+        local,
+        layout.mesh.to_torch(),
+        native_placements(layout),
+        run_check=False,
+        shape=torch.Size(layout.shape),
+        stride=tuple(strides),
+    )
+
+
+def to_native(x: Any) -> Any:
+    """See `hyper_parallel.torch.to_torch_dtensor`."""
+    if not is_dtensor(x):
+        hint = ", which is one already" if is_native(x) else ""
+        raise TypeError(f"to_torch_dtensor takes a DTensor of hyper_parallel, got {type(x).__name__}{hint}")
+    layout = x._layout
+    layout.mesh.require_member("to_torch_dtensor")
+    native_placements(layout)
+    local = x.to_local()
+    factor = _of_averages([(p.reduce_op if p.is_partial() else "") for p in layout.placements], layout.mesh, x)
+    if factor != 1:
+        local.register_hook(lambda g: g / factor)
+    return as_native(local, layout, State.core.strides_of_whole(x))
+
+
+def from_native(x: Any) -> Any:
+    """See `hyper_parallel.torch.from_torch_dtensor`."""
+    if not is_native(x):
+        hint = ", which is one already" if is_dtensor(x) else ""
+        raise TypeError(f"from_torch_dtensor takes torch's own DTensor, got {type(x).__name__}{hint}")
+    mesh, placements = x.device_mesh, [_described(p) for p in x.placements]
+    layout = State.core.layout_of_native(mesh, mesh.device_type, placements, tuple(x.shape))
+    replicate = _api().Replicate()
+    whole = [replicate if p.is_partial() else p for p in x.placements]
+    local = x.to_local(grad_placements=whole)
+    if type(local) is not Tensor:
+        local = local.wait()  # what a collective of torch's returns that is under way
+    factor = _of_averages([(p.reduce_op if p.is_partial() else "") for p in x.placements], mesh, x)
+    if factor != 1:
+        local.register_hook(lambda g: g * factor)
+    return State.core.from_local(local, layout)
+
+
+def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
+    """How many ranks ``x`` is the average of, where it has gradients, else 1. A cotangent of torch's is that of the
+    average, and one of this library's that of each rank's part.
+
+    Raises:
+        ValueError: for gradients of a largest or smallest part, or of a product, which torch hands to all ranks alike.
+    """
+    if not x.requires_grad:
+        return 1
+    for op in reduce_ops:
+        if op not in ("", "sum", "avg"):
+            raise ValueError(
+                f"a DTensor of shape {tuple(x.shape)} placed {list(x.placements)} needs gradients, and torch gives all "
+                f"ranks the same for {op!r}: redistribute it to Replicate() before it is converted"
+            )
+    return math.prod(mesh.shape[dim] for dim, op in enumerate(reduce_ops) if op == "avg")
+
+
+def _described(p: Any) -> tuple[Any, ...]:
+    """`describe_placement`.
+
+    Raises:
+        ValueError: for one that this library has no counterpart of.
+    """
+    found = describe_placement(p)
+    if found is None:
+        raise ValueError(
+            f"hyper_parallel has no counterpart of torch's {p!r}: redistribute the tensor to Replicate() before"
+        )
+    return found
+
+
+def describe_placement(p: Any) -> tuple[Any, ...] | None:
+    """See `Platform.describe_native_placement`."""
+    api: Any = sys.modules.get(_API)
+    kind = type(p)
+    if api is None:
+        return None
+    if kind is api.Replicate:
+        return ("Replicate",)
+    if kind is api.Partial:
+        return ("Partial", p.reduce_op)
+    if kind is api.Shard:
+        return ("Shard", p.dim)
+    return ("StridedShard", p.dim, p.split_factor) if kind is strided_shard() else None

@@ -1,0 +1,1 @@
+"""Processes and what they send: launch, groups, collectives, lost ranks."""
