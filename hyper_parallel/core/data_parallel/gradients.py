@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.model import Model
     from hyper_parallel.core.data_parallel.plan import Plan
 
-__all__ = ["Gradients", "let_wait", "with_waiting"]
+__all__ = ["Gradients", "add_gradients", "let_wait", "with_waiting"]
 
 
 class Gradients:
@@ -140,6 +140,15 @@ def _add_to_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> No
     for p, g in zip(parameters, gradients, strict=True):
         if g is not None:
             p.grad = g if p.grad is None else p.grad + g
+
+
+def add_gradients(leaves: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """Sums of cotangents and the gradients of as many leaves, which lose them; None where neither is there."""
+    found = []
+    for leaf, g in zip(leaves, cotangents, strict=True):
+        found.append(leaf.grad if g is None else g if leaf.grad is None else g + leaf.grad)
+        leaf.grad = None
+    return found
 
 
 def let_wait(waiting: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dims: tuple[int, ...]) -> None:

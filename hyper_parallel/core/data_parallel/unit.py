@@ -19,7 +19,7 @@ from hyper_parallel.core.data_parallel.batches import is_distributed, mixed_batc
 from hyper_parallel.core.data_parallel.borders import Guard, cast, watched
 from hyper_parallel.core.data_parallel.call import Call, chosen
 from hyper_parallel.core.data_parallel.computed_again import Inside
-from hyper_parallel.core.data_parallel.gradients import Gradients, with_waiting
+from hyper_parallel.core.data_parallel.gradients import Gradients, add_gradients, with_waiting
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.results import Results
@@ -51,7 +51,7 @@ class Unit:
         reshard_after_backward: whether parameters are sharded again after backward.
         gradients: how they are reduced.
         parameters: sharded or whole.
-        steps: what ranks compare of it.
+        steps: its steps, which ranks compare.
         model: what it shares with the other units below the outermost one; None before the first forward.
         forward_prefetch, backward_prefetch: units to gather ahead, in place of the next one.
         post_optim_event: what the next forward waits for; None is nothing.
@@ -273,17 +273,16 @@ class Unit:
         refuse_second_order(platform, "fully_shard")
         if platform.frees_storage:
             self._check_reached(ctx.call)
-        self._one_less_awaited()
         trained: list[int] = call.trained[b]
-        given: Sequence[Any] = cotangents
-        if call.waiting:
-            given = with_waiting(call.waiting, trained, cotangents)
+        given: Sequence[Any] = with_waiting(call.waiting, trained, cotangents) if call.waiting else cotangents
+        if self._opened and self._nests():
+            given = self._with_leaves(trained, given)
+        self._one_less_awaited()
         delay = (platform.fast or NOTHING_FASTER).can_delay_gradient(*chosen(call.parameters, trained))
         return self._reduce(b, call.parameters, trained, given, delay)
 
     def _check_reached(self, call: Call) -> None:
-        """Raise RuntimeError where backward has come to the parameters and not through what the call has returned, on a
-        platform that did not say so before, when they could still be made whole."""
+        """Raise RuntimeError where backward has come to freed parameters by another way than the results of the call."""
         running = None if self.model is None else self.model.this_pass()
         if running is not None and call.reached != running.number:
             call.check_whole(self.what)
@@ -345,13 +344,8 @@ class Unit:
         self.parameters.is_open = False
         self._awaited = -1
         self.parameters.hide()
-        assert self.model is not None
-        # Of what was computed again and differentiated on its own, as reentrant checkpointing does.
-        if self.platform.accumulates_gradients and (not self.platform.tells_beginning or self.model.nests):
-            with self.platform.no_dispatch():
-                given = {i for i in self._trained_leaves if self._leaves[i].grad is not None}
-            if given or self._waiting:
-                self._reduce_leaves()
+        if self._nests():
+            self._reduce_leaves()
         self.parameters.drop_parts()
         if self.reshard_after_backward:
             self.parameters.take_over()
@@ -359,15 +353,21 @@ class Unit:
         else:
             self.parameters.keep()
 
+    def _nests(self) -> bool:
+        """Whether a recomputed forward may have had a backward of its own, as reentrant checkpointing has it."""
+        nests = not self.platform.tells_beginning or (self.model is not None and self.model.nests)
+        return self.platform.accumulates_gradients and nests
+
+    def _with_leaves(self, indices: Sequence[int], cotangents: Sequence[Any]) -> Sequence[Any]:
+        """Cotangents with the gradients of the leaves, which lose them."""
+        with self.platform.no_dispatch():
+            return with_waiting(self._waiting, indices, add_gradients(chosen(self._leaves, indices), cotangents))
+
     def _reduce_leaves(self) -> None:
         for b, members in enumerate(self.parameters.members):
             trained = [i for i in members if i in self._trained_leaves]
-            with self.platform.no_dispatch():
-                cotangents = [self._leaves[i].grad for i in trained]
-            cotangents = with_waiting(self._waiting, trained, cotangents)
+            cotangents = self._with_leaves(trained, [None] * len(trained))
             if any(g is not None for g in cotangents):
-                for i in trained:
-                    self._leaves[i].grad = None
                 self._reduce(b, self.parameters.places.parameters(), trained, cotangents, True)
 
     def abandon(self) -> None:
