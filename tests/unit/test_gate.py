@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from hyper_parallel.testing.extent import in_gate
+
 ROOT = Path(__file__).parents[2]
 GATE = ROOT / "ci" / "gate.py"
 
@@ -96,7 +98,7 @@ def test_sign():
 """
 
 
-@pytest.mark.parametrize(("least", "status"), [(60, 0), (70, 1)])
+@pytest.mark.parametrize(("least", "status"), [pytest.param(60, 0, marks=pytest.mark.nightly), (70, 1)])
 def test_thresholds(tmp_path: Path, least: int, status: int) -> None:
     """Of four lines and two branches, one each is not reached: 66.6 %."""
     found, output = run_gate(project(tmp_path, least, PASSES), "demo")
@@ -122,7 +124,7 @@ def asks(root: Path, status: int) -> None:
     (root / "ci" / "raises.py").write_text(f"{asked}print('asked')\nsys.exit({status})\n")
 
 
-@pytest.mark.parametrize("status", [0, 1])
+@pytest.mark.parametrize("status", in_gate([0, 1], [1]))
 def test_errors_that_no_test_came_to(tmp_path: Path, status: int) -> None:
     """After all backends the gate asks `ci/raises.py`, and fails as that does; after some of them it does not ask."""
     root = project(tmp_path, 60, PASSES)
@@ -136,6 +138,7 @@ def test_errors_that_no_test_came_to(tmp_path: Path, status: int) -> None:
     assert found == 0 and "asked" not in output and said not in output, output
 
 
+@pytest.mark.nightly
 def test_errors_that_tests_which_fail_do_not_come_to(tmp_path: Path) -> None:
     root = project(tmp_path, 60, PASSES + "    assert sign(-2) == 1\n")
     root.joinpath("tests", "conformance", "test_other.py").write_text("def test_other():\n    pass\n")
@@ -192,6 +195,7 @@ def test_reached(gate: Any) -> None:
     assert gate.areas.reached(files, "p/moved") == gate.areas.reached({}, "p/torch") == 0
 
 
+@pytest.mark.nightly
 def test_the_conformance_suite_without_short_ways(gate: Any, tmp_path: Path) -> None:
     """Some files are a row of its own, which the environment variable makes another; in the nightly run all are."""
     conformance = "import os\n\n\ndef test_short_ways():\n    assert os.environ.get('HYPER_PARALLEL_FAST') != '0'\n"
@@ -215,6 +219,7 @@ def test_failing_test(tmp_path: Path) -> None:
     assert "1 passed, 1 failed, 0 skipped" in output
 
 
+@pytest.mark.nightly
 def test_several_processes(tmp_path: Path) -> None:
     """The files are shared out, and what all of them reached and failed counts together."""
     root = project(tmp_path, 60, PASSES)
@@ -261,7 +266,7 @@ def test_late():
 """
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", in_gate([1, 2], [2]))
 def test_failures_are_shown_at_once(tmp_path: Path, processes: int) -> None:
     """The text of a failure comes while the next test is running: that waits for a file which is made when it came."""
     root = project(tmp_path, 10, FAILS_FIRST)
@@ -285,6 +290,7 @@ def test_failures_are_shown_at_once(tmp_path: Path, processes: int) -> None:
     assert ends.endswith("\n\n2 passed, 1 failed, 0 skipped\n")
 
 
+@pytest.mark.nightly
 def test_a_part_that_breaks_down(tmp_path: Path) -> None:
     """Where no test has failed, the end of the log is shown: it has the reason."""
     root = project(tmp_path, 10, PASSES)
@@ -293,6 +299,7 @@ def test_a_part_that_breaks_down(tmp_path: Path) -> None:
     assert found == 1 and "its log ends:\n" in output and "broken set-up" in output, output
 
 
+@pytest.mark.nightly
 def test_some_files(tmp_path: Path) -> None:
     """They run in the parts that they belong to; nothing is measured, and no table is left for the README."""
     root = project(tmp_path, 100, PASSES)
@@ -318,6 +325,7 @@ def left_out():
 """
 
 
+@pytest.mark.nightly
 def test_files_that_a_backend_leaves_out(tmp_path: Path) -> None:
     """`tests/conftest.py` says which; where no part runs a file that was asked for, that is a failure."""
     root = project_with_simulator(tmp_path, 0)
@@ -369,22 +377,26 @@ def run_conformance(gate: Any, root: Path) -> Any:
     return row
 
 
+@pytest.mark.nightly
 def test_no_test(gate: Any, tmp_path: Path) -> None:
     assert run_conformance(gate, project(tmp_path, 10, "# nothing")).verdict == "FAIL: no test ran"
 
 
+@pytest.mark.nightly
 def test_only_skipped_tests(gate: Any, tmp_path: Path) -> None:
     skipped = PASSES.replace("def test", "import pytest\n\n\n@pytest.mark.skip\ndef test")
     row = run_conformance(gate, project(tmp_path, 10, skipped))
     assert (row.passed, row.skipped, row.verdict) == (0, 1, "FAIL: no test ran")
 
 
+@pytest.mark.nightly
 def test_missing_report(gate: Any, tmp_path: Path) -> None:
     """Tests that end the process with success leave no report, and have shown nothing."""
     row = run_conformance(gate, project(tmp_path, 10, "import os\n\nos._exit(0)\n"))
     assert row.verdict == "FAIL: pytest wrote no report"
 
 
+@pytest.mark.nightly
 def test_no_coverage_data(gate: Any, tmp_path: Path) -> None:
     """Where coverage has written nothing there is nothing to compare."""
     root = project(tmp_path, 10, PASSES)
@@ -394,6 +406,7 @@ def test_no_coverage_data(gate: Any, tmp_path: Path) -> None:
     assert row.verdict == "FAIL: no coverage data"
 
 
+@pytest.mark.nightly
 def test_no_folder_of_tests(gate: Any, tmp_path: Path) -> None:
     root = project(tmp_path, 10, PASSES)
     (root / "tests" / "conformance").rename(root / "tests" / "elsewhere")
@@ -434,6 +447,7 @@ def project_with_simulator(root: Path, check: int | str) -> Path:
     return root
 
 
+@pytest.mark.nightly
 def test_simulated_device(tmp_path: Path) -> None:
     """Tests of a backend with a simulator run below it, with the interpreter that was given."""
     found, output = run_gate(project_with_simulator(tmp_path, 0), f"torch-npu={sys.executable}", CI="yes")
@@ -441,6 +455,7 @@ def test_simulated_device(tmp_path: Path) -> None:
     assert "3 passed, 0 failed, 0 skipped" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("variables", [{}, {"CI": "yes"}])
 def test_simulator_that_cannot_run(tmp_path: Path, variables: dict[str, str]) -> None:
     """The table says why; in CI that is a failure."""
