@@ -25,8 +25,11 @@ from hyper_parallel.testing.extent import everything
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/numpy_backend"
-#: Three ranks, of which some have empty shards; without repetitions. `make nightly` has the whole kit.
+#: Three ranks, of which some have empty shards; without repetitions, and without three files that call what others call
+#: in more combinations. `make nightly` has the whole kit.
 SIZES = [] if everything() else ["--world-sizes", "3", "--quick"]
+if SIZES:
+    SIZES += ["-k", "not (test_style_matrix or test_views or test_kept_parameters)"]
 #: Styles and redistributions on two ranks: every collective, forward and backward.
 SELECTION = ["--world-sizes", "2", "-k", "test_linear or test_one_dimensional_mesh or test_other_reductions"]
 
@@ -87,7 +90,7 @@ def test_conforms(site: Path, tmp_path: Path) -> None:
     else:
         skipped |= {"programs for this framework do not have this"}
     assert set(report["skip_reasons"]) == skipped
-    assert sum(group["passed"] for group in report["groups"]) > (300 if SIZES else 900)
+    assert sum(group["passed"] for group in report["groups"]) > (250 if SIZES else 900)
     assert ("| styles | 16 | 0 | 0 |" if SIZES else "| styles | 64 | 0 | 0 |") in markdown.read_text()
 
 
