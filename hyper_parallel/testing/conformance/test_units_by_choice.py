@@ -154,8 +154,9 @@ def some_of_a_unit(mesh: Any) -> None:
 
         def forward(self: Any, x: Any) -> Any:
             for i in self.order[0]:
-                x = x * adapter.tensor(np.ones(1, np.float64)) if i == 1 else x
-                x = x + getattr(self, f"expert{i}")(x)
+                layer = getattr(self, f"expert{i}")
+                x = mesh.platform.to_dtype(x, layer.weight.dtype)
+                x = x + layer(x)
             return x, x * 2.0, len(self.order[0])
 
         mesh.platform.replace_forward(root, lambda _: forward)
