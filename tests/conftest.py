@@ -90,6 +90,7 @@ NIGHTLY_ON_SIMULATED_NPU = {
     "test_compile.py::test_outside": "what leaves compiled code",
     "test_compile.py::test_styles": "more styles; test_mlp is run",
     "test_compile.py::test_ways": "more ways to compile; test_mlp is run",
+    "test_compile_depth.py": "stacks of blocks; test_compile.py is run",
     "test_compile_styles.py": "more styles; test_compile.py is run",
     "test_fuzz.py": "random programs, of operations that have tests here",
     "test_huggingface.py": "models of a library",

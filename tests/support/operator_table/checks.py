@@ -16,9 +16,9 @@ __all__ = ["as_good_as_the_page", "operator_pool"]
 
 @pytest.fixture(scope="module")
 def operator_pool(platform_name: str) -> Iterator[OperatorPool]:
-    """Ranks that can try operators: four in the nightly run, three in the gate."""
+    """Ranks that can try operators: four in the nightly run, two in the gate."""
     with OperatorPool(
-        platform_name, 4 if everything() else 3, first="tests.support.measured_ranks:leave_the_rest"
+        platform_name, 4 if everything() else 2, first="tests.support.measured_ranks:leave_the_rest"
     ) as pool:
         yield pool
 

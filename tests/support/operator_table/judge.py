@@ -38,7 +38,7 @@ __all__ = ["judge", "names_of"]
 #: Seconds after which a call counts as hanging though it waits for no rank.
 PATIENCE = 60
 #: Number of ranks -> shapes of their meshes: a line, and where they make one, a grid.
-MESHES = {4: ((4,), (2, 2)), 3: ((3,),)}
+MESHES = {4: ((4,), (2, 2)), 2: ((2,),)}
 _BAD = ("wrong", "hanging")
 #: How cotangents lie in memory, see `Side.loss`.
 WAYS = ("dense", "stretched", "transposed")
