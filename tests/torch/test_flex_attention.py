@@ -33,6 +33,7 @@ from hyper_parallel import (
 from hyper_parallel.experimental import local_map
 from hyper_parallel.platform.torch.compiled import flex as patched
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.extent import everything
 from hyper_parallel.testing.spmd import on_mesh
 from tests.support.patched_programs import fresh
 from tests.torch import compiled
@@ -137,7 +138,8 @@ def right(mesh: Any) -> None:
         if placements == [Replicate()]:
             continue
         by_heads = placements == HEADS
-        for batch, heads in ((2, 4), (None, 4), (2, None), (None, None))[: 4 if by_heads else 2]:
+        masks = ((2, 4), (None, None), (None, 4), (2, None))
+        for batch, heads in masks[: (4 if by_heads else 2) if everything() else 2 if by_heads else 1]:
             mask = mask_of(batch, heads)
             compare(mesh, placements, operands(), f"mask, {what}", block_mask=mask, score_mod=by_numbers)
         compare(mesh, placements, operands(), f"sums, {what}", score_mod=by_numbers, return_lse=True)
@@ -266,8 +268,9 @@ def read_by_functions(mesh: Any) -> None:
         "method": lambda x: held(x).method,
         "inside of a module": lambda x: held(x).inside(),
     }
-    for name, make in makes.items():
-        for placements in (HEADS, BATCH) if name in ("closure", "module") else (HEADS,):
+    for name in makes if everything() else ("closure", "list", "method", "inside of a module"):
+        make = makes[name]
+        for placements in (HEADS, BATCH) if name in ("closure", "method") else (HEADS,):
             compare(mesh, placements, operands(), f"{name} {placements}", [rows], make=make)
     compare(mesh, HEADS, operands(1, 1), "one head", [rows[:1].clone()], make=table)
     two = lambda x, y: lambda score, b, h, q, kv: score * x[h] + y[q, kv]  # noqa: E731

@@ -282,7 +282,7 @@ class Unit:
         return self._reduce(b, call.parameters, trained, given, delay)
 
     def _check_reached(self, call: Call) -> None:
-        """Raise RuntimeError where backward has come to freed parameters by another way than the results of the call."""
+        """Raise RuntimeError where backward has come to freed parameters by another way than the results."""
         running = None if self.model is None else self.model.this_pass()
         if running is not None and call.reached != running.number:
             call.check_whole(self.what)
