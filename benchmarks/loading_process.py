@@ -33,7 +33,7 @@ LAYERS, VOCABULARY = 4, 16000
 
 @dataclass(frozen=True)
 class _Task:
-    """What is to be loaded.
+    """The model and the values to load.
 
     Attributes:
         build: makes the model.

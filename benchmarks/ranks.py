@@ -25,7 +25,7 @@ def launch(module: str, ranks: int, *arguments: str, environment: dict[str, str]
     """Run ``python -m module RANK RANKS FOLDER ARGUMENTS`` for each rank; what rank 0 wrote with `write_result`.
 
     Raises:
-        RuntimeError: when a rank fails, with what it printed.
+        RuntimeError: when a rank fails, with the output of that rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", module]
@@ -70,7 +70,7 @@ def write_result(folder: str, results: list[Result]) -> None:
 
 
 def read(folder: Path) -> list[Result]:
-    """What `write_result` wrote."""
+    """The results that `write_result` wrote."""
     return [Result.from_dict(data) for data in json.loads((folder / "results.json").read_text())]
 
 
@@ -81,7 +81,7 @@ def wall_times(
     each round, the same on all ranks: what comes first can take longer than what follows.
 
     Args:
-        steps: what is timed.
+        steps: the functions to time.
         rounds: turns of each step, after one to warm up.
         meet: waits for all ranks, before each turn.
         slowest: from this rank's numbers to the largest of all ranks, element by element.

@@ -1,4 +1,4 @@
-"""What gates found: one row a backend, kept as JSON, shown as a table in a terminal and in Markdown.
+"""Results of gates: one row a backend, kept as JSON, shown as a table in a terminal and in Markdown.
 
 `ci/gate.py` writes ``build/gate/table.{json,md}``; `ci/table.py` and `ci/hardware/report.py` read the JSON.
 """
@@ -64,14 +64,14 @@ class Area:
 
 @dataclass
 class Row:
-    """What a gate found about one backend.
+    """The result of a gate for one backend.
 
     Attributes:
         backend: name of the backend, or ``"unit"``.
         device: what its tests ran on: ``"CPU"``, ``"GPU"``, ``"fake GPU"``, ``"NPU"``, ``"simulated NPU"``.
         passed, failed, skipped: numbers of tests.
         seconds: that they took.
-        areas: what is measured.
+        areas: coverage of each measured area.
         problem: why the gate failed.
         left_out: why nothing was run.
         failed_tests: test that failed -> its error in a line, or nothing where that is not known.
@@ -104,7 +104,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """What the last column says."""
+        """The text of the last column."""
         return f"FAIL: {self.problem}" if self.problem else f"LEFT OUT: {self.left_out}" if self.left_out else "ok"
 
     def area(self, column: str) -> Area | None:
@@ -182,7 +182,7 @@ def committed_tree(root: Path) -> str:
 
 
 def stamp(root: Path, rows: Iterable[Row], begun: str | None = None) -> None:
-    """Write into rows which commit and which code of the project in ``root`` they are about, and the date of today.
+    """Write into rows the commit, the code of the project in ``root`` that they are about, and the date of today.
 
     ``make test TORCH=2.14.1`` hands its ``TORCH`` to the gate in the environment: such rows name the release.
 

@@ -92,7 +92,7 @@ class Trials:
                 future.result()
 
     def doubted(self, mutations: list[Mutation], places: Queue[Place]) -> list[Mutation]:
-        """Those of the mutations that were noticed by a test that fails without any too: to be tried again."""
+        """The mutations that were noticed only by a test that also fails without any: they are to be tried again."""
         noticed = {m: self.results.test_of(m, self.backend, self.night) for m in mutations}
         while suspects := sorted({test for test in noticed.values() if test} - self.sound - self.unsound):
             place = places.get()

@@ -1,4 +1,4 @@
-"""What came out of the trials: kept line by line while they run, and summed up in ``ci/last_mutants.json``."""
+"""The outcomes of the trials: kept line by line while they run, and summed up in ``ci/last_mutants.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that has imported a framework and forks for each run of tests: what a run costs beside its tests is halved.
+"""A process that has imported a framework and forks for each run of tests: this halves the overhead of a run.
 
     python -m ci.mutants.server FRAMEWORK
 
@@ -43,7 +43,7 @@ class Follower:
 
 
 def run_tests(tests: str, log: str, events: str, failures: int) -> None:
-    """What the child does; it does not return."""
+    """Run the tests in the child process; it does not return."""
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):

@@ -49,7 +49,7 @@ class Table(Cache):
 
 
 def clear_caches() -> None:
-    """Empty every cache that has a name. What is kept there can be worked out anew."""
+    """Empty every cache that has a name. Cached values can be computed again."""
     for _, cache in _NAMED:
         cache.clear()
 

@@ -12,7 +12,7 @@ class Observer(Protocol):
     """A check that is on.
 
     Attributes:
-        at_end: what is compared once more when the check ends, by what it is about.
+        at_end: comparisons to repeat when the check ends, by their subject.
     """
 
     at_end: dict[Any, Callable[[], None]]

@@ -1,4 +1,4 @@
-"""What `TorchCudaPlatform` decides: whether it can run, on which GPU, with which generator, what nccl takes."""
+"""Decisions of `TorchCudaPlatform`: whether it can run, on which GPU, with which generator, which dtypes nccl takes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_reasons(missing: str, reason: str | None, monkeypatch: pytest.MonkeyPat
 
 
 def test_listing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason is what the list of platforms says."""
+    """The list of platforms gives the reason."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert available_platforms()["torch-cuda"] == "the installed torch was built without CUDA"
     with usable_gpu():
@@ -149,7 +149,7 @@ def test_reductions(cuda_platform: Any) -> None:
 
 
 def test_movement(cuda_platform: Any) -> None:
-    """What only moves data takes every dtype, those that nccl does not know as bytes."""
+    """Collectives that only move data take every dtype; they send dtypes unknown to nccl as bytes."""
     for verb in ("all_gather", "all_to_all", "broadcast", "scatter"):
         assert all(cuda_platform.supports(verb, "", torch.empty(0, dtype=d)) for d in dtypes(f"{REDUCED} {REFUSED}"))
     for dtype in dtypes(REDUCED):

@@ -67,7 +67,7 @@ def run(row: dict[str, Any]) -> None:
 
 
 def _meshes(name: str) -> tuple[Any, Any]:
-    """That of data parallelism, and that of tensor parallelism or None."""
+    """The mesh of data parallelism, and that of tensor parallelism or None."""
     if name == "dp":
         return device_mesh(4, names=("dp",)), None
     if name == "replicate x shard":

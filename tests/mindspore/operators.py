@@ -149,7 +149,7 @@ def loss(outputs: Sequence[Any], weigh: Callable[[Any], Any], way: str) -> Any:
 
 
 def copied(x: Tensor) -> Tensor:
-    """What may be written to."""
+    """A copy that may be written to."""
     return Tensor(x.asnumpy(), x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a step of the standard models does besides computing, counted: a guard of their speed that needs no clock."""
+"""Work of a step of the standard models besides computing, counted: a guard of their speed that needs no clock."""
 
 from __future__ import annotations
 

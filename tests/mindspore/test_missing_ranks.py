@@ -1,4 +1,4 @@
-"""Who is missing when a collective fails: ranks that call the roll at a real store, at the same time."""
+"""Finding the missing ranks when a collective fails: ranks that call the roll at a real store, at the same time."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[[list], Any]] = {
 
 @dataclass(frozen=True)
 class Features:
-    """What a training loop does.
+    """Options of a training loop.
 
     Attributes:
         clip: maximal global norm of the gradients.

@@ -37,7 +37,7 @@ def table(patches: Sequence[Patch]) -> str:
 
 
 def _undone(patch: Patch) -> str:
-    """What `PatchSet.uninstall` does, in words."""
+    """The effect of `PatchSet.uninstall`, in words."""
     if any(name.endswith("]") for name in patch.targets):
         return "the entry is removed"
     return "the original is put back" if patch.held == "own" else "the attribute is deleted"

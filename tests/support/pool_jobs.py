@@ -9,7 +9,7 @@ from hyper_parallel.testing import spmd
 
 
 def describe(*args: object) -> tuple:
-    """Who runs this, with what."""
+    """The identity of the rank that runs this, and its arguments."""
     return spmd.rank, spmd.world_size, os.environ["RANK"], os.environ["WORLD_SIZE"], args
 
 

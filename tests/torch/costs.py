@@ -1,4 +1,4 @@
-"""What a step of the standard models costs in things that can be counted, without a clock.
+"""Costs of a step of the standard models in things that can be counted, without a clock.
 
 ``python -m tests.torch.costs`` prints the table of `test_costs`, and with ``--write`` puts it there. Everything is
 counted from outside: attributes of the DTensor class are wrapped, calls are seen by `sys.setprofile`, collectives below
@@ -60,7 +60,7 @@ class Cost(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What one version of a model costs, and what hand-written code communicates in the same passes."""
+    """Costs of one version of a model, and the communication of hand-written code in the same passes."""
 
     forward: Cost
     backward: Cost

@@ -1,4 +1,4 @@
-"""What the test pool runs for `test_huggingface`: each compares a parallelised model with the single-process one."""
+"""Jobs of the test pool for `test_huggingface`: each compares a parallelised model with the single-process one."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def generating(mesh: Any, case: str) -> None:
 
 @on_mesh()
 def saving(mesh: Any, case: str) -> None:
-    """What is saved is the whole model, loads as any other, and cannot be saved in parts by mistake."""
+    """A saved model is the whole model, loads as any other, and cannot be saved in parts by mistake."""
     single, model = pair(mesh, case)
     weights = full_state_dict(model)
     assert len({id(x) for x in weights.values()}) == len(list(single.parameters()))  # ties are one tensor

@@ -96,8 +96,8 @@ def _plain(tree: Any) -> Any:
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
-    """A leaf with the value of ``x`` to 24 binary places: of such numbers sums of a few are exact, so that a partial
-    sum has the same value as the whole, and what jumps (``floor``, ``==``) does so at the same place."""
+    """A leaf with the value of ``x`` to 24 binary places. Sums of a few such numbers are exact, so that a partial sum
+    has the same value as the whole. Functions with jumps (``floor``, ``==``) then jump at the same place."""
     requires_grad = x.requires_grad
     x = x.detach()
     if x.layout is torch.strided and x.dtype in (torch.float64, torch.complex128):
@@ -179,7 +179,7 @@ def loss(outputs: Sequence[Any], weigh: Callable[[Any], Any], way: str) -> Any:
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
-    """What may be written to, and leads back to ``x``."""
+    """A copy that may be written to, and leads back to ``x``."""
     return x.clone()
 
 

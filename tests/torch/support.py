@@ -1,4 +1,4 @@
-"""What the torch tests share."""
+"""Helpers that the torch tests share."""
 
 from __future__ import annotations
 

@@ -364,7 +364,8 @@ IN_TORCH = {
 
 
 def run_trap(name: str) -> list[str]:
-    """What becomes of it in torch and here: "right", "wrong", or the exception, who raised it and what it says."""
+    """The outcome in torch and here: "right", "wrong", or the exception with the library that raised it and its
+    text."""
     outcomes = []
     for lib, mesh in meshes(2):
         try:

@@ -1,4 +1,4 @@
-"""What `supports` promises holds, for every dtype; groups do not outlive the world."""
+"""Promises of `supports` hold, for every dtype; groups do not outlive the world."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ class _NoMore:
 
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier"])
 def test_group_that_was_destroyed(verb: str) -> None:
-    """Every collective of a mesh from before says so, instead of reaching for what is gone."""
+    """Every collective of a mesh from before says so, instead of using a destroyed group."""
     platform, owner = get_platform(), _NoMore()
     group = _Group(owner, "cpu")
     assert group.backend is owner

@@ -167,7 +167,7 @@ def with_targets_of_other_kinds(mesh: Any) -> None:
 
 @on_mesh()
 def losses_that_leave(mesh: Any) -> None:
-    """What does not fit is said by eager mode, on all ranks."""
+    """Eager mode reports a misfit, on all ranks."""
     fresh(mesh)
     x, ids = randn(4, WORDS), words()[0, :4]
     own = x[:, : WORDS // 2]
@@ -201,7 +201,7 @@ def losses_that_leave(mesh: Any) -> None:
 
 @on_mesh()
 def losses_run_by_python(mesh: Any) -> None:
-    """What is traced is a function as any other."""
+    """A traced function is a function like any other."""
     rank, x, ids = mesh.get_local_rank(), randn(2, 4, WORDS), words()[:, :4]
     DTensor.from_local(x, mesh)
     soft = torch.softmax(randn(2, 4, WORDS, seed=1), -1)
@@ -275,7 +275,7 @@ def test_losses(pool: Any, job: Any) -> None:
 
 
 class Halves(nn.Module):
-    """Two units, and what is around them."""
+    """Two units, and a module around them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class Half(nn.Module):
 
 @on_mesh()
 def units(mesh: Any) -> None:
-    """Around units of data parallelism graphs break, and what is inside of one is compiled by itself."""
+    """Around units of data parallelism graphs break, and the inside of a unit is compiled by itself."""
     for wrap in (fully_shard, replicate):
         fresh()
         single, graphs = Halves(), Graphs()

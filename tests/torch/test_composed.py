@@ -186,7 +186,7 @@ def refused(mesh: Any) -> None:
 
 @on_mesh()
 def nothing_is_gathered(mesh: Any) -> None:
-    """What is added along a sharded index is a partial sum; batches stay sharded."""
+    """Values added along a sharded index are a partial sum; batches stay sharded."""
     x, i = operands()["x"], operands()["i"][:, 0]
     with strict():
         y = shard(torch.zeros(4, 6, device=device()), mesh, Replicate()).index_add(

@@ -1,4 +1,4 @@
-"""What a forward writes to parameters under `fully_shard` arrives: averages, running means, codebooks, counters."""
+"""Writes of a forward to parameters under `fully_shard` arrive: averages, running means, codebooks, counters."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_writes_arrive(pool: Any, world_size: int) -> None:
 
 
 class Counting(nn.Module):
-    """Adds to a parameter what it is told, from the call on that it is told."""
+    """Adds to a parameter the number that it gets, from the first call on that brings one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def corners(mesh: Any) -> None:
     wanted = Counting().held.detach().clone()
     wanted[1] = 3.0
     assert torch.equal(m.held.full_tensor(), wanted) and torch.equal(m.weight.full_tensor(), Counting().weight)
-    # Each rank keeps its part of what it has written; `check_ranks` says that they differ.
+    # Each rank keeps its part of its own write; `check_ranks` reports that they differ.
     m = fully_shard(Counting(), mesh=mesh)
     m.more = lambda self: self.held.fill_(float(rank))
     m(x)

@@ -215,7 +215,7 @@ def module_hooks(mesh: Any) -> None:
 
 @on_mesh()
 def writes_into_a_leaf(mesh: Any) -> None:
-    """Of a plain leaf and of a DTensor: refused with what to do, which then is right."""
+    """Writes into a plain leaf and into a DTensor are refused with a remedy, which then is right."""
     plain = randn(2, 3).requires_grad_()
     d, own = DTensor.from_local(plain, mesh, [Shard(0)]), leaf(mesh, Shard(0), 5, 3)
     writes: list[Any] = [

@@ -136,7 +136,7 @@ def test_lora(pool: Any, ranks: int, case: str, names: list[str], placements: di
 
 @on_mesh()
 def refused(mesh: Any) -> None:
-    """What is not known to be right is refused, and changes nothing."""
+    """A model that is not known to be right is refused, and stays unchanged."""
 
     def expect(words: str, model: Any, **options: Any) -> None:
         with pytest.raises(ValueError, match=words):

@@ -30,7 +30,7 @@ _FEATURES, _HEADS = 8, 4
 
 
 class ConvNet(nn.Sequential):
-    """Of pictures (batch, 3, 8, 8)."""
+    """A network for pictures (batch, 3, 8, 8)."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -42,7 +42,7 @@ class ConvNet(nn.Sequential):
 
 
 class VisionTransformer(nn.Module):
-    """Of pictures (batch, 3, 8, 8), in patches."""
+    """A network for pictures (batch, 3, 8, 8), in patches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ class VisionTransformer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Of sequences (batch, 6, features), whose last elements are padding, each element seeing those before it."""
+    """An encoder for sequences (batch, 6, features), whose last elements are padding, each element seeing those before
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Encoder(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Of tokens (batch, 6)."""
+    """A network for tokens (batch, 6)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -160,7 +160,8 @@ def kept(mesh: Any) -> None:
 
 @on_mesh(2, 2, names=("dp", "tp"))
 def operations(mesh: Any) -> None:
-    """What keeps the order of the cuts, and what is right in another one; with gradients, in step on all ranks."""
+    """Operations that keep the order of the cuts, and those that are right in another order. Gradients are checked, in
+    step on all ranks."""
     x, y = randn(5, 7).requires_grad_(), randn(7, 4, seed=1).requires_grad_()
     with check_ranks(mesh):
         for at in (

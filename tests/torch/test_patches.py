@@ -1,4 +1,4 @@
-"""What is patched in torch: nothing before the first DTensor, then what is listed, and nothing after `uninstall`."""
+"""Patches in torch: none before the first DTensor, then the listed ones, and none after `uninstall`."""
 
 from __future__ import annotations
 

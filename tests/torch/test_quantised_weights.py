@@ -80,7 +80,7 @@ class Int8Rows(torch.Tensor):
 
 
 def rows(model: nn.Module) -> None:
-    """What torchao's `quantize_` does."""
+    """A stand-in for torchao's `quantize_`."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(Int8Rows.of(module.weight), requires_grad=False)

@@ -1,4 +1,4 @@
-"""What torch has to put other parameters, data and shapes into a parallelised model: right, or refused."""
+"""Torch's ways to put other parameters, data and shapes into a parallelised model: right, or refused."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_new_data_of_an_input(pool: Any) -> None:
 
 @on_mesh()
 def new_data_of_a_dtensor(mesh: Any) -> None:
-    """What was gathered, and views of it, go with the data."""
+    """Gathered values, and views of them, are replaced with the data."""
     leaf = shard(randn(4, 6), mesh, Shard(0)).requires_grad_()
     weight = shard(randn(5, 6, seed=2), mesh, Shard(0)).requires_grad_()
     x = leaf.redistribute(placements=[Replicate()])

@@ -101,7 +101,7 @@ def outcome(
 
 
 def run_matrix(size: int, style: str, module: str, even: bool) -> list[tuple[Any, Any, bool, str]]:
-    """What torch's styles do in each case of the matrix, on this rank."""
+    """Results of torch's styles in each case of the matrix, on this rank."""
     found = []
     both = meshes(size)
     if both:

@@ -36,7 +36,7 @@ on_2_by_2 = on_mesh(2, 2, names=("dp", "tp"))
 
 
 def groups_made(call: Any) -> tuple[Any, int]:
-    """What ``call()`` gives, and how many process groups it makes."""
+    """The result of ``call()``, and the number of process groups that it makes."""
     before = len(dist.distributed_c10d._world.pg_map)
     result = call()
     return result, len(dist.distributed_c10d._world.pg_map) - before
@@ -331,7 +331,7 @@ def clipped(mesh: Any) -> None:
 
 
 def test_clipping_on_several_meshes(pool: Any) -> None:
-    """Torch's own DTensors on several meshes, beside plain tensors and DTensors, which torch refuses alone."""
+    """Torch's own DTensors on several meshes, mixed with plain tensors and DTensors, which torch alone refuses."""
     pool.run(4, clipped)
 
 

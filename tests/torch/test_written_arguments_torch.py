@@ -1,4 +1,4 @@
-"""Torch's functions that write into arguments and have no rule, and what is kept on tensors that are written to."""
+"""Torch's functions that write into arguments and have no rule, and caches on tensors that are written to."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def source_written(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def reader_written(mesh: Any, plain: bool) -> None:
-    """What layers read of their input is kept on it until it is written: the second layer reads the new value, and its
-    gradient takes the new way."""
+    """Values that layers read of their input are cached on it until it is written. The second layer then reads the new
+    value, and its gradient takes the new way."""
     x, w = floats(3, 6), floats(8, 6)
     leaf = tensor(x).requires_grad_()
     F.linear(leaf * 3.0, tensor(w)).square().sum().backward()

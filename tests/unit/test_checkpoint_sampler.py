@@ -16,7 +16,7 @@ def samplers(size: int, replicas: int, **options: Any) -> list[Sampler]:
 
 
 def draw(samplers: list[Sampler], steps: int | None = None) -> list[int]:
-    """What all ranks draw in so many steps, step by step; all that is left of the epoch where that is None."""
+    """The indices that all ranks draw in so many steps, step by step. None draws the rest of the epoch."""
     iterators: list[Iterator[int]] = [iter(s) for s in samplers]
     rows = zip(*(itertools.islice(i, steps) for i in iterators), strict=True)
     return [x for row in rows for x in row]

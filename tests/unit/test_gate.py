@@ -1,5 +1,5 @@
-"""The gate itself: it fails when a test fails, when none runs or the report is missing, when an area is under its
-threshold, and when there is no threshold."""
+"""The gate itself. It fails when a test fails, when none runs or the report is missing. It also fails when an area is
+under its threshold, and when there is no threshold."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def part_of(gate: Any) -> Any:
-    """What a part of the gate prints to, here all of it to the terminal."""
+    """A part of the gate with its output stream, here all of it to the terminal."""
     return gate.Part("demo", sys.stdout)
 
 
@@ -98,7 +98,7 @@ def test_sign():
 
 @pytest.mark.parametrize(("least", "status"), [(60, 0), (70, 1)])
 def test_thresholds(tmp_path: Path, least: int, status: int) -> None:
-    """Of four lines and two branches, one each is not reached: 66.6 %."""
+    """One of four lines and one of two branches are not reached: 66.6 %."""
     found, output = run_gate(project(tmp_path, least, PASSES), "demo")
     assert found == status, output
     verdict = "FAIL: coverage of hyper_parallel/core" if status else "ok"
@@ -145,7 +145,7 @@ def test_errors_that_tests_which_fail_do_not_come_to(tmp_path: Path) -> None:
 
 
 def test_errors_after_a_backend_without_tests(gate: Any, tmp_path: Path) -> None:
-    """What it would have come to is not known, for whatever reason it did not run."""
+    """The errors of a backend that did not run are unknown, for whatever reason it did not run."""
     root = project(tmp_path, 60, PASSES)
     asks(root, 1)
     row = gate.Row
@@ -249,7 +249,7 @@ import time
 
 
 def test_early():
-    print("what it printed")
+    print("a printed line")
     assert 1 == 2, "seen early"
 
 
@@ -271,7 +271,7 @@ def test_failures_are_shown_at_once(tmp_path: Path, processes: int) -> None:
         assert run.stdout is not None
         for line in run.stdout:
             lines.append(line)
-            if line == "what it printed\n":
+            if line == "a printed line\n":
                 assert any("AssertionError: seen early" in before for before in lines)
                 (root / "seen").touch()
     output = "".join(lines)
@@ -505,8 +505,8 @@ def test_real_device(gate: Any, tmp_path: Path) -> None:
 
 
 def test_thresholds_of_this_project() -> None:
-    """What the project promises: 95 % of core, of a backend's own code and of what surrounds it, all of
-    tensor_parallel, 90 % of what all backends share."""
+    """The thresholds of the project: 95 % of core, of a backend's own code and of the code around it. It is all of
+    tensor_parallel, and 90 % of the code that all backends share."""
     backends = sorted(path.parent.name for path in ROOT.glob("platform/*/requirements.txt"))
     assert backends == ["mindspore", "torch-cpu", "torch-cuda", "torch-npu"]
     for backend in backends:

@@ -1,4 +1,4 @@
-"""Who may know a framework: the rules of the repository, checked on the parsed files."""
+"""Files that may know a framework: the rules of the repository, checked on the parsed files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def words_of_code(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def may_import(path: Path, framework: str) -> bool:
-    """Whether a file belongs to a framework: its platform folder, and what the conformance suite knows of it."""
+    """Whether a file belongs to a framework: its platform folder, and the conformance suite's adapters for it."""
     known = path.parent == PACKAGE / "testing/adapters" and path.name.startswith(f"{framework}_")
     return known or PACKAGE / "platform" / framework in path.parents
 

@@ -1,4 +1,4 @@
-"""No module of hyper_parallel assigns into a framework, but for the one that installs what the `patches` list."""
+"""No module of hyper_parallel assigns into a framework, but for the one that installs the listed `patches`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGE = ROOT / "hyper_parallel"
 FRAMEWORKS = ("torch", "torch_npu", "mindspore", "transformers")
 #: Install patches: everything that they write is listed in a module patches.py.
 INSTALL = (PACKAGE / "platform" / "patching.py", PACKAGE / "platform" / "places.py")
-#: State of a framework, which is data that it writes itself, and not a function: file -> what is written there.
+#: State of a framework, which is data that it writes itself, and not a function: file -> the names written there.
 STATE = {
     # MindSpore goes on saying that there are groups after it has destroyed them.
     "platform/mindspore/launch.py": {"GlobalComm.INITED"},
@@ -50,12 +50,12 @@ def imports_of(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 
 class Names:
-    """Which names in a part of a file stand for modules and classes of a framework, or for what these hold."""
+    """Names in a part of a file that stand for modules and classes of a framework, or for their attributes."""
 
     def __init__(self, nodes: list[ast.AST], known: set[str]) -> None:
         self.framework = set(known)
         before = -1
-        while before != len(self.framework):  # what is derived from what is derived
+        while before != len(self.framework):  # names derived from derived names
             before = len(self.framework)
             for node in nodes:
                 self._follow(node)
@@ -100,7 +100,8 @@ def _is_framework(module: str) -> bool:
 
 
 def parts_of(tree: ast.AST) -> Iterator[list[ast.AST]]:
-    """The nodes of a file: first those outside of functions, then those of each function, with what is inside of it."""
+    """The nodes of a file: first those outside of functions, then those of each function, with everything inside of
+    it."""
     outside, functions, waiting = [], [], [tree]
     while waiting:
         node = waiting.pop()
@@ -114,7 +115,7 @@ def parts_of(tree: ast.AST) -> Iterator[list[ast.AST]]:
 
 
 def assignments(source: str) -> Iterator[tuple[int, str]]:
-    """(line, what is written) of each assignment into a framework, or into a class that may be a framework's."""
+    """(line, target) of each assignment into a framework, or into a class that may be a framework's."""
     tree = ast.parse(source)
     known, own = imports_of(tree)
     for i, nodes in enumerate(parts_of(tree)):
@@ -151,7 +152,7 @@ def targets_of(node: ast.AST) -> list[ast.Attribute | ast.Subscript]:
 
 
 def test_no_other_module_assigns_into_a_framework() -> None:
-    """What is replaced in a framework is listed in the patches.py of its backend, and nowhere else."""
+    """Replacements in a framework are listed in the patches.py of its backend, and nowhere else."""
     found, state = [], {}
     files = [p for p in sorted(PACKAGE.rglob("*.py")) if "testing" not in p.parts and p not in INSTALL]
     assert len(files) > 100

@@ -1,4 +1,4 @@
-"""The solver reads rules as the brute-force check does: what it chooses gives the right result."""
+"""The solver reads rules as the brute-force check does: its choice gives the right result."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_the_solver_chooses_is_right(case: Case) -> None:
 
 
 def _on_rank(rank: int, mesh_shape: tuple[int, ...], sharding: Any, layouts: tuple, pinned: int | None) -> list | None:
-    """What the solver chooses on another rank."""
+    """The solver's choice on another rank."""
     mesh = mesh_of_rank(mesh_shape, rank)
     there = tuple(layout and get_layout(mesh, layout.placements, layout.shape) for layout in layouts)
     strategy = solve(sharding, there, mesh, pinned)
@@ -73,7 +73,7 @@ def _placements(strategy: Strategy) -> list:
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0)], ids=str)
 def test_a_rank_with_everything_chooses_as_the_others(sizes: tuple[int, int]) -> None:
-    """One row over two ranks: the first has the whole tensor, but all run alike."""
+    """One row over two ranks: the first has the whole tensor, but all make the same choice."""
     sharding = OPERATIONS["embedding"].rule(((4,), (1, 2)), (None,))
     assert sharding is not None
     mesh = mesh_of_rank((2,), 0)
@@ -96,7 +96,7 @@ def _any_layout(x: np.ndarray, mesh: Any, chance: random.Random) -> Layout:
 
 
 def test_packed_shards_stay_where_the_native_operation_runs() -> None:
-    """What replaces it may ask where a shard begins, and gets the tensor whole."""
+    """A native operation's replacement may ask where a shard begins, and gets the tensor whole."""
     mesh = mesh_of_rank((2,), 0)
     rule, packed = OPERATIONS["amax"].rule, get_layout(mesh, (PackedShard(0, (4, 2)),), (6, 5))
     for dims, stays in (((1,), True), ((0,), False)):

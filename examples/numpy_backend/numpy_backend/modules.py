@@ -73,7 +73,7 @@ class Module:
                     yield f"{path}.{name}" if path else name, parameter
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call computes."""
+        """Compute the output of a call."""
         raise TypeError(f"{type(self).__name__} has no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def _value(x: Any, like: np.dtype) -> Any:
-    """What NumPy computes with: numbers take the dtype of the arrays beside them."""
+    """The NumPy value of an operand: numbers take the dtype of the arrays next to them."""
     if isinstance(x, Array):
         return x.value
     return np.asarray(x, like) if np.issubdtype(like, np.inexact) and not isinstance(x, bool) else x

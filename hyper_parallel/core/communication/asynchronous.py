@@ -39,8 +39,8 @@ class _Started:
 def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "") -> Work:
     """Begin a collective of ``x`` along a mesh dimension of ``size`` ranks. Not differentiable.
 
-    What the backend cannot do natively is done before this returns. Both buffers are 1-D, contiguous and all of their
-    storage. Until `Work.wait` the result is left alone, and the operand may be read.
+    A collective that the backend cannot do natively is done before this returns. Both buffers are 1-D, contiguous and
+    all of their storage. Until `Work.wait` the result is left alone, and the operand may be read.
 
     Args:
         collective: ``"all_gather"``, ``"reduce_scatter"``, ``"shift"`` or ``"all_reduce"``.

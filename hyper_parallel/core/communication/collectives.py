@@ -218,8 +218,8 @@ def all_to_all(
     src_sizes: Sequence[int],
     dst_sizes: Sequence[int],
 ) -> Any:
-    """From a shard of tensor dimension ``src_dim`` to a shard of ``dst_dim``; rank i holds ``src_sizes[i]`` of the
-    one before and ``dst_sizes[i]`` of the other after."""
+    """From a shard of tensor dimension ``src_dim`` to a shard of ``dst_dim``. Rank i holds ``src_sizes[i]`` of the one
+    before and ``dst_sizes[i]`` of the other after."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return x
@@ -307,8 +307,8 @@ def broadcast(x: Any, mesh: DeviceMesh, mesh_dim: int, src: int) -> Any:
 
 
 def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], src: int) -> Any:
-    """This rank's ``sizes[rank]`` of tensor dimension ``dim`` of the ``x`` that rank ``src`` of the mesh dimension
-    holds; on the other ranks only shape and dtype of ``x`` matter."""
+    """This rank's ``sizes[rank]`` of tensor dimension ``dim`` of the ``x`` of rank ``src`` of the mesh dimension. On
+    the other ranks only shape and dtype of ``x`` matter."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     rank, largest = mesh.get_local_rank(mesh_dim), max(sizes)
 

@@ -84,7 +84,8 @@ _SHARES = Table(_shares, 1 << 8, "shares of norms")
 
 
 def _sharding(layout: Layout | None, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
-    """The mesh dimensions that shard a tensor; those of ``mesh``, if that is given, of which its mesh is a slice."""
+    """The mesh dimensions that shard a tensor. With ``mesh``, of which its mesh is a slice, they are those of
+    ``mesh``."""
     if layout is None:
         return ()
     own = [d for d, p in enumerate(layout.placements) if isinstance(p, Shard)]

@@ -70,7 +70,7 @@ def is_wrong_on_a_rank(layout: Layout, dtype: str, wrong: bool) -> bool:
 
 
 def check_parts(local: Any, layout: Layout, misfit: str | None, what: str) -> None:
-    """Compare parts over the ranks of the mesh, and the values of what is replicated.
+    """Compare parts over the ranks of the mesh, and the values of replicated tensors.
 
     Args:
         local: this rank's part.

@@ -1,7 +1,7 @@
-"""`check_ranks`: before each collective, compare what the ranks are about to do.
+"""`check_ranks`: before each collective, compare the next step of all ranks.
 
-A mistake that makes ranks run different collectives shows, without it, as a hang or as wrong numbers. Ranks exchange
-a digest of each step; only when digests differ do they exchange the step itself, to say where the difference is.
+A mistake that makes ranks run different collectives shows, without it, as a hang or as wrong numbers. Ranks exchange a
+digest of each step. Only when digests differ do they exchange the step itself, to say where the difference is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Check:
 
     Attributes:
         count: of collectives that were compared.
-        at_end: what is to be compared once more when the context is left, by what it is about.
+        at_end: comparisons to repeat when the context is left, by their subject.
     """
 
     def __init__(self, platform: Platform, axes: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
@@ -119,16 +119,22 @@ class Check:
 def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
     """Inside, ranks compare what they are about to do, and all raise when one differs, instead of hanging.
 
-    Compared are: each collective (which one, in which module, forward or backward, along which mesh dimension, shape
-    and dtype of the local tensors and what else it is given); each `DeviceMesh` that is made; each plan that
-    `parallelize_module` applies, with the names, shapes, dtypes and ``requires_grad`` of the model's parameters; and
-    leaving the context, also by an exception. The exception of one rank is named on the others.
+    These steps are compared.
 
-    Values are compared where all ranks must have the same, to the bit: parameters and buffers that a model's plan
-    leaves plain or replicates (when the plan is applied, when the model is first called inside, and at the end), plain
-    inputs that a style or `DTensor.from_local` takes for replicated, and the states of the generators of a mesh on
-    which random numbers were drawn. Where a mesh dimension shards a batch unevenly, shapes may differ:
-    they are compared between the ranks of one collective only.
+    * Each collective: its kind, module and mesh dimension, forward or backward, shape and dtype of the local tensors,
+      and other arguments.
+    * Each `DeviceMesh` that is made.
+    * Each plan that `parallelize_module` applies, with the names, shapes, dtypes and ``requires_grad`` of the model's
+      parameters.
+    * Leaving the context, also by an exception.
+
+    The exception of one rank is named on the others.
+
+    Values are compared, to the bit, where all ranks must have the same. These are parameters and buffers that a model's
+    plan leaves plain or replicates: when the plan is applied, when the model is first called inside, and at the end.
+    They are also plain inputs that a style or `DTensor.from_local` takes for replicated. The last ones are the states of
+    the generators of a mesh on which random numbers were drawn. Where a mesh dimension shards a batch unevenly, shapes may
+    differ: they are compared between the ranks of one collective only.
 
     Use it to find a mistake, not in production: each comparison is one more collective, on the host.
 
@@ -187,12 +193,12 @@ def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, rem
             elif platform.has_values(x):
                 digest = hashlib.sha256(platform.bytes_of(x)).hexdigest()[:12]
                 facts[f"the values of {what}"] = f"{x.dtype} {tuple(platform.shape_of(x))} with digest {digest}"
-    step = f"the comparison of what is the same on all ranks {describe_dim(mesh, mesh_dim)}"
+    step = f"the comparison of values that are the same on all ranks {describe_dim(mesh, mesh_dim)}"
     CHECKS[-1].agree(step, None, mesh.ranks_along(mesh_dim), facts, remedy)
 
 
 def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], what: str) -> None:
-    """Compare a local tensor along the mesh dimensions on which it is replicated; to be called when a check is on."""
+    """Compare a local tensor along the mesh dimensions on which it is replicated. To be called when a check is on."""
     for mesh_dim, placement in enumerate(placements):
         if placement.is_replicate() and mesh.shape[mesh_dim] > 1:
             check_values(
@@ -229,7 +235,7 @@ def _digest(facts: Facts) -> Facts:
 
 
 def _mismatch(steps: Sequence[_Step], step: str, remedy: str) -> RankMismatchError:
-    """The error that tells of the first difference between steps that are not all alike."""
+    """The error that tells of the first difference between steps that are not all equal."""
     what, values = _first_difference(steps) or ("what they compare", {"": [s.rank for s in steps]})
     usual = max(values, key=lambda value: (len(values[value]), -min(values[value])))
     odd = tuple(sorted(r for value, ranks in values.items() if value != usual for r in ranks))
@@ -242,7 +248,7 @@ def _mismatch(steps: Sequence[_Step], step: str, remedy: str) -> RankMismatchErr
 
 
 def _first_difference(steps: Sequence[_Step]) -> tuple[str, dict[str, list[int]]] | None:
-    """Name of the first fact that is not equal where it should be, and the ranks that have each value of it."""
+    """Name of the first fact that is not equal where it should be. With it, the ranks that have each value of it."""
     rows = {s.rank: s.row for s in steps}
     clashing = {r for s in steps for other in s.row if rows.get(other, s.row) != s.row for r in (s.rank, other)}
     to_compare: list[dict[int, Facts]] = [

@@ -59,8 +59,9 @@ class Gather(Move):
     def take_both(self) -> Callable[[Any], tuple[Any, Any, Any]]:
         """Bound, for both kinds of consumers.
 
-        Gives the whole tensor for consumers that return its full cotangent; the same for those that return a partial
-        one, where that costs next to nothing, else None; and the data of both.
+        Gives three values. The first is the whole tensor for consumers that return its full cotangent. The second is
+        the same for those that return a partial one, where that costs next to nothing, else None. The third is the data
+        of both.
         """
         requires_grad, detach = self.platform.requires_grad, self.platform.detach
 
@@ -191,8 +192,8 @@ def take_packed(x: Any, placement: PackedShard, rank: int, size: int, platform: 
 
 
 def by_rank(x: Any, placement: Shard, size: int, platform: Platform) -> Any:
-    """The whole plain tensor ``x`` with its elements in the order in which the ranks hold them, so that a collective
-    can cut it at consecutive places."""
+    """The whole plain tensor ``x`` with its elements in the order in which the ranks hold them. So a collective can cut
+    it at consecutive places."""
     if not isinstance(placement, PackedShard) or size == 1:
         return x
     pieces = [take_packed(x, placement, rank, size, platform) for rank in range(size)]

@@ -72,7 +72,7 @@ class _Started(Step):
 
     Attributes:
         work: the collective, once the step is taken.
-        finish: what is to be done then, or None.
+        finish: a function to call then, or None.
     """
 
     work: Work = FINISHED

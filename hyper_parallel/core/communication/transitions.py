@@ -1,9 +1,10 @@
 """The differentiable steps between placements on one mesh dimension, and the views that reduce gradients.
 
-A step is a function of a local tensor. Its class says what it does to local data (``forward``) and which step the
-cotangent takes (``back``), which is differentiable in turn: so gradients of gradients are right too. The contract that
-all of them keep: the cotangent of a local tensor is the full gradient for `Replicate`, the shard of it for `Shard`, and
-for `Partial` the full gradient (what each summand receives). The steps from and to shards are in `shard_steps`.
+A step is a function of a local tensor. Its class defines its effect on local data (``forward``) and the step that the
+cotangent takes (``back``). That one is differentiable in turn: so gradients of gradients are right too. All of them
+keep one contract for the cotangent of a local tensor. For `Replicate` it is the full gradient, and for `Shard` the
+shard of it. For `Partial` it is the full gradient, which each summand receives. The steps from and to shards are in
+`shard_steps`.
 
 ====================  =========================  =======================  ====================
 step                  placements                 forward                  step of the cotangent
@@ -68,7 +69,7 @@ class Step(ABC):
 
     @abstractmethod
     def backward(self, ctx: Any, g: Any) -> Any:
-        """The cotangent of what the step was given, of the cotangent ``g`` of what it gave. Differentiable."""
+        """The cotangent of the step's input, from the cotangent ``g`` of its output. Differentiable."""
 
 
 class _View(Step):
@@ -189,8 +190,8 @@ class AllReduce(Move):
 
     @cached_property
     def in_place(self) -> TensorFunction:
-        """Bound, of a sum: into the tensor itself, which nobody else holds and whose operation does not need its value
-        in backward. Where the platform has hooks there is no node in the graph."""
+        """Bound, of a sum: into the tensor itself, which has no other reference and whose operation does not need its
+        value in backward. Where the platform has hooks there is no node in the graph."""
         write, fast = collectives.bind_all_reduce(self.mesh, self.mesh_dim), self.platform.fast or NOTHING_FASTER
         in_place = _AllReduceInPlace(self.mesh, self.mesh_dim, self.source, self.target)
         return fast.in_place_step(write, self.back) or in_place
@@ -207,7 +208,7 @@ def differs(x: Any, y: Any) -> Any:
 
 
 class ReduceExtreme(AllReduce):
-    """The largest or the smallest of what the ranks have. Elements that tie share the cotangent evenly, as those of one
+    """The largest or the smallest of the ranks' elements. Elements that tie share the cotangent evenly, as those of one
     tensor do in amax."""
 
     def __call__(self, x: Any) -> Any:
@@ -234,7 +235,7 @@ class ReduceExtreme(AllReduce):
 
 
 class ReduceProduct(AllReduce):
-    """The product of what the ranks have: each receives the cotangent times the product of the others."""
+    """The product of the ranks' elements: each receives the cotangent times the product of the others."""
 
     def forward(self, ctx: Any, x: Any) -> Any:
         platform, rank = self.platform, self.mesh.get_local_rank(self.mesh_dim)
@@ -267,7 +268,7 @@ class OneSummand(Move):
 
 
 class SummandGradient(_View, Move):
-    """The gradient of summands as that of what all ranks have: what is computed from it counts once, see
+    """The gradient of summands, as the gradient of their replicated sum: values computed from it count once, see
     `AllReduce.back`."""
 
     @property
@@ -317,7 +318,7 @@ def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
 
 
 def to_owner(gradient: Any, layout: Layout) -> Any:
-    """See `platform.contract.Core.to_owner`. What is computed from it is the same on all ranks, and counts once."""
+    """See `platform.contract.Core.to_owner`. Values computed from it are the same on all ranks, and count once."""
     for mesh_dim in layout.summed_mesh_dims:
         gradient = one_summand(layout.mesh, mesh_dim).back(gradient)
     return gradient

@@ -134,7 +134,8 @@ def distribute_module(
         module: module of the framework; it is changed in place.
         device_mesh: the mesh; None is the one entered with ``with mesh:``.
         partition_fn: ``partition_fn(path, submodule, mesh)`` is called for every module below, the whole one included,
-            and distributes parameters, for example with `distribute_parameter`. What it leaves plain is replicated.
+            and distributes parameters, for example with `distribute_parameter`. Parameters that it leaves plain are
+            replicated.
         input_fn: ``input_fn(module, args, mesh)`` gives the new positional inputs;
             ``input_fn(module, args, kwargs, mesh)`` gives ``(args, kwargs)``. Torch's older
             ``input_fn(args, mesh)`` is taken too.

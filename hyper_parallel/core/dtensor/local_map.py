@@ -39,7 +39,7 @@ def local_map(
         out_placements: of its result, one for each mesh dimension; of several, a tuple of such sequences, None for a
             result that is no tensor. Results in nested tuples, lists and dicts count one by one.
         in_placements: for each positional argument, nested ones one by one, the placements that it needs, or None for
-            what is no tensor. None takes all as they lie.
+            an argument that is no tensor. None takes all as they lie.
         in_grad_placements: for each positional argument how the gradient of the local tensor lies, as in
             `DTensor.to_local`.
         device_mesh: of the results; None is the mesh of the first DTensor.
@@ -52,7 +52,7 @@ def local_map(
     Raises:
         ValueError: when called: for an argument that lies otherwise, and when placements are not one for each. On all
             ranks for results that are no parts of one tensor, a `RankMismatchError`.
-        TypeError: when called: for placements of what is no tensor, or none for a tensor.
+        TypeError: when called: for placements of an argument that is no tensor, or none for a tensor.
 
     Example:
         >>> import torch

@@ -43,7 +43,7 @@ class DTensor:
     """A distributed tensor. It is a tensor of the framework too, and its shape is the global one.
 
     Operations on it run on this rank's local part, with the communication that their sharding rules ask for. Its local
-    tensor is part of the framework's autograd graph, and its gradient is a DTensor placed as it is itself, with
+    tensor is part of the framework's autograd graph. Its gradient is a DTensor with the same placements, but with
     `Replicate` for `Partial`. Instances are made by `from_local`, `distribute_tensor`, the factories and operations,
     not by the constructor.
 
@@ -240,7 +240,7 @@ class DTensor:
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
         """The whole tensor, as a plain tensor of the global shape on every rank of the mesh. It is differentiable. All
-        ranks of the mesh must call it, for it gathers what is sharded and reduces what is partial.
+        ranks of the mesh must call it, for it gathers sharded dimensions and reduces partial values.
 
         Args:
             grad_placements: as in `to_local`, of the whole tensor.
@@ -263,8 +263,8 @@ class DTensor:
 
     @property
     def _local_tensor(self) -> Any:
-        """This rank's part as a plain tensor that shares its memory, without gradients; for code that reads torch's
-        attribute of this name. `to_local` is differentiable."""
+        """This rank's part as a plain tensor that shares its memory, without gradients. It is for code that reads
+        torch's attribute of this name. `to_local` is differentiable."""
         platform = self._layout.mesh.platform
         with platform.no_dispatch():
             return platform.detach(self)

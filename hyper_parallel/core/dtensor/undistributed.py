@@ -28,8 +28,8 @@ _PLANS = WeakTable()
 def broadcast_undistributed(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Give every rank of a mesh the plain parameters and buffers that rank ``src_data_rank`` has, in place.
 
-    They stay the same objects, plain, with their ``requires_grad`` and on their device. What is tied travels once; what
-    has no values (meta) does not. One broadcast a dtype, more where there are more than `BUCKET` elements.
+    They stay the same objects, plain, with their ``requires_grad`` and on their device. A tied tensor travels once; one
+    without values (meta) does not travel. One broadcast a dtype, more where there are more than `BUCKET` elements.
 
     Args:
         module: all below it counts.
@@ -113,7 +113,7 @@ def model_of(submodule: Any) -> Any:
 
 
 def planned_meshes() -> list[DeviceMesh]:
-    """The 1-D meshes of the plans of all modules that live; those that nothing refers to any more are let go before."""
+    """The 1-D meshes of the plans of all live modules. Modules that nothing refers to any more are released before."""
     if not _PLANS.values():
         return []
     gc.collect()  # a module and its parts refer to each other
@@ -122,8 +122,9 @@ def planned_meshes() -> list[DeviceMesh]:
 
 
 def check_first_call(submodule: Any) -> None:
-    """To be called when a check is on and a module with a style is called: the first call of a model inside
-    `check_ranks` compares what should be equal in the whole of it, and the end of the context does so again.
+    """Compare tensors that should be equal on all ranks. To be called when a check is on and a module with a style is
+    called. The first call of a model inside `check_ranks` compares the whole model, and the end of the context does so
+    again.
 
     Raises:
         RankMismatchError: as `check_whole_tensors`; also where the generators of a 1-D mesh differ.

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def ranks_of(mesh: Any) -> np.ndarray:
-    """The array of ranks that somebody gives as (nested) sequence, array or tensor on any device.
+    """The array of ranks given as a (nested) sequence, an array or a tensor on any device.
 
     Example:
         >>> ranks_of([[0, 1], [2, 3]]).shape

@@ -31,7 +31,7 @@ class MeshSlices(Generic[_Mesh]):
     """Where a mesh lies in its root, and the slices of it.
 
     Args:
-        mesh: the mesh that this is a part of. It is held weakly, so that it goes as soon as nobody has it.
+        mesh: the mesh that this is a part of. It is held weakly, so that it is freed with its last reference.
         root: the mesh that it was sliced from, None where it was not.
         along: for each dimension those of the root that it runs along: several where they were flattened.
 
@@ -147,8 +147,8 @@ class MeshSlices(Generic[_Mesh]):
         return _sliced(root, (dims,), (name,))
 
     def union(self, others: Sequence[_Mesh]) -> _Mesh | None:
-        """The mesh along all dimensions of this one and of others of the same root; None where one of them is a part of
-        another one, as of those that were flattened."""
+        """The mesh along all dimensions of this one and of others of the same root. None where one of them is a part of
+        another one, as flattened ones may be."""
         meshes = [self._mesh, *others]
         common = common_root(meshes)
         if common is None:

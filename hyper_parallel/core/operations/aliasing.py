@@ -1,8 +1,9 @@
 """How a plan makes results that are views on a single device (`CanonicalOp.memory`) behave like views here.
 
-There are three cases. The operation shares memory here too: the framework does what is needed. It had to move data: the
-result is a copy, which `views.follow` ties to its base. Or some rank has one row or none, so that the framework may
-answer otherwise for the shard than for the whole: then strides tracked on the tensors say whether a copy is needed.
+There are three cases. The operation shares memory here too: then the framework does the work. It had to move data: the
+result is a copy, which `views.follow` ties to its base. Or some rank has one row or none, so that the framework's
+answer for the shard may differ from that for the whole. Then strides tracked on the tensors say whether a copy is
+needed.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class _View:
 
 
 def is_moved(have: Layout, read: Layout | None) -> bool:
-    """Whether what is read is not in the memory of a tensor of layout ``have``."""
+    """Whether data moves between ``have`` and ``read``, so that the tensor read is not in the memory of the operand."""
     return read is not None and any(
         size > 1 and before is not after
         for size, before, after in zip(have.mesh.shape, have.placements, read.placements, strict=True)
@@ -142,7 +143,7 @@ def _share_where_viewed(operands: tuple, result: Any) -> None:
         share(x, result)
 
 
-#: `CanonicalOp.memory` -> what is to be done where the framework's answer for a shard is that for the whole.
+#: `CanonicalOp.memory` -> the handling where the framework's answer for a shard is that for the whole.
 _TELLING = {"shared": Aliasing(None, _share, True), "viewable": Aliasing(None, _share_where_viewed, True)}
 
 

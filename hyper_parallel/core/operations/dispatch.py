@@ -1,7 +1,7 @@
 """Running an operation on distributed tensors: look the plan up, run on the locals, wrap the result.
 
-The hot path is one dictionary look-up under the operands' layouts and static arguments, the reads that the plan names
-(usually none), the native operation and the wrap. Everything else happens once per plan.
+The hot path is one dictionary look-up under the operands' layouts and static arguments. Then follow the reads that the
+plan names (usually none), the native operation and the wrap. Everything else happens once per plan.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Plan:
         operand_layouts, results: layouts after the reads.
         inplace: whether operand 0 is written.
         copies: says of operand 0 whether the local operation is to be run on a copy of it, or None; see `aliasing`.
-        after: what is to be noted of operands and result, or None; see `aliasing`.
+        after: notes facts on operands and result, or None; see `aliasing`.
         only_local: whether the reads, the native operation, the wrap, `copies` and `after` are all that is to be done.
     """
 
@@ -205,7 +205,7 @@ def _bind_read(
 
 def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:
     """How a plan reads a DTensor of which it makes a view. The layouts differ at most in mesh dimensions of size 1, so
-    no data moves, and the result must share memory as it does on any number of ranks."""
+    no data moves. The result must share memory as it does on any number of ranks."""
     wrap, alias = mesh.platform.wrap, mesh.platform.alias
     return lambda x: x if x._layout is layout else wrap(alias(x), layout)
 
@@ -274,8 +274,8 @@ def _run_without_row(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | None) -> Any:
-    """Run a call that is not remembered yet, and remember it under ``key``, unless that is None or the call cannot be
-    remembered."""
+    """Run a call that is not remembered yet, and remember it under ``key``. It is not remembered where that is None or
+    the call cannot be remembered."""
     canonical = OPERATIONS.get(op.name)
     if canonical is None:
         raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is no canonical operation")
