@@ -15,8 +15,8 @@ _LOCAL_ERRORS = (RuntimeError, IndexError, MemoryError, ArithmeticError)
 class CollectiveError(RuntimeError):
     """A collective failed because ranks did not do their part: they ended, hang, or do something else.
 
-    Every rank that waited in the collective raises it, no later than the time-out of the process group and a few
-    seconds. The error of the backend is its ``__cause__``. The process group may be unusable afterwards.
+    Every rank that waited in the collective raises it, within the time-out of the process group and a few seconds. The
+    error of the backend is its ``__cause__``. The process group may be unusable afterwards.
 
     Attributes:
         collective: what failed: ``"all_reduce"``, ``"all_gather"``, ...

@@ -132,9 +132,9 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
 
     Values are compared, to the bit, where all ranks must have the same. These are parameters and buffers that a model's
     plan leaves plain or replicates: when the plan is applied, when the model is first called inside, and at the end.
-    They are also plain inputs that a style or `DTensor.from_local` takes for replicated. The last ones are the states of
-    the generators of a mesh on which random numbers were drawn. Where a mesh dimension shards a batch unevenly, shapes may
-    differ: they are compared between the ranks of one collective only.
+    They are also plain inputs that a style or `DTensor.from_local` takes for replicated. The last ones are the states
+    of the generators of a mesh on which random numbers were drawn. Where a mesh dimension shards a batch unevenly,
+    shapes may differ: they are compared between the ranks of one collective only.
 
     Use it to find a mistake, not in production: each comparison is one more collective, on the host.
 

@@ -123,8 +123,7 @@ def planned_meshes() -> list[DeviceMesh]:
 
 def check_first_call(submodule: Any) -> None:
     """Compare tensors that should be equal on all ranks. To be called when a check is on and a module with a style is
-    called. The first call of a model inside `check_ranks` compares the whole model, and the end of the context does so
-    again.
+    called. The first call of a model inside `check_ranks` compares the whole model. So does the end of the context.
 
     Raises:
         RankMismatchError: as `check_whole_tensors`; also where the generators of a 1-D mesh differ.

@@ -106,10 +106,10 @@ class Replicate(Placement):
 class Shard(Placement):
     """Tensor dimension ``dim`` is split over the ranks along the mesh dimension.
 
-    It is split as `torch.chunk` does it. Every part has the size of the dimension divided by the number of ranks,
-    rounded up, until the elements run out. A dimension of 5 over 4 ranks gives parts of 2, 2, 1 and 0 elements. Where
-    several mesh dimensions shard one tensor dimension, they cut it in their order. Each cuts the part left by those
-    before it; `StridedShard` says otherwise.
+    It is split as `torch.chunk` does it. The size of a part is that of the dimension divided by the number of ranks,
+    rounded up. The last parts may be smaller or empty. A dimension of 5 over 4 ranks gives parts of 2, 2, 1 and 0
+    elements. Where several mesh dimensions shard one tensor dimension, they cut it in their order. Each cuts the part
+    left by those before it; `StridedShard` says otherwise.
 
     Args:
         dim: tensor dimension; negative counts from the end and is resolved where the number of dimensions is known.
@@ -207,7 +207,7 @@ class PackedShard(Shard):
     """Tensor dimension ``dim`` holds several parts one after the other, and each part is split over the mesh dimension.
 
     It is for weights that are several matrices in one, such as query, key and value. Rank 0 of two holds the first half
-    of each part; ``Shard(dim)`` would give it the first half of the whole. Operations that treat each element along the
+    of each part. ``Shard(dim)`` would give it the first half of the whole. Operations that treat each element along the
     dimension by itself keep the placement. Operations that take the parts apart (``split``, ``chunk``, a view) give
     each part as ``Shard(dim)``, without communication. Other mesh dimensions may shard the dimension further: they cut
     what a rank holds of all parts, as one piece (see `StridedShard` for those to the left).

@@ -220,8 +220,8 @@ class DeviceMesh(MeshMethods):
     def along_in(self, root: DeviceMesh) -> tuple[tuple[int, ...], ...] | None:
         """For each dimension those of ``root`` that it runs along; None where there are none.
 
-        A dimension of another root is the same where it has the same ranks in the same order, on all ranks. So are
-        dimensions of two meshes that ``_unflatten`` made from one.
+        A dimension of another root is the same where all ranks have the same ranks in the same order. So are dimensions
+        of two meshes that ``_unflatten`` made from one.
         """
         return self.slices.along_in(root)
 

@@ -2,8 +2,7 @@
 
 There are three cases. The operation shares memory here too: then the framework does the work. It had to move data: the
 result is a copy, which `views.follow` ties to its base. Or some rank has one row or none, so that the framework's
-answer for the shard may differ from that for the whole. Then strides tracked on the tensors say whether a copy is
-needed.
+answers for shard and whole may differ. Then strides tracked on the tensors say whether a copy is needed.
 """
 
 from __future__ import annotations

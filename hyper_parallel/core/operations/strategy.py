@@ -1,6 +1,6 @@
 """From what a rule says to what each operand must look like: the solver between `rules` and `dispatch`.
 
-For each mesh dimension it weighs the ways in which the operation can run there, and takes the one that moves the least
+For each mesh dimension it weighs the ways in which the operation can run there. It takes the one that moves the least
 data. The ways are: everything replicated; one label sharded; or, for a sum of products, the partial sums kept partial.
 """
 
@@ -158,7 +158,7 @@ def _choose(
 
 def _go_together(one: _Choice, other: _Choice, natural: set[Label]) -> bool:
     """Whether two mesh dimensions can run so. At most one of them is packed. The other may cut the same dimension
-    further only if its label is the same, in the order of some operand. It may not where parts are taken apart
+    further if its label is the same, in the order of some operand. It may not where parts are taken apart
     (``natural``)."""
     packed, rest = (one, other) if one.packed else (other, one)
     if not packed.packed:
@@ -195,8 +195,8 @@ def _choices(
 
 
 def _listed(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, i: int) -> _Choice | None:
-    """The i-th of `OpSharding.choices`. It counts only where some operand has its placement already, and where all
-    dimensions that it shards are cut at the same places. Nothing is made a sum for it."""
+    """The i-th of `OpSharding.choices`. It counts where some operand has its placement already. All dimensions that it
+    shards must be cut at the same places. Nothing is made a sum for it."""
     operands, results = sharding.choices[i]
     operands = tuple(
         p.with_dim(p.dim % layout.ndim) if isinstance(p, Shard) and layout is not None else p

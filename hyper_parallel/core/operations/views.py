@@ -3,8 +3,8 @@
 A view whose operation needs no communication shares the memory of its base here too. Then the framework does the rest.
 Where data had to move first (``x[0]`` of rows that are sharded), the view has memory of its own. Then
 
-* a write to the view is written back to the base at once, or refused where it cannot be;
-* a write to the base, or to another view of it, makes the view stale: a later use raises an error that asks to take the
+* A write to the view is written back to the base at once, or refused where it cannot be.
+* A write to the base, or to another view of it, makes the view stale: a later use raises an error that asks to take the
   view again. Bringing it up to date would communicate, and which views are still in use is one rank's own knowledge.
 
 A `Family` holds the known facts about the tensors that share one piece of memory. Only operations that write look into

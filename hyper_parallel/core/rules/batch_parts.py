@@ -1,8 +1,8 @@
 """Random numbers inside of modules that get this rank's part of a distributed batch: they are drawn for all of it.
 
-On the mesh ("dp", "tp"), a module whose style works on ``mesh["tp"]`` gets this rank's part of a batch that is
-distributed over ``mesh["dp"]``, and its tensors have layouts on ``mesh["tp"]`` alone. Each data-parallel rank draws
-the numbers of the whole batch, and takes those of its samples.
+On the mesh ("dp", "tp"), a module whose style works on ``mesh["tp"]`` gets this rank's part of the batch. That batch is
+distributed over ``mesh["dp"]``. Its tensors have layouts on ``mesh["tp"]`` alone. Each data-parallel rank draws the
+numbers of the whole batch, and takes those of its samples.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def own_place(layout: Layout) -> Place:
 
 
 def place_of(layout: Layout, name: str) -> Place:
-    """Where the local part of a tensor lies in what is drawn for it.
+    """The place of a tensor's local part in the numbers that are drawn for it.
 
     Args:
         layout: of the tensor, inside of the module that runs.

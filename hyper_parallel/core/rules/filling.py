@@ -59,7 +59,7 @@ def bind_dense(call: Call, layouts: Sequence[Any], platform: Platform) -> Call:
     """``call`` as it runs on a rank that has nothing of its results, which lie as ``layouts`` say.
 
     What its backward gets there is dense. A cotangent that a reduction has stretched is made dense by kernels that need
-    it so, but for one without elements, which counts as dense whatever its strides are.
+    it so. A cotangent without elements is not: it counts as dense whatever its strides are.
     """
     if not any(isinstance(layout, Layout) and 0 in layout.local_shape for layout in layouts):
         return call

@@ -74,7 +74,7 @@ def broadcast(
 
     Args:
         shapes: shape of each operand, None for one that is no tensor.
-        prefix: what the labels start with.
+        prefix: the first characters of the labels.
 
     Returns:
         The common shape, its labels, and the labels of each operand; a stretched dimension of size 1 has the label

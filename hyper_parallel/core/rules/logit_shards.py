@@ -1,8 +1,8 @@
-"""Heads that give this rank's part of the classes as a plain tensor, which a loss must not take for all of them.
+"""Heads that give this rank's part of the classes as a plain tensor. A loss must not take it for all classes.
 
 Plain logits do not say where they come from. They say how many classes they have and, where operations are recorded,
-what they were computed with: if a backward would not come to the weight with which the head was last called, they are
-not the head's. Where nothing is recorded, as in an evaluation, the number alone counts, as long as the head lives.
+which tensors they were computed with. If a backward would not reach the weight of the head's last call, they are not
+the head's. Where nothing is recorded, as in an evaluation, the number alone counts, as long as the head lives.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def part_of_classes(module: Any) -> PartOfClasses | None:
 
 
 def remember_part_of_classes(module: Any, path: str, features: int, own: int, mesh: DeviceMesh) -> None:
-    """Remember a module whose plain output has ``own`` of its ``features``, and no layer beside it that takes these."""
+    """Remember a module whose plain output has ``own`` of its ``features``, with no layer next to it that takes
+    these."""
     what = (
         f"the logits have {own} classes, which is this rank's part of the {features} that {path!r} gives: its "
         f"ColwiseParallel shards them over {mesh}, and its output is plain. Give {path!r} "

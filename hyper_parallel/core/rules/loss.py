@@ -90,7 +90,7 @@ def sharded_cross_entropy(
         platform: the platform of the tensors.
         operands: local logits, target, and class weights or None (or left out).
         static_args: reduction, ignore_index, label_smoothing, and the dtype of the result or None (or left out).
-        operand_layouts: layouts of the operands: classes are sharded alike, and so are samples.
+        operand_layouts: layouts of the operands: all shard classes in the same way, and so they do samples.
         dim: dimension of the classes; None: as the frameworks have it.
 
     Returns:

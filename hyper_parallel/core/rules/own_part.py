@@ -1,8 +1,8 @@
 """Indices into a dimension of which each rank has a part: it takes, or writes, what lies there.
 
-What is taken elsewhere counts as zero, so that what all ranks have adds up. What is written elsewhere goes to a
-spare row behind the part, which is dropped. Either way all ranks compute the same, and the shapes do not depend on the
-data.
+An element taken elsewhere counts as zero, so that the results of all ranks add up. An element written elsewhere goes to
+a spare row behind the part, which is dropped. Either way all ranks compute the same, and the shapes do not depend on
+the data.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Cut:
 
     @staticmethod
     def of(index: tuple, x: Shape, labels: Labels) -> Cut | None:
-        """The index into x, of which ``labels`` are None for what is cut; None where nothing is, or a step is
-        negative."""
+        """The index into x, where ``labels`` are None for the dimensions that are cut. None where no dimension is cut,
+        or a step is negative."""
         dims = tuple(dim for dim, label in enumerate(labels) if label is None)
         if not dims:
             return None
@@ -189,8 +189,8 @@ class Cut:
         operand_layouts: tuple,
         result_layouts: tuple,
     ) -> Any:
-        """``x[index]``, the same on all ranks that share what is cut: the sum of what each has, and zeros. In memory it
-        lies as the single device's view does."""
+        """``x[index]``, the same on all ranks that share the dimensions that are cut: the sum of the ranks' elements,
+        and zeros. In memory it lies as the single device's view does."""
         (x,), layout, result = operands, operand_layouts[0], result_layouts[0]
         strides = strides_of(x, layout)
         cut = [dim for dim in self.dims if layout.shard_mesh_dims(dim)]

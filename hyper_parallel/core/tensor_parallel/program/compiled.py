@@ -1,6 +1,7 @@
 """Styles as a backend with a compiler sees them: `platform.contract.compiled`, made of their data.
 
-Where a layout cannot be said in these terms - parts of parts, sums - the module stays outside of compiled code.
+Where a layout cannot be said in these terms, the module stays outside of compiled code. Such are parts of parts, and
+sums.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def describe(
     """The compiled forward of a module with one input and one output, whose layouts the ``style`` has.
 
     Args:
-        style, module, mesh: the style, and what it was applied to.
+        style, module, mesh: the style, and the module and mesh that it was applied to.
         kind: see `CompiledForward`.
         compares: whether the ranks compare plain shards that they give the module.
         more: further attributes of it.

@@ -137,8 +137,8 @@ def convert_outputs(
     style: Any,
     mesh: DeviceMesh,
 ) -> Any:
-    """The output of a module, or each of several, converted by ``convert(module, y, i, what, mesh)`` where it has a
-    layout.
+    """The output of a module, or each of several, converted by ``convert(module, y, i, what, mesh)``. An output without
+    a layout stays as it is.
 
     Raises:
         ValueError: when there are more or fewer outputs than layouts.

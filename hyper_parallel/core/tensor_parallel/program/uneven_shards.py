@@ -2,8 +2,8 @@
 
 A plain shard does not know its global size, so the shards of all ranks are taken to be equal. Collectives of unequal
 ones may end the process where nothing can be raised. A module that takes plain shards therefore compares them in its
-first call. Once a layer has given plain shards of unequal sizes on a mesh, which all ranks know from the layout, it
-compares them in every call. A compiled graph compares the plain shards that it takes in its first run; once shards may
+first call. A layer may give plain shards of unequal sizes on a mesh, which all ranks know from the layout. From then on
+they compare in every call. A compiled graph compares the plain shards that it takes in its first run. Once shards may
 be unequal, modules that take plain ones leave compiled code.
 """
 

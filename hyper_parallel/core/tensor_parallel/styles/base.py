@@ -122,10 +122,10 @@ _OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
 class ModuleStyle(ParallelStyle):
     """A style that owns the parameters of its module: one such style a module. The base for a style of your own.
 
-    A style is data: how parameters are placed, what plain inputs count as, what the module needs, what it gives. From
-    these come the conversions of inputs and outputs, between which the module's own forward runs on DTensors, the
-    comparison of plain shards between ranks, and the checks of the whole plan before any parameter is touched, that of
-    parameters which modules share included. Override a method where the data depend on the module.
+    A style is data: the placements of the parameters, the placements of plain inputs, the inputs that the module needs,
+    and its outputs. From these come the conversions of inputs and outputs, between which the module's own forward runs
+    on DTensors. So does the comparison of plain shards between ranks. So do the checks of the whole plan, shared
+    parameters included, before any parameter is touched. Override a method where the data depend on the module.
 
     Attributes:
         placements: placement of parameters that the module itself holds, by name. All others are replicated, and so are
@@ -213,8 +213,8 @@ class ModuleStyle(ParallelStyle):
         return convert_outputs(module, output, layouts, self.prepare_output, self, mesh)
 
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
-        """A shorter way for a single input, where style and module are such that all is known when the style is
-        applied; else None. It must do what ``forward``, the module's own, does between the conversions."""
+        """A shorter way for a single input, where style and module determine everything when the style is applied; else
+        None. It must do what ``forward``, the module's own, does between the conversions."""
         return None
 
     def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:

@@ -233,7 +233,7 @@ class PrepareModuleInputOutput(ParallelStyle):
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
         )
-        # What a style shows is what it keeps under the names of its arguments.
+        # The representation of a style shows the attributes named as its arguments.
         vars(self).update(vars(self.prepare_module_input), use_local_input=use_local_input)
         vars(self).update(vars(self.prepare_module_output))
 
@@ -257,13 +257,13 @@ def _prepared_beside(
     local: bool,
     error: OtherMeshError,
 ) -> Any:
-    """An input or output that is distributed beside ``mesh``, which stays so.
+    """Convert an input or output that is distributed outside of ``mesh`` and stays so.
 
     Args:
         x: the DTensor.
         mesh, given, desired, what, taker: as `to_placement` takes them.
         local: give a DTensor that lies on other dimensions than that of ``mesh`` alone: plain tensors to the style.
-        error: what is raised where it is not distributed so.
+        error: the error to raise where it is not distributed so.
     """
     return convert_part(
         x,
