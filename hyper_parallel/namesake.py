@@ -1,7 +1,7 @@
 """Another package has this one's import name: mindspore-ai/hyper-parallel. Both cannot be used in one environment.
 
-Where both are installed into one folder, the later one replaces files of the earlier one and leaves others; where they
-lie in two folders of ``sys.path``, the first is imported, which may be another on each machine. Nothing else fails.
+Where both are installed into one folder, the later one replaces files of the earlier one and leaves others. In two
+folders of ``sys.path``, the first is imported, which may be another on each machine. Nothing else fails.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ def set_run(directory: Path, run: str) -> None:
 
 
 def checkpoints_in(directory: Path) -> list[tuple[Path, Index]]:
-    """The whole checkpoints in a directory, the oldest first. What is damaged is left out."""
+    """The whole checkpoints in a directory, the oldest first. Damaged ones are left out."""
     found = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        # Of what is hidden, one that was being replaced counts until the new one has its name.
+        # Among hidden directories, one that was being replaced counts until the new one has its name.
         if path.name.startswith(".") and not _is_in_use(path):
             continue
         try:
@@ -96,7 +96,8 @@ def latest(directory: str | os.PathLike[str], run: str | None = None) -> Path | 
 
 
 def locate(path: Path) -> Path:
-    """Where the checkpoint of that name is: there, or beside, where a crash came while another one took its place.
+    """Where the checkpoint of that name is: at the path, or next to it, where a crash came while another one took its
+    place.
 
     Raises:
         CheckpointError: for what a save has left that was cut short.
@@ -110,10 +111,10 @@ def locate(path: Path) -> Path:
 
 
 class Draft:
-    """A checkpoint that is being written beside its place.
+    """A checkpoint that is being written next to its final place.
 
     Args:
-        path: what it will be called.
+        path: its final name.
         token: that no other draft has; the same on all ranks.
     """
 
@@ -129,7 +130,7 @@ class Draft:
 
         Args:
             exchange: whether to make the one through which ranks talk, too.
-            overwrite: whether what is at the path now is to be replaced.
+            overwrite: whether to replace the checkpoint that is at the path now.
         """
         self._before = _stamp(self.path) if overwrite else None
         disk.make_directory(self.directory)
@@ -220,7 +221,7 @@ def remove_old(path: Path, run: str, keep: int) -> None:
     stamps = {place: _stamp(place) for place in directory.iterdir()}
     older = [place for place, index in checkpoints_in(directory) if index.run == run and place != path]
     for place in older[: max(len(older) - keep + 1, 0)]:
-        # First the name: what is half removed must not be found.
+        # First the name: a half-removed checkpoint must not be found.
         hidden = place.with_name(hidden_name(place.name, new_token(), DRAFT))
         with suppress(FileNotFoundError):  # another save of the run has removed it
             disk.rename(place, hidden)

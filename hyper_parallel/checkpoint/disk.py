@@ -50,7 +50,7 @@ def step(kind: str, path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that is not there yet, with those above it; all these names are on the disk when it returns."""
+    """Make a missing directory, with those above it. All these names are on the disk when it returns."""
     if not path.parent.is_dir():
         make_directory(path.parent)
     step("make", path)
@@ -102,8 +102,8 @@ class NewFile:
 
     Args:
         path: of the file.
-        size: bytes that will be written, where that is known. A large file gets its place at once, and is written past
-            the cache of the system, which would only copy what is to be on the disk at once.
+        size: bytes that will be written, where that is known. A large file gets its space at once. It is written past
+            the cache of the system, which would only add a copy.
 
     Raises:
         CheckpointError: when it cannot be written; names the file.
@@ -169,7 +169,7 @@ class NewFile:
                     raise
                 continue
             if count % ALIGNMENT and self._block is not None:
-                self._set_direct(False)  # what is left does not begin at a place where it could
+                self._set_direct(False)  # the rest does not begin at an aligned place
             left = left[count:]
 
     def _set_direct(self, on: bool) -> bool:
@@ -264,7 +264,7 @@ def read_at(path: Path, file: int, start: int, memory: memoryview, entry: str) -
 
     Args:
         path, file, start, entry: as in `read_some`.
-        memory: what is filled.
+        memory: the memory to fill.
 
     Raises:
         CheckpointError: when the file ends before, or the disk does not give them.
@@ -329,7 +329,7 @@ _PATIENCE = 5.0
 def alone_in(directory: Path) -> Iterator[bool]:
     """Keep out the other threads and processes that call this for the same directory.
 
-    It is no promise: other machines need not see the lock. Nobody waits for ever: False is given where another one
+    It is no promise: other machines need not see the lock. There is no endless wait: False is given where another one
     keeps it.
     """
     try:

@@ -1,7 +1,7 @@
 """Steps of each rank in a save. They are the same whether the caller waits or trains on meanwhile.
 
 `prepare`: all ranks take their nest apart, compare what they have, and work out who writes what. `write`: each writes
-its file and the first one the index, beside the place of the checkpoint; when all is on the disk it gets its name.
+its file and the first one the index, next to the place of the checkpoint. When all is on the disk, it gets its name.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def prepare(
         keep: see there.
         overwrite: see there.
         checksums: see there.
-        exchange: whether ranks will talk through files, beside the training: then all is copied, and the place for
+        exchange: whether ranks will talk through files, parallel to the training: then all is copied, and the place for
             these files made.
 
     Raises:
@@ -133,7 +133,7 @@ def _check_name(path: Path) -> None:
     if len(os.fsencode(path.name)) > LONGEST:
         raise ValueError(
             f"a checkpoint cannot be called {path.name[:40]!r}...: its name has {len(os.fsencode(path.name))} bytes, "
-            f"and drafts beside it have longer ones. Choose a name of at most {LONGEST} bytes"
+            f"and drafts next to it have longer ones. Choose a name of at most {LONGEST} bytes"
         )
 
 
@@ -192,7 +192,7 @@ def _leaves(values: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _difference(all_facts: list[dict[str, str]], ranks: Ranks) -> ValueError:
-    """The first thing in which a rank differs from the first one: what it saves, or the order."""
+    """The first difference between a rank and the first one: a saved value, or the order."""
     first = all_facts[0]
     for rank, facts in zip(ranks.members, all_facts, strict=True):
         for name in {**first, **facts}:
@@ -200,8 +200,8 @@ def _difference(all_facts: list[dict[str, str]], ranks: Ranks) -> ValueError:
             if mine != other:
                 return ValueError(
                     f"ranks {ranks.members[0]} and {rank} do not save the same: {name} is {_short(mine)} on the one, "
-                    f"{_short(other)} on the other. Save what all ranks have alike, DTensors, and objects with "
-                    "`per_rank`, such as RandomState()"
+                    f"{_short(other)} on the other. Save values that are equal on all ranks, DTensors, and objects "
+                    "with `per_rank`, such as RandomState()"
                 )
     rank, names = next((r, [*facts]) for r, facts in zip(ranks.members, all_facts, strict=True) if [*facts] != [*first])
     mine, other = next((x, y) for x, y in zip(first, names, strict=True) if x != y)

@@ -44,8 +44,8 @@ def load(
     the bytes of its own shards.
 
     Args:
-        state: the nest that was saved, or a part of it by the same keys. What is no tensor, module, optimizer or object
-            with ``load_state_dict()`` only says what to return. An optimizer need not have stepped.
+        state: the nest that was saved, or a part of it by the same keys. A value other than a tensor, module, optimizer
+            or object with ``load_state_dict()`` only says what to return. An optimizer need not have stepped.
         path: of the checkpoint.
         strict: whether every tensor of ``state`` must be in the checkpoint, and every one that the checkpoint has
             below a module or an optimizer in ``state``.
@@ -121,7 +121,7 @@ def compare_sums(
     """Compare data with its checksums, on all ranks together.
 
     Args:
-        filling: what is to be filled.
+        filling: the tensors and objects to fill.
         files: that it is filled from.
         ranks: that load.
         what: is done, for messages.

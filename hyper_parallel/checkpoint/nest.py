@@ -37,8 +37,8 @@ def check_depth(state: Any) -> None:
         x, depth = left.pop()
         if depth > DEEPEST:
             raise ValueError(
-                f"the state is nested more than {DEEPEST} deep, or a container in it has itself: put what is deep into "
-                "one dict, by names"
+                f"the state is nested more than {DEEPEST} deep, or a container in it has itself: put the deep part "
+                "into one dict, by names"
             )
         if isinstance(x, (Mapping, list, tuple)):
             left += [(value, depth + 1) for value in (x.values() if isinstance(x, Mapping) else x)]

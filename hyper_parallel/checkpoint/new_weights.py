@@ -36,7 +36,7 @@ class NewWeights:
 
     Args:
         directory: of the files.
-        contents: name of a file -> what is in it.
+        contents: name of a file -> its entries.
         checksums: whether the files say those of their data.
 
     Attributes:
@@ -64,7 +64,8 @@ class NewWeights:
         return self._directory / hidden_name(name, self.token, _INCOMPLETE)
 
     def make(self) -> str:
-        """Make the files with their headers, on one rank, and remove what the dead have left. Returns the token."""
+        """Make the files with their headers, on one rank, and remove files whose writers have ended. Returns the
+        token."""
         self.token = new_token()
         for name, header in self._headers.items():
             self._write(name, header)
@@ -133,7 +134,7 @@ class NewWeights:
     def publish(self, sums: Mapping[str, int]) -> None:
         """Give the files their names, on one rank, and remove those of other weights that were there.
 
-        A reader meanwhile, or after a crash in between, finds all of the old weights or all of the new ones.
+        A reader at that time finds all of the old weights or all of the new ones. So does one after a crash in between.
 
         Args:
             sums: of all tensors, as `compute_sums` of all ranks gives them.

@@ -33,8 +33,8 @@ def groups_saved(states: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def assign(states: Sequence[Mapping[str, Any]], now: Sequence[int]) -> tuple[list[int | None], bool]:
-    """For each rank that loads the place of the state that it goes on with, or None for a new seed, and whether random
-    numbers go on as they would have without a load.
+    """For each rank that loads: the index of the state that it goes on with, or None for a new seed. The second value
+    says whether random numbers go on as they would have without a load.
 
     Args:
         states: of the ranks that saved.

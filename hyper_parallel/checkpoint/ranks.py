@@ -23,9 +23,9 @@ __all__ = ["LOADING", "Alone", "Collective", "ThroughFiles", "Ranks", "all_ranks
 T = TypeVar("T")
 #: The global ranks that load a checkpoint, while objects get their state; None outside of that.
 LOADING: ContextVar[tuple[int, ...] | None] = ContextVar("hyper_parallel_loading", default=None)
-#: Seconds to wait for other ranks where nobody has said how long: as torch does.
+#: Seconds to wait for other ranks where the program has set no time-out: as torch does.
 _PATIENCE = 1800.0
-#: Errors that say what is wrong with a call.
+#: Errors of a call.
 _OF_CALLS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -34,7 +34,7 @@ class Ranks(Protocol):
 
     Attributes:
         rank: this one, a global rank.
-        members: all of them, global ranks; the first does what is to be done once.
+        members: all of them, global ranks; the first does the tasks of one rank.
     """
 
     rank: int
@@ -73,8 +73,8 @@ class Collective:
 
 
 class ThroughFiles:
-    """The same ranks, in a thread beside the training, whose collectives must not be met: by small files in a directory
-    that all see.
+    """The same ranks, in a thread parallel to the training, whose collectives it must not meet. They communicate by
+    small files in a directory that all see.
 
     Args:
         directory: exists, and is empty.
@@ -92,7 +92,7 @@ class ThroughFiles:
         return [self._read(self._directory / f"{self._step}.{rank}", rank) for rank in self.members]
 
     def leave(self) -> None:
-        """Nothing is gathered any more: the first rank removes the directory when all have read what is there."""
+        """Nothing is gathered any more: the first rank removes the directory when all have read its files."""
         if self.rank != self.members[0]:
             with suppress(CheckpointError):  # the save has failed, which was said
                 self._tell(None)

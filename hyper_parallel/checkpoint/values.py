@@ -1,4 +1,4 @@
-"""Numbers, strings and what is made of them, as JSON and back. Nothing is evaluated."""
+"""Numbers, strings and containers of them, as JSON and back. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def decode(x: Any, special: Callable[[dict[str, Any]], Any] | None = None) -> An
         special: gives what stands for an object of a kind that this module does not know.
 
     Raises:
-        CheckpointError: for what is nothing that a checkpoint has.
+        CheckpointError: for data that no checkpoint has.
     """
     if isinstance(x, list):
         return [decode(value, special) for value in x]

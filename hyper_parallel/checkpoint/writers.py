@@ -1,4 +1,4 @@
-"""Hidden names of what is not complete: they say which process writes it, and so whether anybody still does."""
+"""Hidden names of incomplete files: they say which process writes it, and so whether that still runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
     "wrong_file",
 ]
 
-#: What hidden names end with of what is being written, or removed.
+#: The endings of hidden names: of a file that is being written, or removed.
 DRAFT = ".draft"
 #: A visible name, the token (machine, process, when that began, and a number of its own), and the ending.
 _HIDDEN = re.compile(
@@ -54,9 +54,9 @@ class Hidden(NamedTuple):
 
     Attributes:
         path: where it is.
-        name: what it will be called, or was.
+        name: its visible name, later or before.
         token: of the save that made it.
-        ending: what it is for, such as ``".draft"``.
+        ending: its purpose, such as ``".draft"``.
         machine: on which its process runs, with the namespace of process numbers.
         process: its number there.
         began: when that process began, in ticks since the machine did.
@@ -102,7 +102,7 @@ def new_token() -> str:
 
 
 def hidden_name(name: str, token: str, ending: str) -> str:
-    """Return the hidden name, beside ``name``, of what a save makes."""
+    """Return the hidden name, next to ``name``, of a file of a save."""
     return f".{name}.{token}{ending}"
 
 
@@ -112,7 +112,7 @@ def name_of_process() -> str:
 
 
 def hidden_in(directory: Path, *endings: str, name: str | None = None) -> Iterator[Hidden]:
-    """Yield what is hidden in a directory and belongs to a save.
+    """Yield the hidden files and directories of saves in a directory.
 
     Args:
         directory: need not be there.
@@ -174,12 +174,12 @@ def check_whole(path: Path, directory: Path, sizes: Mapping[str, int], others: C
 
 
 def remove_abandoned(directory: Path, now: float, *endings: str, name: str | None = None) -> None:
-    """Remove what is hidden in a directory and has no writer any more.
+    """Remove hidden files and directories of saves that have no writer any more.
 
     Args:
         directory: where to look.
         now: the time of its file system, in seconds.
-        endings: what is removed.
+        endings: the endings of the names to remove.
         name: of what; None is all.
     """
     for hidden in hidden_in(directory, *endings, name=name):

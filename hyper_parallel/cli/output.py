@@ -16,7 +16,7 @@ __all__ = ["Parser", "UsageError", "print_text", "show", "through_pipe"]
 
 
 class UsageError(Exception):
-    """The command cannot do what it was asked for; the message says what to give."""
+    """The command cannot do its task; the message says what to give."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,7 +49,7 @@ def show(text: str, data: Any, as_json: bool) -> None:
 
 
 def print_text(text: str, file: Any = None) -> None:
-    """Print ``text``; on a terminal folded to its width, and where rich is installed, with what it finds to colour."""
+    """Print ``text``; on a terminal folded to its width, and coloured where rich is installed."""
     from hyper_parallel.platform.terminal import printable_lines
 
     out = sys.stdout if file is None else file

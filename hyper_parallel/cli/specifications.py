@@ -75,7 +75,7 @@ def _module_of(file: Path) -> Any:
     if name not in sys.modules:
         specification = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(cast("Any", specification))
-        sys.modules[name] = module  # what it defines looks for its module there
+        sys.modules[name] = module  # classes and functions that it defines look for their module there
         try:
             cast("Any", specification).loader.exec_module(module)
         except BaseException:
@@ -85,7 +85,7 @@ def _module_of(file: Path) -> Any:
 
 
 def model_of(text: str, dtype: str | None) -> Any:
-    """A model by name, or what the function that ``text`` names makes. It has no data where the framework can do
+    """A model by name, or the result of the function that ``text`` names. It has no data where the framework can do
     without."""
     if text not in MODELS and ":" not in text:
         raise UsageError(

@@ -16,7 +16,8 @@ _SIDE = 120.0
 
 def visualize_plan(model: Any, *, path: str | None = None) -> str:
     """Show how a model lies on its mesh: each module with its style, each parameter with its cuts. In the terminal a
-    tensor cut along dimension 0 is drawn ``=``, along dimension 1 ``|||``; what every rank has whole is ``[]``.
+    tensor cut along dimension 0 is drawn ``=``, and along dimension 1 ``|||``. A tensor that every rank has whole is
+    ``[]``.
 
     Args:
         model: module of the selected platform.
@@ -26,7 +27,7 @@ def visualize_plan(model: Any, *, path: str | None = None) -> str:
         The text; ``print`` shows it.
 
     Raises:
-        TypeError: for what is no module of the platform.
+        TypeError: for an object that is no module of the platform.
 
     Example:
         >>> import torch

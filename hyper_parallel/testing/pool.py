@@ -198,7 +198,7 @@ class WorkerPool:
         return self._collect(timeout)
 
     def _collect(self, timeout: float) -> dict[int, Any]:
-        """Wait for one outcome of each rank: what the job returned, or a `Failure`."""
+        """Wait for one outcome of each rank: the result of the job, or a `Failure`."""
         started = since = time.monotonic()
         limit, failed = timeout, False
         outcomes: dict[int, Any] = {}
@@ -254,10 +254,10 @@ def _in_step(failures: dict[int, Failure], world_size: int) -> bool:
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens now.
+    """A free port of this machine.
 
-    It is none of those that the system gives away, to whoever connects: such a port may have another owner before a
-    program has imported its framework and listens.
+    It is none of those that the system assigns to connections: such a port may have another owner before a program has
+    imported its framework and listens.
     """
     try:
         given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

@@ -108,7 +108,7 @@ def _join(settings: Settings) -> None:
 
 
 def _answer(connection: Connection, task: bytes) -> None:
-    """Run one job and send what it returns, or how it failed."""
+    """Run one job and send its result, or how it failed."""
     try:
         name, spmd.world_size, args = pickle.loads(task)
         outcome: Any = _resolve(name)(*args)
@@ -118,7 +118,7 @@ def _answer(connection: Connection, task: bytes) -> None:
         connection.send(outcome)
     except BrokenPipeError:
         raise
-    except Exception as error:  # what the job returned cannot be pickled
+    except Exception as error:  # the result of the job cannot be pickled
         connection.send(Failure.of(error))
 
 

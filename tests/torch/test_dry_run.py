@@ -301,7 +301,7 @@ def test_wrong_requests() -> None:
         dry_run(model, 2, None, x, machine="H1")
     with pytest.raises(ValueError, match="data_parallel is"):
         dry_run(model, 2, None, x, data_parallel="ddp")
-    with pytest.raises(ValueError, match="no list of layers that are alike"):
+    with pytest.raises(ValueError, match="no list of equal layers"):
         dry_run(model, 2, None, x, recompute=True)
     with pytest.raises(ValueError, match="names no module"):
         dry_run(model, 2, None, x, recompute="layers")

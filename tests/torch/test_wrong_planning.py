@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "no machine": (lambda m: dry_run(m, 2, PLAN, X, machine="H1"), ValueError, "register_machine adds others"),
     "no machine by name": (lambda m: machine_of("TPU"), ValueError, "no machine is called 'TPU'"),
     "no parallelism": (lambda m: dry_run(m, 2, PLAN, X, data_parallel="ddp"), ValueError, "'fully_shard', 'replicate'"),
-    "no layers": (lambda m: dry_run(m, 2, PLAN, X, recompute=True), ValueError, "no list of layers"),
+    "no layers": (lambda m: dry_run(m, 2, PLAN, X, recompute=True), ValueError, "no list of equal layers"),
     "no such layers": (lambda m: dry_run(m, 2, PLAN, X, recompute="a.*"), ValueError, "'a.*' names no module"),
     "no plans": (lambda m: search(m, 4, {}, X), ValueError, "at least one plan"),
     "no divisor": (lambda m: search(m, 4, {"p": PLAN}, X, tensor_parallel=[3]), ValueError, "does not divide 4 ranks"),

@@ -17,9 +17,9 @@ __all__ = ["ExpertsParallel", "IdentityExpertsParallel", "WholeExpertsParallel"]
 class ExpertsParallel(ModuleStyle):
     """Run experts whose weights are sharded inside each expert: every rank computes a summand of the output.
 
-    Forward is the module's own, on this rank's part of the weights and on plain inputs, so that it may do what no
-    sharding rule describes: choose tokens by the router's indices, call a grouped kernel. One all-reduce in forward,
-    one in backward for each input that needs a gradient.
+    Forward is the module's own, on this rank's part of the weights and on plain inputs. So it may do what no sharding
+    rule describes. Examples are choosing tokens by the router's indices, and calling a grouped kernel. One all-reduce
+    in forward, one in backward for each input that needs a gradient.
 
     Args:
         placements: placement of each parameter of the module, by name; all must be sharded such that the module's
@@ -78,7 +78,7 @@ class WholeExpertsParallel(ExpertsParallel):
     """Give each rank some of the experts in whole: it computes their part of the output for all tokens.
 
     The tokens are the same on every rank, so none is sent: the routes to experts of other ranks are masked, and one
-    all-reduce adds what the ranks' experts give. In backward, one for each input that needs a gradient.
+    all-reduce adds the outputs of the ranks' experts. In backward, one for each input that needs a gradient.
 
     Args:
         placements: placement of each parameter of the module, by name: all ``Shard(0)``.

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA) of the peft library on layers that a plan shards.
 
 A layer of peft holds the layer that it adapts, ``base_layer``, and adds ``B(A(dropout(x))) * scaling`` to what that
-gives. What is sharded of A and B follows from the style of the base layer, so that both are sharded alike:
+gives. The sharded part of A and B follows from the style of the base layer:
 
 * by columns: A stays whole and reads ``x``, which is whole; B is sharded by columns, as the base layer is;
 * by rows: A is sharded by rows, as the base layer is, and its few features are all-reduced; B stays whole.
@@ -173,7 +173,7 @@ def _check(path: str, module: Any, style: ParallelStyle) -> None:
     kind = type(module).__name__
     take_out = f"leave {path!r} out of target_modules, or take it out of the plan with plan={{{path!r}: None}}"
     if len(getattr(module, "lora_embedding_A", ())) and _gives_whole(style):
-        return  # each rank computes the adapter in whole, and adds it to what is whole
+        return  # each rank computes the adapter in whole, and adds it to a whole output
     if not len(getattr(module, "lora_A", ())) or not hasattr(module, "lora_B"):
         raise ValueError(
             f"the plan shards {path!r}, whose adapter ({kind}) is none of LoRA on a linear layer: what of it "

@@ -25,7 +25,7 @@ __all__ = [
     "load_adapter",
 ]
 
-#: Names the module of the adapter, ahead of what the backend says; workers inherit it.
+#: Names the module of the adapter, with priority over the backend's own; workers inherit it.
 ENVIRONMENT_VARIABLE = "HYPER_PARALLEL_ADAPTER"
 #: Entry points of packages that bring a backend: name of the backend = module of its adapter.
 ENTRY_POINT_GROUP = "hyper_parallel.test_adapters"

@@ -1,7 +1,7 @@
 """Protocol that the conformance suite asks of a framework: the names of an adapter.
 
 An adapter is a module. `torch_adapter` and `mindspore_adapter` in `hyper_parallel.testing.adapters` are the two to
-learn from; what models compute is in `forwards` there and needs no repeating. A backend of torch shares torch's
+learn from. The computations of models are in `forwards` there and need no repeating. A backend of torch shares torch's
 adapter.
 
 "Tensor" below is a tensor of the framework, plain or distributed: every operation gets both. Operations come in the
@@ -70,14 +70,15 @@ class Adapter(Protocol):
     def value_and_grads(
         self, function: Callable[..., Any], arrays: Sequence[np.ndarray]
     ) -> tuple[Any, list[np.ndarray | None]]:
-        """``function`` of plain tensors made of ``arrays`` gives ``(loss, value)``: that value, and the loss's
-        gradient by each floating point argument, zeros where there is none (None for arguments of other dtypes)."""
+        """``function`` of plain tensors made of ``arrays`` gives ``(loss, value)``. Returns that value, and the loss's
+        gradient by each floating point argument. The gradient is zeros where there is none, and None for arguments of
+        other dtypes."""
 
     def model_value_and_grads(
         self, module: Module, function: Callable[[Any], Any], array: np.ndarray
     ) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
-        """`value_and_grads` of a function of one input; besides, the gradient of every parameter of ``module`` by
-        name as the framework gives it to a user, None where there is none. Starts from no gradients."""
+        """`value_and_grads` of a function of one input. It also gives the gradient of every parameter of ``module`` by
+        name as the framework gives it to a user. That is None where there is none. Starts from no gradients."""
 
     def second_order(
         self, function: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[np.ndarray]
@@ -99,7 +100,7 @@ class Adapter(Protocol):
 
     def load(self, module: Module, rng: np.random.Generator, dtype: Any = np.float32) -> Module:
         """Give every parameter 0.3 times standard normal numbers, drawn in the order of names, and this floating point
-        dtype; returns the module, on this rank's device."""
+        dtype. Returns the module, on this rank's device."""
 
     def without_values(self) -> AbstractContextManager[Any]:
         """Inside, modules are made without memory for their parameters and buffers, where the framework can do that."""
@@ -136,8 +137,8 @@ class Adapter(Protocol):
         """``down(relu(up(x)))``."""
 
     def Attention(self, features: int, head_dim: int) -> Module:
-        """Attention without a mask: linear layers ``wq``, ``wk``, ``wv``, ``wo`` without bias; the number of heads is
-        left to the view, so that it is right on this rank's part."""
+        """Attention without a mask, with linear layers ``wq``, ``wk``, ``wv``, ``wo`` without bias. The number of heads
+        is left to the view, so that it is right on this rank's part."""
 
     def Block(self, features: int, hidden: int, head_dim: int) -> Module:
         """``norm1``, ``attention`` (`Attention`), ``norm2``, ``feed_forward`` with ``w1``, ``w2``, ``w3`` and SiLU."""
@@ -185,7 +186,7 @@ class Adapter(Protocol):
         """A subclass of the linear layer that is called ``(x, scale, *, shift)`` and gives ``y * scale + shift``."""
 
     def Probe(self) -> Module:
-        """Keeps what it was called with as ``seen = (args, kwargs)``; returns its positional inputs."""
+        """Keeps the arguments of its call as ``seen = (args, kwargs)``; returns its positional inputs."""
 
     # ---------------------------------------------------------------- operations
     def weighted_sum(self, y: Tensor, weights: Tensor) -> Tensor:

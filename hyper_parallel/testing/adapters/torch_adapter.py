@@ -55,8 +55,8 @@ def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) 
 def model_value_and_grads(
     module: nn.Module, function: Callable[[Any], Any], array: np.ndarray
 ) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
-    """`value_and_grads` of a function of one input, with the gradient of every parameter of ``module`` by name besides,
-    None where there is none."""
+    """`value_and_grads` of a function of one input. It also gives the gradient of every parameter of ``module`` by
+    name, None where there is none."""
     module.zero_grad()
     value, (grad,) = value_and_grads(function, [array])
     return value, grad, {name: p.grad for name, p in module.named_parameters()}
@@ -324,7 +324,7 @@ class Scaled(nn.Linear):
 
 
 class Probe(nn.Module):
-    """Records what it is called with; returns its positional inputs."""
+    """Records the arguments of its calls; returns its positional inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,7 +486,7 @@ def loss(
 
 
 def loss_module(**options: Any) -> nn.Module:
-    """The same as a module; ``options`` in the words of the framework, which are alike."""
+    """The same as a module; ``options`` have the framework's names, which are the same."""
     return nn.CrossEntropyLoss(**options)
 
 

@@ -130,7 +130,7 @@ def run(
     )
     options = [
         str(CHECKS),
-        # The folder of checks alone decides: not what is configured where the command happens to run.
+        # The folder of checks alone decides: not a configuration in the current folder.
         f"--rootdir={CHECKS}",
         f"--config-file={os.devnull}",
         "--import-mode=importlib",

@@ -99,7 +99,7 @@ FOUND: dict[str, Program] = {
         (Step("permute", (0,), ((2, 0, 1),)), Step("reshape", (1,), ((4, 12),)), Step("double", (2,), ())),
         (0, 2),
     ),
-    "a write that reads a view of what it writes, of which a rank has one element": Program(
+    "a write that reads a view of its own target, of which a rank has one element": Program(
         13,
         (2,),
         (_leaf((3,), (Shard(0),), requires_grad=False, dtype="int64"),),

@@ -115,7 +115,7 @@ class Report:
         return "\n".join(lines)
 
     def to_markdown(self) -> str:
-        """The same for a file, with what the run was made of and what pytest says of each failure."""
+        """The same for a file, with the facts about the run and pytest's text of each failure."""
         lines = [f"# Conformance of {self.backend}", "", f"{self.verdict}.", ""]
         lines += [f"* {name}: {value}" for name, value in self._about()]
         lines += ["", "| check group | passed | failed | skipped |", "|---|---:|---:|---:|"]

@@ -28,7 +28,8 @@ ROWS = 4
 
 
 class Setup(NamedTuple):
-    """A mesh, and what data parallelism does on its first dimension; a mesh without it has a plan on the only one."""
+    """A mesh, and the kind of data parallelism on its first dimension. A mesh without data parallelism has a plan on
+    the only one."""
 
     shape: tuple[int, ...]
     dp: str
@@ -144,7 +145,7 @@ def save_new(setup: Setup, name: str, path: str) -> Any:
 
 
 def load_new(setup: Setup, path: str, name: str) -> Any:
-    """The same of one that was loaded, which had other values; it stays what it was."""
+    """The same of a loaded model, which had other values; its objects stay the same."""
     mesh = setup.mesh()
     if mesh is None:
         return None
@@ -233,8 +234,9 @@ END = 12 if everything() else 5
 
 
 def broken_runs(name: str, numbers: range, directory: str) -> list[Any]:
-    """For each of these setups: what was saved after two steps and the losses of the steps to `END`, and what comes of
-    resuming it there, and that of the next one. The optimizer that resumes has stepped before in one of both."""
+    """For each of these setups: the state saved after two steps, the losses of the steps to `END`, and the results of
+    resuming. It is resumed on the same setup, and on the next one. The optimizer that resumes has stepped before in one
+    of both."""
     saved, resumed, again = [], [], []
     for number in numbers:
         job, path = Job.new(SETUPS[number], name, 5), f"{directory}/{number}"

@@ -101,7 +101,7 @@ def cut(file: str, count: int) -> Callable[[Path], None]:
 
 
 def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Change the header of the first file of tensors, whose size stays what the index says."""
+    """Change the header of the first file of tensors, whose size stays that of the index."""
 
     def damage(path: Path) -> None:
         content = (path / FIRST).read_bytes()
@@ -117,7 +117,7 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 
 def entry(name: str, key: str, value: Any) -> Callable[[Path], None]:
-    """Change what the header says about an entry."""
+    """Change the header's data of an entry."""
     return header(lambda parsed: parsed[name].__setitem__(key, value))
 
 

@@ -102,7 +102,7 @@ def observed() -> None:
             adapter.numpy(adapter.call(model, adapter.tensor(floats(3, 5))))
     before = list(observer.seen)
     adapter.call(model, adapter.tensor(floats(3, 4)))
-    assert observer.seen == before  # nobody is told afterwards
+    assert observer.seen == before  # no observer is told afterwards
     begun, ended = (sum(word in event for event in before) for word in ("before", "after"))
     assert begun == ended and (begun >= 1 or not before)
     assert platform.collective_kind("all_reduce") is None and platform.collective_kind(adapter.numpy) is None

@@ -548,7 +548,7 @@ def test_deepcopy(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def in_place(mesh: Any, rows: int) -> int:
-    """Every operation that writes, on every placement of what is written and of what is read."""
+    """Every operation that writes, on every placement of the written and of the read tensor."""
     adapter = get_adapter()
     whole, other = floats(rows, 3), floats(rows, 3)[::-1] * 0.5 + 1
     tried = 0
@@ -598,8 +598,8 @@ def in_place_with_gradients(mesh: Any) -> None:
     wanted, wanted_grads = adapter.value_and_grads(reference, [whole, other])
     got, grads = adapter.value_and_grads(sharded, [part(whole, mesh, S0), other])
     same(adapter.numpy(got), adapter.numpy(wanted), "value")
-    same(grads[0], part(wanted_grads[0], mesh, S0), "gradient of what is written")
-    same(grads[1], wanted_grads[1], "gradient of what is read")
+    same(grads[0], part(wanted_grads[0], mesh, S0), "gradient of the written tensor")
+    same(grads[1], wanted_grads[1], "gradient of the read tensor")
 
 
 @on_ranks(1, 2, 3)

@@ -91,7 +91,7 @@ def run_nan(mesh_shape: tuple[int, ...], op: str, dtype: str) -> None:
         for name, function, axis in extremes(adapter, op):
             compared = any(mesh.shape[d] > 1 for d, p in enumerate(placements) if p in _reduced(axis))
             numbers = [getattr(np, op)(x, axis=axis)]
-            if not compared:  # what the framework makes of it on one device
+            if not compared:  # the result of the framework on one device
                 numbers = [adapter.numpy(function(adapter.tensor(x)))]
             with CommDebugMode() as comm:
                 y = function(DTensor.from_local(adapter.tensor(mine), mesh, placements, shape=(10, 8))).full_tensor()

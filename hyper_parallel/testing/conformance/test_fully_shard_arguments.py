@@ -29,7 +29,8 @@ def sent(comm: Any) -> list[tuple[str, int, int]]:
 
 @spmd.on_mesh()
 def fewer(mesh: Any, sizes: tuple[int, int], ranks: int) -> Any:
-    """Training in which each ``ranks`` ranks keep the parameters after forward; what is gathered from how many."""
+    """Training in which each ``ranks`` ranks keep the parameters after forward; returns which units are gathered from
+    how many."""
 
     def shard(block: Any) -> None:
         shard_block(block, mesh, reshard_after_forward=ranks)

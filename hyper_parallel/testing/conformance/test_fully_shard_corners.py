@@ -1,4 +1,4 @@
-"""`fully_shard`: what is rare, or matters to few backends."""
+"""`fully_shard`: rare cases, and cases that matter to few backends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = (6, 5)
 
 @contextlib.contextmanager
 def other(platform: Any, **facts: Any) -> Iterator[None]:
-    """The platform says something else of itself: what is true of another backend, or of another device."""
+    """Let the platform give another answer about itself: that of another backend, or of another device."""
     before = {name: getattr(platform, name) for name in facts}
     try:
         for name, value in facts.items():

@@ -32,7 +32,7 @@ OF_THE_WAY = 1e-3
 
 
 def near(got: Any, wanted: Any, what: str, tolerance: float, measure: Any = None) -> None:
-    """Raise AssertionError unless the norm of the difference is small beside that of ``measure``, or ``wanted``."""
+    """Raise AssertionError unless the norm of the difference is small against that of ``measure``, or ``wanted``."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     assert got.shape == wanted.shape, what
     error = np.linalg.norm(got - wanted)
@@ -52,7 +52,7 @@ def five_steps(name: str, sizes: tuple[int, int], optimizer: str) -> None:
 
 
 def train(mesh: Any, sizes: tuple[int, int], optimizer: str, dtype: Any) -> None:
-    """Five steps of a sharded MLP beside one that is not."""
+    """Five steps of a sharded MLP next to an unsharded one."""
     adapter, tolerance = get_adapter(), TOLERANCES[dtype]
     dp = mesh if "tp" not in mesh.mesh_dim_names else mesh[tuple(n for n in mesh.mesh_dim_names if n != "tp")]
     single, sharded = (adapter.load(adapter.Mlp(*sizes), np.random.default_rng(5), dtype) for _ in range(2))

@@ -52,7 +52,7 @@ class Kept(Trained):
                 self.taken.append((f"{how} {when}", name, x))
 
     def compare(self, when: str) -> None:
-        """All that was taken is what the parameters are."""
+        """All taken values equal the parameters."""
         adapter, wanted = self.adapter, parameters(self.sharded, self.mesh)
         locals_ = {name: adapter.numpy(p.to_local()) for name, p in wanted.items()}
         for how, name, x in self.taken:

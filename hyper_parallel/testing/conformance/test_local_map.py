@@ -51,7 +51,7 @@ def products(mesh: Any) -> None:
 
     y, (grad_x, grad_w) = adapter.value_and_grads(loss, [x, w[part]])
     same(adapter.numpy(y), 2 * expected, "product", 1e-4)
-    same(grad_x, 2 * weights @ w.T, "gradient of what is replicated", 1e-4)
+    same(grad_x, 2 * weights @ w.T, "gradient of the replicated input", 1e-4)
     same(grad_w, (2 * x.T @ weights)[part], "gradient of the shard", 1e-4)
 
 

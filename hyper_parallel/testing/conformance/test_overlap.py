@@ -1,4 +1,4 @@
-"""Linear layers that leave their collective to the backend: what core asks for, and what it does with the answer.
+"""Linear layers that leave their collective to the backend: the requests of core, and its use of the answer.
 
 The backend's verb is replaced with one that is made of core's own steps, so that every backend runs this.
 """
@@ -45,7 +45,7 @@ def a_platform_that_can() -> None:
 
 @contextmanager
 def answering(mesh: Any, answer: Callable[..., Any]) -> Iterator[list[tuple]]:
-    """Inside, the platform's verb is ``answer``; gives the list of what it is asked: (collective, dim, chunks)."""
+    """Inside, the platform's verb is ``answer``; gives the list of its arguments: (collective, dim, chunks)."""
     fast, asked = mesh.platform.fast, []
 
     def verb(x: Any, weight: Any, how: LinearCollective) -> Any:
@@ -166,7 +166,7 @@ def left_alone(mesh: Any) -> None:
     # Another placement than the one that moves.
     whole = DTensor.from_local(adapter.tensor(floats(4, 12)), mesh, [R])
     assert counts(gathered, (12, 8), whole) == ({}, [])
-    # Without the switch nobody asks, unless the backend has a native operation and is told to use it.
+    # Without the switch it is not asked, unless the backend has a native operation and is told to use it.
     module = parallelize_module(adapter.load(adapter.linear_module(12, 8), np.random.default_rng(5)), mesh, row)
     with answering(mesh, lambda *args: None) as asked:
         adapter.call(module, part)

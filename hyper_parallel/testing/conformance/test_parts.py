@@ -95,7 +95,7 @@ def wrong_results(mesh: Any) -> list[str]:
     results = {
         "the last rank has most": lambda a: part(1 + (rank == 2), 2),
         "a gap": lambda a: part(0 if rank == 1 else 2, 2),
-        "another size beside": lambda a: part(2, 2 + (rank == 1)),
+        "another size elsewhere": lambda a: part(2, 2 + (rank == 1)),
         "dimensions": lambda a: part(2, 2) if rank else part(2, 2, 2),
         "no tensor": lambda a: part(2, 2) if rank else None,
         "too many": lambda a: part(2, 2) if rank else (part(2, 2), part(2, 2)),

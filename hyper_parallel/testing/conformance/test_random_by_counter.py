@@ -102,7 +102,7 @@ def runs_on_shards(function: Any, x: Any) -> bool:
 
 
 def check_dropout(mesh: Any, shape: tuple[int, ...]) -> None:
-    """Two layers of dropout: values, gradients, and what is communicated, which are keys alone."""
+    """Two layers of dropout: values, gradients, and the communication, which is of keys alone."""
     adapter, whole, weights = get_adapter(), floats(*shape) + 3, floats(*shape)
     mesh.platform.manual_seed(11)
     first, second = drawn_in_numpy(mesh.platform, "uniform", shape, 2)
@@ -163,7 +163,7 @@ def requested(mesh: Any) -> None:
 
 @job(2, 2, names=("dp", "tp"))
 def requested_on_slices(mesh: Any) -> None:
-    """A request is for the mesh and its slices; what is said of a slice goes before."""
+    """A request is for the mesh and its slices; a request for a slice has priority."""
     dp, tp = mesh["dp"], mesh["tp"]
 
     def by_counter() -> list[bool]:
@@ -186,7 +186,7 @@ def requested_on_slices(mesh: Any) -> None:
 
 @job()
 def come_apart(mesh: Any) -> None:
-    """One rank draws a number more: what ranks hold alike stays alike."""
+    """One rank draws a number more: values that are equal on all ranks stay equal."""
     adapter, platform = get_adapter(), mesh.platform
     x = DTensor.from_local(adapter.tensor(floats(8, 6) + 3), mesh, [R])
     seed(3, mesh)
@@ -223,7 +223,7 @@ def resumed(mesh: Any, state: dict[str, Any], wanted: np.ndarray) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RandomState().load_state_of_ranks([state, state], mesh.get_rank(), mesh.size())
-    assert set(random._SYNCHRONIZED) == alike  # ranks beside these, on larger meshes, would not know of it
+    assert set(random._SYNCHRONIZED) == alike  # ranks outside of these, on larger meshes, would not know of it
     got = hyper_parallel.randn(5, 3, device_mesh=mesh, placements=[Shard(1)])
     same(get_adapter().numpy(got), wanted, "after resuming", 1e-6)
     manual_seed(1, mesh)

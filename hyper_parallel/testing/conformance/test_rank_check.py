@@ -193,7 +193,7 @@ def test_rows_of_a_mesh_are_compared_by_themselves(pool: Any) -> None:
 
 @on_mesh()
 def whole_step(mesh: Any) -> list:
-    """A step inside `check_ranks` gives what it gives outside, and no more collectives are counted."""
+    """A step inside `check_ranks` gives the same result as outside, and no more collectives are counted."""
     made, results = get_adapter(), []
     manual_seed(0, mesh)
     for inside in (False, True):

@@ -1,4 +1,4 @@
-"""Every collective is announced with what it is, where it is issued and in which pass."""
+"""Every collective is announced with its kind, its module and its direction."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def details(mesh: Any) -> None:
     assert gathered.details == {"the tensor dimension": 0, "the sizes of shards": sizes}
     assert (moved.kind, moved.shape, moved.details["the tensor dimensions"]) == ("all_to_all", (2, 3), (0, 1))
     assert (largest.kind, largest.op, largest.details) == ("all_reduce", "max", {})
-    assert largest.bytes in (ties.bytes, 2 * ties.bytes)  # where a backend reduces, NaN travels beside the numbers
+    assert largest.bytes in (ties.bytes, 2 * ties.bytes)  # where a backend reduces, NaN travels with the numbers
     assert {event.direction for event in comm.events} == {"forward"}
 
 

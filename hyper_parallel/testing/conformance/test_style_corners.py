@@ -190,7 +190,7 @@ def rare_calls(mesh: Any) -> None:
     parallelize_module(probe, mesh, PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Shard(0)))
 
     with pytest.raises(TypeError, match="the output of"):
-        # A forward that gives no tensor of the library: what it computed is not known to be the same on all ranks.
+        # A forward that gives no tensor of the library: its result is not known to be the same on all ranks.
         parallelize_module(adapter.Probe(), mesh, {"": SequenceParallel(sequence_dim=0)})(x, x)
 
     for wrong, kind, message in (

@@ -119,7 +119,7 @@ def test_two_mesh_dimensions(pool: Any) -> None:
 # ---------------------------------------------------------------------------- views that are out of date
 @spmd.on_mesh()
 def use_after_write(mesh: Any) -> None:
-    """A view that had to move data is refused after its base was written, and right when it is taken again."""
+    """A view that had to move data is refused after its base was written. It is right when it is taken again."""
     array = numbers(6, 4)
     writes: dict[str, Callable[[Any], Any]] = {
         "base": lambda x: x.__setitem__(..., 2.0),
@@ -368,7 +368,7 @@ def test_memory_that_is_not_known(pool: Any, world_size: int) -> None:
     pool.run(world_size, write_where_nobody_can_tell)
 
 
-# ---------------------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------------------- costs
 @spmd.on_mesh()
 def count_collectives(mesh: Any) -> None:
     """A write to rows that are replicated, or that lie on one rank each, sends nothing."""

@@ -93,7 +93,8 @@ def forgotten(mesh: Any) -> list[tuple[str, str]]:
     adapter.call(mlp, adapter.tensor(floats(2, 6)))
     # Where a rank may have all of the features, none can know that the others do not.
     parallelize_module(adapter.Mlp(6, 1), mesh, {"up": ColwiseParallel()})
-    # What needs no hook: a gathered output, a partner beside it, no layer of that size, a style for the model itself.
+    # Cases that need no hook: a gathered output, a partner in the same module, no layer of that size, a style for the
+    # model itself.
     for plan in ({"up": "colwise_rep"}, {"up": "colwise", "down": "rowwise"}):
         mlp = made(adapter.Mlp(6, 12))
         adapter.call(parallelize_module(mlp, mesh, plan), adapter.tensor(floats(2, 6)))

@@ -51,7 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hyper_parallel.testing.fuzz", description=__doc__)
     parser.add_argument("platform", help="the backend, such as torch-cpu")
     parser.add_argument("--kind", choices=[*FAMILIES], default="operations", help="of programs")
-    parser.add_argument("--refusals", action="store_true", help="print what is refused too")
+    parser.add_argument("--refusals", action="store_true", help="print refused programs too")
     parser.add_argument("--count", type=int, default=1000, help="how many programs")
     parser.add_argument("--seed", type=int, help="of the first program; fresh by default")
     parser.add_argument("--most", type=int, default=20, help="stop after so many that are bad")

@@ -307,8 +307,8 @@ _MEMORY = _likely(
 
 
 def values_of(program: Program, shaken: int = 0) -> list[np.ndarray]:
-    """All values of a program in NumPy; `Leaf.values` says how they are shaken, and so is what a step has written to:
-    numbers that were equal before it are so no more."""
+    """All values of a program in NumPy. `Leaf.values` says how they are shaken. The targets of writes are shaken too:
+    numbers that were equal before a write are so no more."""
     values = [leaf.values(shaken) for leaf in program.leaves]
     for number, step in enumerate(program.steps):
         results = _results(program, step, values)

@@ -1,7 +1,7 @@
 """The operations that random programs are made of, in the words of an adapter and in NumPy's.
 
-A word chooses its own arguments for the arrays that a program has at that point, so that every program is valid on a
-single device. NumPy's version gives shapes, and values where a framework cannot write through a view.
+A word chooses its own arguments for the arrays that a program has at that point. So every program is valid on a single
+device. NumPy's version gives shapes, and values where a framework cannot write through a view.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _off_zero(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
 
 
 def _clear_extreme(sign: int) -> Callable[..., tuple | None]:
-    """A dimension along which rounding does not decide what is largest, or with -1 what is smallest."""
+    """A dimension along which rounding does not decide which element is largest, or with -1 which is smallest."""
 
     def choose(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
         args = _full_dim(rng, x)
@@ -150,7 +150,7 @@ def _clear_extreme(sign: int) -> Callable[..., tuple | None]:
 
 
 def _told_apart(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
-    """Two that broadcast, of which rounding does not decide what is larger."""
+    """Two that broadcast, where rounding does not decide which element is larger."""
     if _alike(rng, x, y) is None:
         return None
     close = np.abs(x - y) <= _rounded(x) * np.maximum(1, np.abs(x)) if _floating(x) else np.zeros(1, bool)

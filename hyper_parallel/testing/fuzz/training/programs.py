@@ -96,7 +96,7 @@ class Program:
         data: ``"parts"``: each rank has rows of its own. ``"same"``: each has all. ``"batch"``: DTensors, one loss.
         cuts: where a batch is cut into parts, as fractions; empty for equal parts.
         optimizer: ``"sgd"``, ``"momentum"``, ``"adamw"``.
-        actions: what the trainer does.
+        actions: the actions of the trainer.
         least: how many rows each rank has at least.
     """
 

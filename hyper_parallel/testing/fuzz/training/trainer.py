@@ -79,7 +79,7 @@ class Trainer(Job):
         self.root.order[0], self.order, self.choice = order, order, None
 
     def _differ(self, *orders: tuple[int, ...]) -> None:
-        """Each data-parallel rank runs what it likes, once and again; then all run the same. With a backend's own
+        """Each data-parallel rank runs units of its choice, once and again; then all run the same. With a backend's own
         collectives ranks would wait for one another until the time-out."""
         exchange = installed()
         if exchange is None:
@@ -98,7 +98,7 @@ class Trainer(Job):
                     y = self.adapter.call(self.root, x)
                 self.see(f"output {number} of rank {rank} in {self._at}", y)
 
-    # ---------------------------------------------------------------------- what is kept
+    # ---------------------------------------------------------------------- kept values
     def _keep(self, how: str) -> None:
         root, adapter, platform = self.root, self.adapter, self.platform
         named = models.parameters(root)
@@ -225,7 +225,7 @@ class Trainer(Job):
     def _state(self) -> dict[str, Any]:
         return {"model": self.root} | ({} if self.optimizer is None else {"optimizer": self.optimizer})
 
-    # ---------------------------------------------------------------------- what is trained, whole, copied, moved
+    # ---------------------------------------------------------------------- trained, whole, copied, moved
     def _freeze(self, which: int, wants: bool = False) -> None:
         if self.total is not None:
             return
