@@ -41,8 +41,8 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Version:
-    """A model with its inputs and its cotangent, the way its gradients are completed, and the context that it runs
-    in."""
+    """A model with its inputs and its cotangent. The other fields say how its gradients are completed, and in which
+    context it runs."""
 
     name: str
     model: nn.Cell

@@ -15,7 +15,7 @@ from benchmarks.traffic import Traffic
 
 __all__ = ["count_collectives", "count_passes"]
 
-#: What the native names are called in tables, by what they begin with.
+#: Names of the native collectives in tables, by the beginning of the native name.
 _NAMES = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",

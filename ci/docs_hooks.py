@@ -1,7 +1,7 @@
 """Hooks of mkdocs: what lies outside of `docs/` becomes pages too, and links lead to where things are on the site.
 
-Links in the repository are relative to the file that has them, so that they work wherever it is looked at. A link to a
-file that is no page of the site is left out there, and its text stays.
+Links in the repository are relative to the file that has them. So they work wherever it is looked at. A link to a file
+that is no page of the site is left out there, and its text stays.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _with_gradients(title: str) -> bool:
 
 
 def speed(root: Path) -> str:
-    """A sentence for the README: times of the host beside those of hand-written code."""
+    """A sentence for the README: times of the host against those of hand-written code."""
     run, ours, theirs = _Benchmarks(root), "hyper_parallel", "torch.distributed.tensor"
     plain = [
         run.ratios("mlp", ours, _with_gradients),
@@ -134,7 +134,7 @@ def speed(root: Path) -> str:
 
 
 def home(root: Path) -> str:
-    """A paragraph for the home page: a Llama block beside hand-written code and torch's styles."""
+    """A paragraph for the home page: a Llama block against hand-written code and torch's styles."""
     run = _Benchmarks(root)
     ours, theirs = (
         run.ratios("llama", version, lambda title: _with_gradients(title) and "sequence" not in title)

@@ -30,11 +30,11 @@ __all__ = ["Figure", "age", "pages", "stamps", "unstamped"]
 ROOT = Path(__file__).resolve().parent.parent
 #: Where pages are, besides the root.
 FOLDERS = ("benchmarks", "ci", "docs", "examples", "platform")
-#: Pages that are no documentation of what is so now, or have the stamp of a whole run in them.
+#: Pages that do not document the present state, or have the stamp of a whole run in them.
 LEFT_OUT = ("CHANGELOG.md", "benchmarks/results/")
 STAMP = re.compile(r"(?P<date>\d{4}-\d{2}-\d{2}),?\s\(?`(?P<commit>[0-9a-f]{7,40})(?:\+changes)?`")
 COMMENT = re.compile(rf"<!--\s*{STAMP.pattern}\s*-->")
-#: Units of what is measured; and those of what may be set as well, with a word which says that it is measured.
+#: Units of measured numbers; and those of settings as well, with a word which says that the number is measured.
 UNIT = re.compile(r"\d (?:ms|us|µs|GiB/s|(?:micro|milli)seconds)\b")
 OTHER_UNIT = re.compile(r"\d (?:s|GB|seconds|minutes|hours)\b")
 WORD = re.compile(r"\b(?:takes?|took|costs?|measured|medians?)\b", re.IGNORECASE)
@@ -50,7 +50,7 @@ NO_FIGURE: dict[tuple[str, str], str] = {
     ("docs/mindspore.md", "after 30 s"): "a time-out of MindSpore's",
     ("docs/mindspore.md", "below 30 s"): "a time-out of msrun's",
 }
-#: What is made by a program and held up by a test, and what is code.
+#: Text that a program makes and a test checks, and code.
 MADE = re.compile(r"<!-- (?:made by|begin).*?<!-- end.*?-->|^```.*?^```", re.DOTALL | re.MULTILINE)
 
 

@@ -125,7 +125,7 @@ def without_fast_places(nightly: bool = False) -> list[str]:
 
 
 def without_fast_row(tests: Tests, python: str, nightly: bool, part: Part) -> Row:
-    """The row of the conformance suite on a platform that has no short ways. Nothing counts what it covers."""
+    """The row of the conformance suite on a platform that has no short ways. Its coverage does not count."""
     row = Row(WITHOUT_FAST, "CPU")
     environment = {"HYPER_PARALLEL_PLATFORM": TWICE, "HYPER_PARALLEL_FAST": "0"}
     places = without_fast_places(nightly)
@@ -169,7 +169,7 @@ def run_parts(
         tests: how they run.
         backends: name -> interpreter.
         at_once: how many parts run at a time.
-        reporter: for what is printed.
+        reporter: for printed lines.
         only: the names of the parts that run; None for all.
         more: further parts, by name.
         ended: called with each row as soon as it is there.
@@ -235,7 +235,7 @@ def missed_errors(tests: Tests, rows: list[Row], whole: bool) -> bool:
 
 
 def finish(tests: Tests, rows: list[Row], missed: bool) -> int:
-    """Print what the run has found, the table last; returns the exit status.
+    """Print the results of the run, the table last; returns the exit status.
 
     Args:
         tests: how they have run.

@@ -137,7 +137,7 @@ class Reporter:
     """
 
     def __init__(self, every: float = EVERY) -> None:
-        #: What is done while no part runs.
+        #: The activity while no part runs.
         self.besides = "no part runs"
         self._waiting = 0
         self._every = every

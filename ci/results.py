@@ -182,7 +182,7 @@ def committed_tree(root: Path) -> str:
 
 
 def stamp(root: Path, rows: Iterable[Row], begun: str | None = None) -> None:
-    """Write into rows the commit, the code of the project in ``root`` that they are about, and the date of today.
+    """Write into rows the commit, the code of the project in ``root`` that they are about, and today's date.
 
     ``make test TORCH=2.14.1`` hands its ``TORCH`` to the gate in the environment: such rows name the release.
 

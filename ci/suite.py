@@ -75,7 +75,7 @@ class Tests:
 
     Attributes:
         ran: folders and files that pytest was given, in any part.
-        stopped: whether somebody has interrupted the run.
+        stopped: whether the run was interrupted.
     """
 
     def __init__(

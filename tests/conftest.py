@@ -26,11 +26,11 @@ PLATFORMS_OF = {
     "cuda": ("torch-cuda",),
     "fake_cuda": ("torch-cuda",),
 }
-# Files of tests/torch that speak about the CPU, or about what is the same on every device and takes long to try.
+# Files of tests/torch that test the CPU, or features that are the same on every device and take long to try.
 ON_CPU_ONLY = {
     "test_against_torch.py": "what torch's own DTensor does",
     "test_checkpoint.py": "optimizers of plain modules on the CPU, and a rank that gloo loses",
-    "test_checkpoint_crashes.py": "what is left in files, whichever device the tensors come from",
+    "test_checkpoint_crashes.py": "the contents of files, whichever device the tensors come from",
     "test_docstrings.py": "examples with a mesh of CPUs",
     "test_faults.py": "how gloo fails",
     "test_forward_writes.py": "training in float64, which not every device has",
@@ -44,7 +44,7 @@ ON_CPU_ONLY = {
     "test_operator_table.py": "every operator, with torch's samples on the CPU",
     "test_optimizer_matrix.py": "every optimizer in float64, which not every device has",
     "test_pages.py": "programs of the documentation, for CPUs",
-    "test_pictures.py": "what is drawn, whichever device draws",
+    "test_pictures.py": "pictures, whichever device draws",
     "test_replicate.py": "optimizers in float64, which not every device reduces",
     "test_replicate_features.py": "float64, and layers that simulated NPUs have no kernels for",
     "test_styles_against_torch.py": "what torch's own styles do with gloo",
@@ -66,12 +66,12 @@ NOT_SIMULATED = {
     "test_dry_run.py": "worlds without devices",
     "test_fuzz_finds.py": "whether random programs find planted bugs",
     "test_huggingface_zoo.py": "models of a library; test_huggingface.py is run",
-    "test_patches.py": "what is patched in torch",
+    "test_patches.py": "the patches in torch",
     "test_rules_page.py": "a page",
     "test_torch_fully_shard.py": "torch's own fully_shard around models of this library",
 }
-#: What the gate leaves to the nightly run on simulated NPUs, which compute on the CPU: name of a file, or of a test in
-#: it -> why the gate of torch-cpu, on the same code, is enough.
+#: Tests that the gate leaves to the nightly run on simulated NPUs, which compute on the CPU: name of a file, or of a
+#: test in it -> why the gate of torch-cpu, on the same code, is enough.
 _FILES = "files of checkpoints, whichever device the tensors come from; test_checkpoint_state.py is run"
 NIGHTLY_ON_SIMULATED_NPU = {
     "test_checkpoint.py": _FILES,

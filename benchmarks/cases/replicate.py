@@ -1,4 +1,4 @@
-"""Data parallelism: `replicate` beside torch's DistributedDataParallel and torch's own `replicate`."""
+"""Data parallelism: `replicate` against torch's DistributedDataParallel and torch's own `replicate`."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     make test PLATFORM=torch-cuda && .venv/torch-cuda/bin/python ci/hardware/report.py torch-cuda
 
-Run it on the same machine, with the same interpreter, so that what it asks the framework is what the gate had. The
-report holds the name of the device, versions, commit, date, numbers of tests and coverage. Commit it and run ``make
-readme-table``, which shows it in the README. A row that ran on something else than hardware, or failed, is refused.
+Run it on the same machine, with the same interpreter, so that it asks the same framework as the gate. The report holds
+the name of the device, versions, commit, date, numbers of tests and coverage. Commit it and run ``make readme-table``,
+which shows it in the README. A row that ran on something else than hardware, or failed, is refused.
 
 ``--facts FILE`` takes the facts about the device from a JSON file in place of asking.
 """

@@ -1,4 +1,4 @@
-"""MindSpore loads the checkpoints of torch, and torch those of MindSpore, bit for bit; training continues as on the
+"""MindSpore loads the checkpoints of torch, and torch those of MindSpore, bit for bit. Training continues as on the
 other framework.
 
 Ranks of torch run in a pool of their own next to that of MindSpore.

@@ -1,5 +1,5 @@
-"""One rank holds no elements: every call gives the values and the gradients of the unsharded one, and all ranks issue
-the same collectives, which `check_ranks` compares."""
+"""One rank holds no elements. Every call gives the values and the gradients of the unsharded one. All ranks issue the
+same collectives, which `check_ranks` compares."""
 
 from __future__ import annotations
 

@@ -104,9 +104,9 @@ def test_llama(pool: Any) -> None:
 
 @on_mesh()
 def training(mesh: Any) -> tuple[list[float], list[float], list[str]]:
-    """Losses of steps of the unsharded network in PyNative mode, and of the sharded one in graph mode: a parameter gets
-    another value on the way, there in place, as MindSpore's optimizers go on with the memory they know, here in other
-    memory."""
+    """Losses of steps of the unsharded network in PyNative mode, and of the sharded one in graph mode. A parameter gets
+    another value on the way. There it is written in place, as MindSpore's optimizers go on with the memory they know.
+    Here it is in other memory."""
 
     def steps(net: nn.Cell, change: Any) -> list[float]:
         def loss(x: Any) -> Any:

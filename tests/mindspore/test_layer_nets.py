@@ -268,8 +268,8 @@ def test_attention_by_heads(pool: Any) -> None:
 
 @on_mesh()
 def convolutions_cost_nothing(mesh: Any) -> dict[str, dict]:
-    """Collectives of a layer and its gradients. Sharded by batch, only the gradient of the weight is summed, and the
-    means of a batch norm are, in both passes. Sharded by input channels, the result is a partial sum."""
+    """Collectives of a layer and its gradients. Sharded by batch, only the weight's gradient is summed, and the means
+    of a batch norm in both passes. Sharded by input channels, the result is a partial sum."""
     counts = {}
     x, w = _given(4, 4, 6, 6), Tensor(np.ones((8, 4, 3, 3), np.float32))
 

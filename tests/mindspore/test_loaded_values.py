@@ -1,4 +1,4 @@
-"""Values that are put into distributed parameters: what is trained afterwards is what the single cell trains."""
+"""Values that are put into distributed parameters: training then continues as that of the single cell."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ WAYS: dict[str, Callable[[nn.Cell, Tensor, str], Any]] = {
 PLACES: dict[str, Callable[[nn.Cell, Any], Any]] = {
     "columns": lambda net, mesh: parallelize_module(net, mesh, ColwiseParallel(output_layouts=Replicate())),
     "rows": lambda net, mesh: parallelize_module(net, mesh, RowwiseParallel(input_layouts=Replicate())),
-    "alike": lambda net, mesh: parallelize_module(net, mesh, NoParallel()),
+    "replicated": lambda net, mesh: parallelize_module(net, mesh, NoParallel()),
     "fully_shard": lambda net, mesh: fully_shard(net, mesh=mesh),
     "replicate": lambda net, mesh: replicate(net, mesh),
 }

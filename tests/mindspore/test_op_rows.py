@@ -91,7 +91,7 @@ def test_division_with_rounding(args: tuple, kwargs: dict, wanted: np.ndarray) -
 
 # -------------------------------------------------------------------- rows
 def test_what_depends_on_all_values() -> None:
-    """The row itself runs what it is given."""
+    """The row itself runs the given function."""
     x = np.float32([[0, 3, 0], [4, 0, 0]])
     assert run_row("NonZero", ops.nonzero, (Tensor(x),)).asnumpy().tolist() == np.argwhere(x).tolist()
     picked = run_row("MaskedSelect", ops.masked_select, (Tensor(x), Tensor(x > 0)))
@@ -224,7 +224,7 @@ def test_an_undone_draw_is_drawn_again() -> None:
 
 # -------------------------------------------------------------------- compiled functions
 def test_plain_functions_are_compiled_as_ever() -> None:
-    """After a DTensor was made, too; also functions that refer to what is not there yet."""
+    """They are compiled after a DTensor was made, too. So are functions that refer to names that are defined later."""
     distribute_tensor(Tensor(X), init_device_mesh("cpu", (1,)), [Shard(0)])
 
     @ms.jit

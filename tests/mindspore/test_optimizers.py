@@ -147,8 +147,8 @@ def trained(net: Any, name: str) -> tuple[list[float], list[np.ndarray]]:
 
 @on_mesh()
 def several_steps(mesh: Any, name: str) -> list[str]:
-    """Each network with its own gradients, DTensors and plain local ones in turn. What is far from the reference,
-    measured by the way that it went."""
+    """Each network with its own gradients, DTensors and plain local ones in turn. The result lists the parameters that
+    are far from the reference, measured by the way that it went."""
     net = make_net(mesh)
     reference, found = on_first_rank(mesh, lambda: trained(make_net(), name)), trained(net, name)
     losses, ways = zip(reference, found, strict=True)
@@ -272,7 +272,7 @@ def test_optimizers_with_norms_are_refused(pool: Any) -> None:
 
 @on_mesh()
 def too_few_gradients(mesh: Any) -> list[str]:
-    """Plain ones, of which nobody knows where they belong; DTensors, which the optimizer takes or does not."""
+    """Plain gradients, whose parameters are unknown; DTensors, which the optimizer takes or does not."""
     net = make_net(mesh)
     optimizer = TrustRatio(net.trainable_params(), 0.01)
     plain = ms.grad(loss_of(net), None, net.trainable_params())()

@@ -36,7 +36,7 @@ def look_at(name: str) -> None:
 
 
 def _look(call: Any, result: set[Any], gradient: set[Any]) -> Iterator[None]:
-    """Make the call again and again, and note what is seen."""
+    """Make the call again and again, and note its results."""
     (function,) = call.forms.values()
     weights: dict[Any, Any] = {}
 

@@ -153,7 +153,7 @@ def test_all_results_of_add_rms_norm(pool: Any) -> None:
 
 @on_mesh(2)
 def rotation_by_a_matrix(mesh: Any) -> str:
-    """``rotate`` is refused, on all ranks alike, and before anything is sent."""
+    """``rotate`` is refused, on all ranks, and before anything is sent."""
     import torch_npu
 
     given = [distribute_tensor(randn(*shape), mesh, [R]) for shape in ((4, 2, 5, 6), (5, 6), (5, 6), (6, 6))]

@@ -93,7 +93,7 @@ def build() -> Path:
     folder = BUILDS / digest.hexdigest()[:16]
     if not folder.exists():
         BUILDS.mkdir(parents=True, exist_ok=True)
-        # Made beside it and renamed, so that another process finds all of it or nothing.
+        # Made next to it and renamed, so that another process finds all of it or nothing.
         with tempfile.TemporaryDirectory(dir=BUILDS) as made:
             _compile_all(Path(made))
             try:

@@ -1,4 +1,4 @@
-"""Programs that say what is patched in a process of their own, for the tests of each framework's patches."""
+"""Programs that list the patches in a process of their own, for the tests of each framework's patches."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ mesh.platform.destroy_process_group()
 
 
 def fresh(code: str, ranks: int = 1, port: int = 0) -> None:
-    """Run ``code`` in a new interpreter, which must print "passed" and end well; with several ranks in one for each,
+    """Run ``code`` in a new interpreter, which must print "passed" and end well. With several ranks, one runs for each,
     under torchrun's variables."""
     environment = {**os.environ, "GLOG_v": "3"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

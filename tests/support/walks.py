@@ -1,7 +1,7 @@
 """The walks through the code in docs/architecture.md, compared with those of a real step.
 
-A walk is what is on the call stack at a few moments: who called whom, from the user's call to there. What runs beside
-it and has returned by then (checks of the plan, look-ups in caches) is not in the walk; the page lists its files.
+A walk lists the functions on the call stack at a few moments: who called whom, from the user's call to there. Calls
+that have returned by then (checks of the plan, look-ups in caches) are not in the walk. The page lists their files.
 """
 
 from __future__ import annotations
@@ -126,12 +126,12 @@ def of_an_operation(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
 
 
 def described(title: str) -> tuple[Walk, list[str]]:
-    """The walk that the page has under this first line of a block, and what it says runs beside it."""
+    """The walk that the page has under this first line of a block, and the files outside of it."""
     block = re.search(rf"```text\n{re.escape(title)}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert block is not None, f"no walk {title!r} in {PAGE}"
     walk = {file: names.split(", ") for file, names in (line.split(": ") for line in block[1].strip().splitlines())}
-    beside = walk.pop("beside", [])
-    return walk, beside
+    aside = walk.pop("aside", [])
+    return walk, aside
 
 
 def check(pool: Any, folder: str) -> None:
@@ -139,6 +139,6 @@ def check(pool: Any, folder: str) -> None:
     for title, walked in (("parallelize_module to the all-reduce in backward", of_a_plan), ("x + x", of_an_operation)):
         wanted = described(f"{title}, {folder}")
         assert len(wanted[0]) <= MOST[folder]
-        for walk, beside in pool.run(2, walked, folder):
-            lines = [f"{file}: {', '.join(names)}" for file, names in (*walk.items(), ("beside", beside))]
-            assert (walk, beside) == wanted, "\n".join(lines)
+        for walk, aside in pool.run(2, walked, folder):
+            lines = [f"{file}: {', '.join(names)}" for file, names in (*walk.items(), ("aside", aside))]
+            assert (walk, aside) == wanted, "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, and what is run on them."""
+"""Tiny models of transformers with random weights, and the jobs that run on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every public name of torch's distributed tensors is here, or it is said why not; the page is up to date."""
+"""Every public name of torch's distributed tensors is here, or the page says why not. The page is up to date."""
 
 from __future__ import annotations
 

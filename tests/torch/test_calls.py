@@ -1,4 +1,4 @@
-"""Parallelised modules are called without the detour of `torch.nn.Module.__call__`: nobody who hooks in must notice."""
+"""Parallelised modules are called without the detour of `torch.nn.Module.__call__`: no hook must notice."""
 
 from __future__ import annotations
 

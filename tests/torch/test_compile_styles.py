@@ -152,11 +152,18 @@ def prepared(mesh: Any) -> Iterator[Case]:
     )
 
 
-GROUPS = {"column": columns, "row": rows, "embedding": embeddings, "norm": norms, "alike": alike, "prepared": prepared}
+GROUPS = {
+    "column": columns,
+    "row": rows,
+    "embedding": embeddings,
+    "norm": norms,
+    "replicated": alike,
+    "prepared": prepared,
+}
 
 
 class Several(nn.Module):
-    """Layers beside each other, each with inputs of its own."""
+    """Layers next to each other, each with inputs of its own."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()

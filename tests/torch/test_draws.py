@@ -29,7 +29,7 @@ DRAWING: dict[str, Callable[[Any], Any]] = {
     "bernoulli": lambda x: torch.bernoulli(torch.sigmoid(x)) * x,
     "multinomial": lambda x: torch.multinomial(torch.sigmoid(x[0, 0]), 2).float(),
 }
-#: Those that draw for each shard: where ranks hold different parts, their generators have to be alike.
+#: Those that draw for each shard: where ranks hold different parts, their generators have to be in one state.
 BY_SHARDS = {"alpha_dropout", "dropout2d", "gumbel_softmax"}
 
 

@@ -227,7 +227,7 @@ def test_bytes_are_those_of_a_real_step(pool: Any, mixed: bool) -> None:
 
 
 def real_memory(recomputes: bool) -> tuple[int, int]:
-    """The peak memory that a real step on one rank adds, by the counting of real storages, and that of the dry run."""
+    """The peak memory that a real step on one rank adds, by its storages, and that of the dry run."""
     model, tokens = llama(), TOKENS.repeat(4, 1)
     foreseen = dry_run(model, 1, None, tokens, recompute=recomputes)
     if recomputes:

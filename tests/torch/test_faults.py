@@ -1,4 +1,4 @@
-"""Ranks that die or hang in the middle of a step, time-outs, and what stays behind when groups are made again.
+"""Ranks that die or hang in the middle of a step, time-outs, and leftovers when groups are made again.
 
 Processes that are killed or sleep are started here, outside the pool.
 """
@@ -135,7 +135,7 @@ for step in (of_operation, of_module, of_backward, of_local_map):
     lost_ranks.ALIKE = {LONG}
     for _ in range(2):
         try:
-            step(99)  # all ranks alike: nothing is broken
+            step(99)  # all ranks raise: nothing is broken
         except IndexError:
             pass
     step(7)

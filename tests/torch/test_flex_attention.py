@@ -1,6 +1,6 @@
 """`flex_attention` of DTensors: values, gradients and collectives, with functions and masks that read numbers of heads.
 
-On CPUs torch has gradients and largest scores only when its checks are out of the way, for the reference here too.
+On CPUs torch has gradients and largest scores only when its checks are off. That holds for the reference here too.
 """
 
 from __future__ import annotations

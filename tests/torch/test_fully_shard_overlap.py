@@ -195,7 +195,7 @@ class Outer(nn.Module):
 
 @on_mesh()
 def nothing_in_vain(mesh: Any) -> None:
-    """From the second step on each call of a unit is gathered once in forward and once in backward, ahead of it. No
+    """From the second step on each call of a unit is gathered once in forward and once in backward, prefetched. No
     unneeded unit is gathered: without checkpointing, and with both kinds."""
     platform: Any = get_platform()
     for reentrant in (None, False, True):

@@ -26,7 +26,7 @@ CALLS: dict[str, tuple[str, Callable[..., Any]]] = {
     "conv2d": ("nchw ockk o", lambda x, w, b: F.conv2d(x, w, b, stride=(2, 1), padding="valid", dilation=1)),
     "conv2d with groups": ("nchw q4kk q", lambda x, w, b: F.conv2d(x, w, b, padding="same", groups=2)),
     "conv2d of each channel": ("nchw c1kk c", lambda x, w, b: F.conv2d(x, w, b, groups=8)),
-    "conv2d, channels in and out alike": ("nchw c4kk c", lambda x, w, b: F.conv2d(x, w, b, groups=2)),
+    "conv2d, equal channels in and out": ("nchw c4kk c", lambda x, w, b: F.conv2d(x, w, b, groups=2)),
     "conv2d without a batch": ("chw ockk o", F.conv2d),
     "conv3d": ("nchww ockkk", F.conv3d),
     "conv_transpose1d": ("ncl cok o", lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2)),

@@ -187,7 +187,7 @@ def start_alike(mesh: Any) -> None:
 
 
 def test_broadcast_of_parameters(pool: Any) -> None:
-    """Models that started from other seeds train alike after a broadcast of ``p.data``."""
+    """Models that started from other seeds train in the same way after a broadcast of ``p.data``."""
     pool.run(4, start_alike)
 
 
@@ -373,7 +373,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         ValueError,
         "different shards",
     ),
-    "parts of what is the same": (
+    "parts of equal values": (
         lambda m: reduce_scatter(
             distribute_tensor(torch.ones(2), m, [Replicate(), Shard(0)]), empty(2), group=m["dp"].get_group()
         ),

@@ -146,7 +146,7 @@ def copies(mesh: Any) -> None:
         for p in other.parameters():
             p.mul_(2)
     plain(x).sum().backward()
-    check(plain, copied, "beside a copy")
+    check(plain, copied, "next to a copy")
     file = io.BytesIO()
     torch.save(other, file)
     file.seek(0)

@@ -20,7 +20,7 @@ from tests.support.trainer_setups import PAIRS, SETUPS, Setup
 from tests.torch.support import close, full
 from tests.torch.trainer import Trainer, trained
 
-#: Groups for the threads that save, which communicate beside the training; by the number of ranks.
+#: Groups for the threads that save, which communicate parallel to the training; by the number of ranks.
 _GROUPS: dict[int, Any] = {}
 
 

@@ -111,7 +111,7 @@ def test_parts(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def read_memory(mesh: Any) -> None:
-    """`as_strided` reads what it reads on a single device, or refuses; no placement gives other elements."""
+    """`as_strided` reads the elements of a single device, or refuses; no placement gives other elements."""
     values = torch.arange(24.0, device=device()).reshape(4, 6)
     calls: list[Any] = [
         lambda x: x.as_strided((6,), (1,)),
@@ -228,7 +228,7 @@ def test_initialisation(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def partial(mesh: Any) -> None:
-    """A view of partial sums is one of partial sums: what is linear may be written."""
+    """A view of partial sums is one of partial sums: linear writes are allowed."""
     local = torch.arange(12.0, device=device()).view(4, 3) + mesh.get_local_rank()
     x = DTensor.from_local(local.clone(), mesh, [Partial()])
     before = x.full_tensor().clone()

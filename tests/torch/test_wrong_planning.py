@@ -56,7 +56,7 @@ def group_of_the_framework() -> Any:
         return platform.native_group("no group")
 
 
-#: name -> what is called, the type of the error, and what it says
+#: name -> the call, the type of the error, and its text
 WRONG: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "no model": (lambda m: explain("model", 2, PLAN, X), TypeError, "a Module of the platform .* is needed, got str"),
     "no mesh": (lambda m: explain(m, "tp=2", PLAN, X), ValueError, "a mesh is a DeviceMesh, a number of ranks, sizes"),

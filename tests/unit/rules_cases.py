@@ -71,7 +71,7 @@ def _reshape(operands: tuple, static_args: tuple) -> Any:
 def _squeeze(operands: tuple, static_args: tuple) -> Any:
     x, dims = operands[0], static_args[0]
     dims = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
-    # Like the frameworks, unlike NumPy: what is not of size 1 stays.
+    # Like the frameworks, unlike NumPy: a dimension not of size 1 stays.
     return x.squeeze(tuple(d % x.ndim for d in dims if x.ndim and x.shape[d] == 1))
 
 

@@ -79,7 +79,7 @@ def test_a_failure_of_an_asynchronous_save_reaches_the_loop(tmp_path: Path, monk
 
 
 def test_progress(monkeypatch: Any, capsys: Any) -> None:
-    """From two seconds on, on rank 0, where somebody looks at a terminal."""
+    """Progress is shown from two seconds on, on rank 0, on a terminal."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

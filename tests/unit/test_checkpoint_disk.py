@@ -79,7 +79,7 @@ def test_without_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before:
 
 
 def test_data_lies_in_files_as_in_memory(tmp_path: Path) -> None:
-    """The data of the first large tensor is aligned as in memory, and so are all that begin at the same offset. Small
+    """The data of the first large tensor is aligned as in memory. So are all that begin at the same offset. Small
     tensors come next, odd ones last."""
     memory = [np.zeros(3 * BLOCK, np.uint8) for _ in range(2)]
     values = [x[(64 - x.ctypes.data) % 4096 :][: 2 * BLOCK] for x in memory]

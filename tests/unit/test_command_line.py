@@ -1,4 +1,4 @@
-"""The command line: arguments, what is printed, exit statuses."""
+"""The command line: arguments, output, exit statuses."""
 
 from __future__ import annotations
 

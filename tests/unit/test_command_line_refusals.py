@@ -37,7 +37,7 @@ plan = {"": ColwiseParallel()}
 listed = [ColwiseParallel()]
 """
 
-#: of every command, on any backend: arguments, exit status, what is said
+#: of every command, on any backend: arguments, exit status, text
 ANYWHERE = [
     ("", 2, "the following arguments are required: command"),
     ("frobnicate", 2, "invalid choice: 'frobnicate'"),

@@ -116,7 +116,7 @@ def owned(layout: Layout) -> np.ndarray:
 @pytest.mark.parametrize("shape", in_gate([(7, 4), (3, 5)], [(3, 5)]), ids=str)
 @pytest.mark.parametrize("mesh", [(2, 2), (3, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2)], ids=str)
 def test_steps_between_every_two_layouts(mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """The parts that a step gathers, cuts or exchanges lead from the old shards of the ranks to the new ones."""
+    """The parts that a step gathers, cuts or exchanges lead from the ranks' old shards to the new ones."""
     ranks = [mesh_of_rank(mesh, rank) for rank in range(math.prod(mesh))]
     layouts = every_layout(mesh, shape)
     targets = [t for t in layouts if not any(p.is_partial() for p in t)]

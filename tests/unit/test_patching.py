@@ -131,7 +131,7 @@ def test_everywhere(framework: Any) -> None:
     ],
 )
 def test_all_or_nothing(framework: Any, wrong: Patch, what: str) -> None:
-    """A target that is not as expected stops all; the message says what is wrong, with which version, and why."""
+    """A target that is not as expected stops all; the message gives the problem, the version, and the reason."""
     before, patches = state_of(framework), PatchSet("fw", "9.9", [*EVERY_KIND, wrong])
     with pytest.raises(RuntimeError, match=rf"^fw 9\.9: {what}.*tested with 1.0 to 1.2.*numbers are wrong.*nothing"):
         patches.install()

@@ -1,4 +1,4 @@
-"""Lines of progress: what the gate says while its parts run, and while a command is silent."""
+"""Lines of progress: those of the gate while its parts run, and while a command is silent."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ RIGHT = {
     ("nll_loss", "terms"),
     # The values are right for empty parts too; what goes wrong is the order of collectives in backward.
     ("fused_attention", "nonempty"),
-    # The largest elements of parts give the largest of all without it: what it adds is how ties share a gradient.
+    # The largest elements of parts give the largest of all without it: it adds how ties share a gradient.
     ("amax", "call"),
     ("amin", "call"),
     # Right where many elements are taken too; the sum of what ranks take is then larger than what they have.

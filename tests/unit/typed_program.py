@@ -1,4 +1,5 @@
-"""A user's program that `make lint` type-checks and nobody runs: every public name, and types that are more than Any.
+"""A user's program that `make lint` type-checks and that never runs: every public name, and types that are more than
+Any.
 
 ``assert_type`` fails for Any, so each line below would notice a name whose type got lost on the way.
 """

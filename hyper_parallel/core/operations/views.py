@@ -1,7 +1,8 @@
 """Tensors that share memory on the single device, and what a write to one of them means for the others.
 
 A view whose operation needs no communication shares the memory of its base here too. Then the framework does the rest.
-Where data had to move first (``x[0]`` of rows that are sharded), the view has memory of its own. Then
+Where data had to move first (``x[0]`` of rows that are sharded), the view has memory of its own.
+Then the rules are:
 
 * A write to the view is written back to the base at once, or refused where it cannot be.
 * A write to the base, or to another view of it, makes the view stale: a later use raises an error that asks to take the

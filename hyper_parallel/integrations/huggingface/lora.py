@@ -3,8 +3,8 @@
 A layer of peft holds the layer that it adapts, ``base_layer``, and adds ``B(A(dropout(x))) * scaling`` to what that
 gives. The sharded part of A and B follows from the style of the base layer:
 
-* by columns: A stays whole and reads ``x``, which is whole; B is sharded by columns, as the base layer is;
-* by rows: A is sharded by rows, as the base layer is, and its few features are all-reduced; B stays whole.
+* By columns: A stays whole and reads ``x``, which is whole. B is sharded by columns, as the base layer is.
+* By rows: A is sharded by rows, as the base layer is, and its few features are all-reduced. B stays whole.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Attention under tensor parallelism. The cases are grouped heads, fewer key and value heads than ranks, norms inside
-the heads, and weights that are several matrices in one."""
+the heads, and fused weights."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hyper_parallel.testing.fuzz.exchange import Exchange, ExchangePool, install
 
 __all__ = ["OperatorPool", "widen"]
 
-#: Bytes of a piece of a message, so that it fits with what is written around it.
+#: Bytes of a piece of a message, so that it fits with the header around it.
 _PIECE = 1 << 17
 
 
