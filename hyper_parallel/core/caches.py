@@ -1,4 +1,4 @@
-"""Caches: dictionaries that keep what was worked out for a shape or a layout, and do not grow without end.
+"""Caches: dictionaries that keep results worked out for a shape or a layout, and do not grow without end.
 
 Those that a module owns have a name and are known here: all are emptied together when process groups are gone, and
 `cache_sizes` counts them.
@@ -18,7 +18,7 @@ class Cache(dict):
 
     Args:
         most: how many entries.
-        name: what `cache_sizes` calls it, of one that lives as long as the program; several may share a name.
+        name: its name in `cache_sizes`, of one that lives as long as the program; several may share a name.
     """
 
     def __init__(self, most: int, name: str = "") -> None:

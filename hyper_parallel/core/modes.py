@@ -1,4 +1,4 @@
-"""Switches that change how operations treat what they have no rule for."""
+"""Switches that change how operations treat arguments that they have no rule for."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def loss_parallel() -> Iterator[None]:
     """Inside, a classification loss of distributed logits takes plain targets and class weights.
 
     For logits that are sharded over their classes, as a column-parallel head gives them. Targets and class weights of
-    ``cross_entropy`` and ``nll_loss`` (functions and modules) may then be what they are without parallelism: plain
+    ``cross_entropy`` and ``nll_loss`` (functions and modules) may then be as they are without parallelism: plain
     tensors, the same on all ranks that share the samples. A plain target holds either all samples or, where a mesh
     dimension shards the samples, those of this rank. Plain class weights hold all classes. Outside they must be
     DTensors.

@@ -1,4 +1,4 @@
-"""Checks that are told what ranks are about to do, on whichever floor that is: see `communication.rank_check`."""
+"""Checks that learn of the next steps of the ranks, on whichever floor: see `communication.rank_check`."""
 
 from __future__ import annotations
 

@@ -32,6 +32,6 @@ class WeakTable:
         return [value for _, value in list(self._entries.values())]
 
     def set(self, owner: Any, value: Any) -> None:
-        """Keep ``value``, in place of what was kept before."""
+        """Keep ``value``, in place of the value before it."""
         key, entries = id(owner), self._entries
         entries[key] = (weakref.ref(owner, lambda _: entries.pop(key, None)), value)

@@ -45,7 +45,7 @@ def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op
     Args:
         collective: ``"all_gather"``, ``"reduce_scatter"``, ``"shift"`` or ``"all_reduce"``.
         out: buffer for the result: of ``size`` times the elements of ``x``, of a ``size``-th of them, else of as many.
-        x: what this rank gives.
+        x: the operand of this rank.
         mesh: the mesh.
         mesh_dim: along which dimension.
         op: of a reduction: ``"sum"``, ``"avg"``, ...

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-#: What local computations raise. Refusals are ValueErrors and TypeErrors: the same on all ranks.
+#: Errors of local computations. Refusals are ValueErrors and TypeErrors: the same on all ranks.
 _LOCAL_ERRORS = (RuntimeError, IndexError, MemoryError, ArithmeticError)
 
 
@@ -19,7 +19,7 @@ class CollectiveError(RuntimeError):
     error of the backend is its ``__cause__``. The process group may be unusable afterwards.
 
     Attributes:
-        collective: what failed: ``"all_reduce"``, ``"all_gather"``, ...
+        collective: its name: ``"all_reduce"``, ``"all_gather"``, ...
         ranks: global ranks that should have taken part.
         missing: those of them that did not report that they were waiting too; None where that cannot be known.
 
@@ -40,8 +40,8 @@ class CollectiveError(RuntimeError):
 
 
 class RankMismatchError(ValueError):
-    """Ranks have given what does not belong together or, inside `check_ranks`, were about to do different things. All
-    ranks raise it, before anything is done.
+    """Ranks have given values that do not belong together or, inside `check_ranks`, were about to do different things.
+    All ranks raise it, before anything is done.
 
     Attributes:
         ranks: global ranks whose value is not that of the majority; without a majority, not that of the first rank.

@@ -49,8 +49,7 @@ def check_local_collective(
         layout: of the DTensor.
         ranks: global ranks that take part.
         linear: whether it moves, adds or averages values: only these may be done to a partial sum.
-        apart: whether what each rank gives stays apart from what others give, in plain tensors: shards may then differ,
-            but not in size.
+        apart: whether the values of the ranks stay apart, in plain tensors: shards may then differ, but not in size.
         parts: whether it leaves another result on each rank.
 
     Raises:
@@ -80,7 +79,7 @@ def check_local_collective(
                 )
             if len(layout.part_sizes(placement.dim)) > 1:
                 raise ValueError(
-                    f"{where} shards differ in size: use full_tensor(), or pad what to_local() gives to one size"
+                    f"{where} shards differ in size: use full_tensor(), or pad the results of to_local() to one size"
                 )
         elif parts and mesh_dim in within:
             raise ValueError(

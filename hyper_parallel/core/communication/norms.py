@@ -111,7 +111,7 @@ def _norm_of_share(share: _Share, tensors: Sequence[Any], order: float, norm_of:
 
 
 def _combined(norms: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], order: float) -> Any:
-    """Norms of whole tensors, from the ``norms`` of what this rank holds, which may be overwritten."""
+    """Norms of whole tensors, from the ``norms`` of this rank's parts, which may be overwritten."""
     if math.isinf(order):
         for mesh_dim in mesh_dims:
             norms = collectives.all_reduce_extreme(norms, mesh, mesh_dim, "max" if order > 0 else "min")

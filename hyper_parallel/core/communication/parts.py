@@ -86,7 +86,7 @@ def check_parts(local: Any, layout: Layout, misfit: str | None, what: str) -> No
     facts = {
         "the global shape, which follows from the local one where it is not given": str(tuple(layout.shape)),
         "the placements": str(list(layout.placements)),
-        "what does not fit": (misfit and misfit.replace(here, "")) or "nothing",
+        "the problem found": (misfit and misfit.replace(here, "")) or "nothing",
         "the dtype": str(local.dtype),
     }
     with check_ranks(layout.mesh):

@@ -69,8 +69,8 @@ class Check:
         """Return when all ranks are at the same step.
 
         Args:
-            step: what comes next.
-            facts: what must be equal on all ranks, by name, in the order in which to compare.
+            step: the next step.
+            facts: values that must be equal on all ranks, by name, in the order in which to compare.
             row: global ranks between which ``row_facts`` must be equal, the same tuple on each of them.
             row_facts: see there.
             remedy: the end of the message where these differ.
@@ -80,7 +80,7 @@ class Check:
         """
         if self._platform.sends_nothing:
             return  # there is one rank, which agrees with itself
-        shared = {"what comes next": step, **(facts or {})}
+        shared = {"the next step": step, **(facts or {})}
         mine = _Step(self._platform.rank(), shared, tuple(row), row_facts or {})
         digest = mine._replace(facts=_digest(mine.facts), row_facts=_digest(mine.row_facts))
         steps = self._gather(digest)
@@ -117,7 +117,7 @@ class Check:
 
 @contextmanager
 def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
-    """Inside, ranks compare what they are about to do, and all raise when one differs, instead of hanging.
+    """Inside, ranks compare their next steps, and all raise when one differs, instead of hanging.
 
     These steps are compared.
 
@@ -174,10 +174,10 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
 
 
 def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, remedy: str) -> None:
-    """Compare what should be equal along a mesh dimension; to be called when a check is on.
+    """Compare values that should be equal along a mesh dimension. Call it only while a check is on.
 
     Args:
-        values: tensors, of which the local values are compared, or bytes; by what messages call them.
+        values: tensors, of which the local values are compared, or bytes; by their names in messages.
         mesh, mesh_dim: between which ranks.
         remedy: the end of the message.
 
@@ -198,7 +198,7 @@ def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, rem
 
 
 def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], what: str) -> None:
-    """Compare a local tensor along the mesh dimensions on which it is replicated. To be called when a check is on."""
+    """Compare a local tensor along the mesh dimensions on which it is replicated. Call it only while a check is on."""
     for mesh_dim, placement in enumerate(placements):
         if placement.is_replicate() and mesh.shape[mesh_dim] > 1:
             check_values(
@@ -223,7 +223,7 @@ def _check_of_world() -> Check:
 
 
 def _report_exception(check: Check, error: Exception) -> None:
-    """Tell the ranks that go on why this one does not. What they raise about it, this rank does not: it has its own."""
+    """Tell the ranks that go on why this one does not. This rank does not raise their error: it has its own."""
     try:
         check.agree(f"leaving check_ranks() with {type(error).__name__}: {error}")
     except (RankMismatchError, CollectiveError):
@@ -236,11 +236,11 @@ def _digest(facts: Facts) -> Facts:
 
 def _mismatch(steps: Sequence[_Step], step: str, remedy: str) -> RankMismatchError:
     """The error that tells of the first difference between steps that are not all equal."""
-    what, values = _first_difference(steps) or ("what they compare", {"": [s.rank for s in steps]})
+    what, values = _first_difference(steps) or ("the compared facts", {"": [s.rank for s in steps]})
     usual = max(values, key=lambda value: (len(values[value]), -min(values[value])))
     odd = tuple(sorted(r for value, ranks in values.items() if value != usual for r in ranks))
     parts = [f"{names_of(ranks)}: {value}" for value, ranks in values.items() if value != usual]
-    place = "" if what == "what comes next" else f"before {step}, "
+    place = "" if what == "the next step" else f"before {step}, "
     message = f"{place}{names_of(odd)} and {names_of(values[usual])} differ in {what}. "
     message += "; ".join([*parts, f"{names_of(values[usual])}: {usual}"])
     remedied = remedy and any(what in s.row_facts for s in steps)

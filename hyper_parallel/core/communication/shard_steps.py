@@ -109,7 +109,7 @@ class GatherForParts(Gather):
 
 
 class Slice(Move):
-    """This rank's part of what all ranks have."""
+    """This rank's part of a tensor that all ranks have."""
 
     @cached_property
     def back(self) -> Step:

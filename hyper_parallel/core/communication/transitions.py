@@ -20,8 +20,8 @@ step                  placements                 forward                  step o
 `IdentityReduceGrad`  partial-gradient view      identity                 `AllReduce`
 ====================  =========================  =======================  ====================
 
-What runs often has bound forms besides, properties that give a function of the tensor alone: with what `Platform.fast`
-brings they cost less, and give the same.
+Steps that run often also have bound forms, properties that give a function of the tensor alone. With the functions of
+`Platform.fast` they cost less, and give the same.
 
 Source: the f, g and g-bar functions of Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022): f is
 `IdentityReduceGrad`, g is `AllReduce`.
@@ -156,7 +156,7 @@ class Move(Step):
     def back(self) -> Step: ...
 
     def move(self, x: Any) -> Any:
-        """The step of a DTensor: gives one of `layout`. To be called under `Platform.no_dispatch`."""
+        """The step of a DTensor: gives one of `layout`. Call it under `Platform.no_dispatch`."""
         return self.platform.wrap(self(x), self.layout)
 
     def bind(self) -> TensorFunction:
@@ -181,8 +181,8 @@ class AllReduce(Move):
 
     @cached_property
     def back(self) -> Step:
-        # A summand receives the full gradient, but what each rank then does with it is a part of the whole
-        # computation. So the cotangent of that gradient, in gradients of gradients, is a partial sum.
+        # A summand receives the full gradient, but each rank's use of it then is a part of the whole computation. So
+        # the cotangent of that gradient, in gradients of gradients, is a partial sum.
         return identity_reduce_grad(self.mesh, (self.mesh_dim,))
 
     def forward(self, ctx: Any, x: Any) -> Any:
@@ -312,8 +312,8 @@ def identity_reduce_grad(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Identi
 
 
 def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
-    """The key under which a tensor keeps what linear layers read of it in place of `partial_grad_view`: the same, or
-    2-D with its leading dimensions as one."""
+    """The key under which a tensor keeps the view that linear layers read in place of `partial_grad_view`. It is the
+    same view, or 2-D with its leading dimensions as one."""
     return mesh, mesh_dims, "linear"
 
 

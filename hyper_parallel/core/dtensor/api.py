@@ -32,8 +32,8 @@ def distribute_tensor(
             mesh's. A DTensor that is placed so already is returned as it is.
         device_mesh: the mesh; None is the one entered with ``with mesh:``.
         placements: `Shard` or `Replicate` for each mesh dimension; None is `Replicate` everywhere. With `Partial`, the
-            first rank along the mesh dimension holds the value, and the others hold what changes nothing: zeros of a
-            sum, ones of a product, and otherwise the value too.
+            first rank along the mesh dimension holds the value. The others hold neutral values: zeros of a sum, ones of
+            a product, and otherwise the value too.
         src_data_rank: which rank's data counts, as an index along each mesh dimension: one scatter or broadcast for
             each mesh dimension. None takes each rank's own data and communicates nothing.
 

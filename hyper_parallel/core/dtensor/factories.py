@@ -13,7 +13,7 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.rules import counter
 from hyper_parallel.core.rules.random import synchronize, take_part
 
-#: What frameworks call types of devices besides.
+#: Other names of device types in frameworks.
 _DEVICE_NAMES = {"ascend": "npu", "gpu": "cuda"}
 
 

@@ -31,9 +31,9 @@ from hyper_parallel.platform import Platform
 
 _GIVEN = "the local tensor given to DTensor.from_local"
 _BOUND: dict[Platform, type] = {}
-#: (layout, placements) -> layout, of what `DTensor.redistribute` was asked for.
+#: (layout, placements) -> layout, of calls of `DTensor.redistribute`.
 _TARGETS: dict[tuple[Layout, tuple[Placement, ...]], Layout] = Cache(1 << 14, "targets of redistribute")
-#: (mesh, placements, local shape) -> layout, of what `DTensor.from_local` was given where shards are equal.
+#: (mesh, placements, local shape) -> layout, of calls of `DTensor.from_local` where shards are equal.
 _EVEN_LAYOUTS: dict[tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]], Layout] = Cache(
     1 << 14, "layouts of equal shards"
 )
@@ -201,8 +201,8 @@ class DTensor:
         Args:
             device_mesh: None, the tensor's own mesh, or another one of the same ranks.
             placements: one for each mesh dimension; None is `Replicate` everywhere.
-            async_op: return while the last collective is under way; the result waits for it by itself when it is first
-                used. Where parts differ in size, or the backend starts no collectives, it is ready.
+            async_op: return while the last collective is under way; the first use of the result waits for it. Where
+                parts differ in size, or the backend starts no collectives, it is ready.
             forward_dtype: dtype to communicate in, and that of the result; None is the tensor's.
             backward_dtype: dtype to communicate the gradient in, which arrives in the tensor's; None is that.
 
@@ -299,7 +299,7 @@ def restore(rebuild: Callable[..., Any], layout: Layout, coordinate: tuple[int, 
         rebuild: the backend's ``rebuild(layout, *parts)``, which makes the DTensor.
         layout: where it was pickled, and here.
         coordinate: in the mesh, of the rank that has pickled it.
-        parts: its local tensor and what else the backend has saved.
+        parts: its local tensor and the other values that the backend has saved.
 
     Raises:
         RuntimeError: when another rank has saved it, which holds another part.

@@ -122,8 +122,8 @@ def planned_meshes() -> list[DeviceMesh]:
 
 
 def check_first_call(submodule: Any) -> None:
-    """Compare tensors that should be equal on all ranks. To be called when a check is on and a module with a style is
-    called. The first call of a model inside `check_ranks` compares the whole model. So does the end of the context.
+    """Compare tensors that should be equal on all ranks. Call it only while a check is on, where a module with a style
+    is called. The first call of a model inside `check_ranks` compares the whole model. So does the end of the context.
 
     Raises:
         RankMismatchError: as `check_whole_tensors`; also where the generators of a 1-D mesh differ.
@@ -142,7 +142,7 @@ def check_first_call(submodule: Any) -> None:
 
 
 def check_whole_tensors(module: Any, mesh: DeviceMesh) -> None:
-    """Compare what should be equal on all ranks of a mesh: parameters and buffers that are plain or replicated.
+    """Compare tensors that should be equal on all ranks of a mesh: parameters and buffers that are plain or replicated.
 
     Raises:
         RankMismatchError: names the first that differs, by its path.
@@ -159,7 +159,7 @@ def check_whole_tensors(module: Any, mesh: DeviceMesh) -> None:
             held,
             mesh,
             mesh_dim,
-            "parallelize_module gives all ranks those of one, with src_data_rank=0; what changes them afterwards must "
-            "do the same on every rank, and a gradient that differs needs a style, such as SequenceParallel() or "
-            "NoParallel(), for the module",
+            "parallelize_module gives all ranks those of one, with src_data_rank=0; code that changes them "
+            "afterwards must do the same on every rank, and a gradient that differs needs a style, such as "
+            "SequenceParallel() or NoParallel(), for the module",
         )

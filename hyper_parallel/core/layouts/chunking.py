@@ -35,7 +35,7 @@ def shard_sizes(placement: Shard, size: int, parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def packed_ranges(placement: PackedShard, rank: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """(start, length) of what ``rank`` holds of each part of a resolved `PackedShard`.
+    """(start, length) of the part that ``rank`` holds of each part of a resolved `PackedShard`.
 
     Example:
         >>> from hyper_parallel import PackedShard

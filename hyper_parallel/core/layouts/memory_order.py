@@ -2,7 +2,7 @@
 
 It decides whether an operation gives a view or a copy, and which element gets which random number. Local strides tell
 where every rank has two rows or more of each dimension. Elsewhere the order is tracked on the tensor (see `aliasing`).
-What redistribution gives is contiguous; what an operation reads after data moved is brought into order again
+Redistribution gives contiguous tensors. A tensor that an operation reads after data moved is brought into order again
 (`bind_order`).
 """
 
@@ -26,7 +26,7 @@ UNKNOWN: Any = "unknown"
 
 def strides_of(x: Any, layout: Layout) -> Strides | Any:
     """Strides that the tensor of ``layout`` would have on a single device; ``x`` is its local tensor. `UNKNOWN` where
-    they are not known. To be called with interception off."""
+    they are not known. Call it with interception off."""
     tracked = getattr(x, "_strides", None)
     if tracked is not None:
         return tracked

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from hyper_parallel.core.lookalikes import described_placement
 
-#: What a `Partial` may be reduced with.
+#: The reductions of a `Partial`.
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
@@ -209,8 +209,8 @@ class PackedShard(Shard):
     It is for weights that are several matrices in one, such as query, key and value. Rank 0 of two holds the first half
     of each part. ``Shard(dim)`` would give it the first half of the whole. Operations that treat each element along the
     dimension by itself keep the placement. Operations that take the parts apart (``split``, ``chunk``, a view) give
-    each part as ``Shard(dim)``, without communication. Other mesh dimensions may shard the dimension further: they cut
-    what a rank holds of all parts, as one piece (see `StridedShard` for those to the left).
+    each part as ``Shard(dim)``, without communication. Other mesh dimensions may shard the dimension further. They cut
+    a rank's share of all parts, as one piece (see `StridedShard` for those to the left).
 
     Args:
         dim: tensor dimension, as in `Shard`.
@@ -317,6 +317,6 @@ def own_placement(value: Any) -> Any:
 
 
 def own_placements(values: Any) -> Any:
-    """Apply `own_placement` to each item of a sequence; any other value is returned unchanged. To be called before a
-    cache is asked or told."""
+    """Apply `own_placement` to each item of a sequence; any other value is returned unchanged. Call it before a cache
+    is asked or told."""
     return tuple(map(own_placement, values)) if isinstance(values, (tuple, list)) else values

@@ -43,8 +43,8 @@ def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
 
 
 def dense_strides(shape: Sequence[int], strides: Strides, part: Sequence[int] | None = None) -> Strides:
-    """Strides of a new tensor without gaps whose dimensions lie in memory in the order that ``strides`` says: what an
-    element-wise operation gives. Stretched dimensions, of stride 0, stay where they are among the others.
+    """Strides of a new tensor without gaps, with its dimensions in memory in the order that ``strides`` says. That is
+    the result of an element-wise operation. Stretched dimensions, of stride 0, stay where they are among the others.
 
     Args:
         shape, strides: of the tensor that has the order.
@@ -71,8 +71,8 @@ def dense_strides(shape: Sequence[int], strides: Strides, part: Sequence[int] | 
 
 def spaced_strides(shape: Sequence[int], strides: Strides, part: Sequence[int]) -> Strides:
     """Strides for a shard of a tensor that give the same answers as those of the whole: whether dimensions can be
-    merged, whether it is contiguous. Where the tensor has a gap, the shard has one, as large as what lies before it: so
-    the strides of the tensor follow from those of the shard, of whatever size.
+    merged, whether it is contiguous. Where the tensor has a gap, the shard has one, as large as the elements before it.
+    So the strides of the tensor follow from those of the shard, of whatever size.
 
     Args:
         shape, strides: of the tensor.

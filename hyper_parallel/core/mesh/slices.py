@@ -23,7 +23,7 @@ __all__ = ["MESHES", "MeshSlices", "common_root", "concatenate", "new_mesh"]
 
 _Mesh = TypeVar("_Mesh", bound=Any)
 
-#: All meshes, by platform and what else makes them equal.
+#: All meshes, by platform and the other facts that make them equal.
 MESHES: dict[tuple, Any] = {}
 
 

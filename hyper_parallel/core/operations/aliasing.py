@@ -27,7 +27,7 @@ from hyper_parallel.platform.indexing import decode_index
 if TYPE_CHECKING:
     from hyper_parallel.core.operations.strategy import Strategy
 
-#: What stands for the strides of a view where the result is a copy.
+#: Stands for the strides of a view where the result is a copy.
 _COPY: Any = "copy"
 
 #: ``after(operands, result)``.
@@ -39,7 +39,7 @@ class Aliasing:
 
     Attributes:
         copies: ``copies(operand 0)`` says whether the local operation is to be run on a copy of it; None: never.
-        after: ``after(operands, result)``, of DTensors, to be called with interception off; None: nothing.
+        after: ``after(operands, result)``, of DTensors, with interception off; None: nothing.
         is_view: whether the result shares the memory of operand 0, or may.
     """
 

@@ -1,7 +1,7 @@
 """Calls that look like an earlier one run without sorting or looking at their arguments again.
 
 Most operations of a model are called with the same layouts and numbers in every step. The results of the op table's row
-and of the rule for these are cached under them. `call_key` says what two calls must have in common.
+and of the rule for these are cached under them. `call_key` has the facts that two calls must have in common.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hyper_parallel.core.operations.operands import DTENSOR_CLASSES
 from hyper_parallel.core.rules import CanonicalOp
 
 _VALUES = frozenset({bool, int, float, str})
-#: What stands in a key for False and True, before named arguments, and for an argument that cannot be compared.
+#: Stand in a key for False and True, before named arguments, and for an argument that cannot be compared.
 _TRUTHS = (object(), object())
 _NAMED: Any = object()
 _OTHER: Any = object()

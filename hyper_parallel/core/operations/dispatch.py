@@ -48,7 +48,7 @@ class _Plan:
     Attributes:
         mesh: the mesh of the operands.
         call: the native operation as its row of the op table calls it.
-        replacement: what a rule calls in its place, or None.
+        replacement: the function that a rule calls in its place, or None.
         reads: (index of operand, function that reads it) for the operands that are not simply their local tensor.
         plain: indices of plain tensors that are promoted for that.
         mixes: index of a plain tensor with dimensions, which only `implicit_replication` allows, or None.
@@ -175,7 +175,7 @@ class _Plan:
 
 
 def _wrap_sized(local: Any, result: Layout | Unsized) -> Any:
-    """`Platform.wrap` of what maybe tells its size only now."""
+    """`Platform.wrap` of a result whose size may be known only now."""
     platform = result.mesh.platform
     return platform.wrap(local, result.sized(platform.shape_of(local)) if isinstance(result, Unsized) else result)
 
@@ -301,7 +301,7 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | 
     return plan(func, operands, static_args)
 
 
-#: What `Platform.make_dtensor_class` gets.
+#: The argument of `Platform.make_dtensor_class`.
 dispatch = _Dispatch()
 
 

@@ -1,4 +1,4 @@
-"""From what a rule says to what each operand must look like: the solver between `rules` and `dispatch`.
+"""The solver between `rules` and `dispatch`: from a rule's answer to the layout of each operand.
 
 For each mesh dimension it weighs the ways in which the operation can run there. It takes the one that moves the least
 data. The ways are: everything replicated; one label sharded; or, for a sum of products, the partial sums kept partial.
@@ -111,7 +111,7 @@ def solve(
     )
     is_native = sharding.call is None or (sharding.native_if is not None and sharding.native_if(operands))
     if not is_native and any(c.packed for c in chosen):
-        # What replaces the local call may ask at which index the shard begins.
+        # A replacement of the local call may ask at which index the shard begins.
         return solve(sharding, layouts, mesh, pinned, packed=False)
     partial = tuple(
         ()

@@ -1,4 +1,4 @@
-"""Tensors that share memory on the single device, and what a write to one of them means for the others.
+"""Tensors that share memory on the single device, and the effect of a write to one on the others.
 
 A view whose operation needs no communication shares the memory of its base here too. Then the framework does the rest.
 Where data had to move first (``x[0]`` of rows that are sharded), the view has memory of its own.
@@ -175,7 +175,7 @@ def before_write(x: Any) -> None:
 
 
 def forget_value(x: Any, platform: Platform) -> None:
-    """``x``, a DTensor or a plain tensor, was written to: what was computed from its old value and kept is void."""
+    """``x``, a DTensor or a plain tensor, was written to: cached results of its old value are void."""
     platform.clear_cache(x)
     if getattr(x, "_layout", None) is not None:
         x._gathered = x._origin = x._ties = x._summands = None
@@ -186,7 +186,7 @@ def after_write(x: Any) -> None:
     """Tell the others of the family of ``x`` that it was written to. Where ``x`` is a view, bring the write to its
     base.
 
-    To be called with interception on.
+    Call it with interception on.
     """
     family = getattr(x, "_family", None)
     if family is None:

@@ -76,9 +76,9 @@ def place_of(layout: Layout, name: str) -> Place:
         if mesh in _DRAWN:
             if mesh.platform.in_backward():
                 raise ValueError(
-                    f"{name} of a part of a batch is computed again in backward, which does not know where the part "
-                    "lies in the batch: let the whole module that the plan names be computed again, or a module around "
-                    "it, and not something inside of it"
+                    f"{name} of a part of a batch is computed again in backward, which does not know the place of "
+                    "the part in the batch: let the whole module that the plan names be computed again, or a module "
+                    "around it, and not something inside of it"
                 )
             _DRAWN.discard(mesh)
         return Place(shape, ranges)

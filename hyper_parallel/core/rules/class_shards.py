@@ -63,7 +63,7 @@ def layout_of_logits(
         facts = {
             "the samples of local_logits": f"{without(shape, (dim,))} outside of dim={dim}",
             "the number of classes: give vocab_size= where the parts are not equal": str(total),
-            "what does not fit": misfit or "nothing",
+            "the problem found": misfit or "nothing",
         }
         check_of(mesh).agree("vocab_parallel_cross_entropy", facts)
     if misfit:

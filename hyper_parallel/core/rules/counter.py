@@ -15,7 +15,7 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules.batch_parts import Place, own_place
 
-#: mesh -> what `manual_seed` was told last on it.
+#: mesh -> the last argument of `manual_seed` on it.
 _REQUESTS: dict[DeviceMesh, bool] = {}
 
 

@@ -50,7 +50,7 @@ def look_up(
 
 
 def _local_padding(padding: int | None, weight: Any) -> int | None:
-    """The row without gradient, as a row of this rank's shard, None when it lies elsewhere."""
+    """The row without gradient, as a row of this rank's shard, None when another rank has it."""
     if padding is None:
         return None
     row = padding % weight.shape[0] - weight.local_offset[0]

@@ -189,8 +189,8 @@ def _is_few(taken: Shape, x: Shape) -> bool:
 @rule("setitem_", "x, value, index tensors", "index as `encode_index` gives it")
 def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along, or that
-    ints and slices cut, may be sharded: each rank then writes what lies in its shard. Those that are cut must be whole
-    where index tensors take part. A mask over the first dimensions may be sharded with these, where one value is
+    ints and slices cut, may be sharded: each rank then writes the elements of its shard. Those that are cut must be
+    whole where index tensors take part. A mask over the first dimensions may be sharded with these, where one value is
     written."""
     return assigned(shapes, static_args, in_place=True)
 
@@ -215,7 +215,7 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
         target = tuple(zip(found.shape, found.labels, strict=True))[start:]
         if any(size not in (1, full) for size, (full, _) in zip(value[extra:], target, strict=True)):
             return None
-        # What lies along an index tensor goes to elements of x anywhere: not a dimension of the result.
+        # Values along an index tensor go to elements of x anywhere: not a dimension of the result.
         value_labels = (None,) * extra + tuple(
             label if size == full and label in found.x else None
             for size, (full, label) in zip(value[extra:], target, strict=True)
@@ -315,7 +315,7 @@ def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
         own = ((None,) * len(x), (None,) * len(index))
         known = {len(x), len(index)} == {0, 1} or 0 in index  # without elements an index may have any shape
         return OpSharding(own, own[1:], (tuple(index),), terms=_LINEAR) if known else None
-    # Where the index is shorter, it takes the beginning of x: shards of the two would not lie side by side.
+    # Where the index is shorter, it takes the beginning of x: shards of the two would not match.
     labels = tuple(label if a == b else None for label, a, b in zip(named(x), x, index, strict=True))
     index_labels = tuple("t" if i == dim else label for i, label in enumerate(labels))
     return OpSharding(

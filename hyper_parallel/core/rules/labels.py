@@ -62,7 +62,7 @@ def unary(before: Labels, after: Labels, shape: Sequence[int], results: int = 1,
         before, after: labels of the tensor, and of each result.
         shape: global shape of each result.
         results: how many there are.
-        more: what else `OpSharding` says.
+        more: further fields of `OpSharding`.
     """
     return OpSharding((before,), (after,) * results, (tuple(shape),) * results, **more)
 

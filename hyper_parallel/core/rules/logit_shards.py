@@ -24,7 +24,7 @@ class PartOfClasses:
     Args:
         module: a column-parallel layer of 1-D ``mesh`` whose output is plain.
         mesh: its mesh.
-        what: what an error says of its output.
+        what: the text of an error about its output.
     """
 
     def __init__(self, module: Any, mesh: DeviceMesh, what: str) -> None:
@@ -88,7 +88,7 @@ def remember_part_of_classes(module: Any, path: str, features: int, own: int, me
 
 
 def refuse_part_of_classes(count: int, logits: Any = None) -> None:
-    """To be called where a loss takes plain logits of ``count`` classes; None where only their number is known.
+    """Refuse plain logits of ``count`` classes in a loss; None where only their number is known.
 
     Raises:
         ValueError: on each rank, when this is its part of the classes of a head.

@@ -1,6 +1,6 @@
 """Classification losses. Samples and classes can be sharded; sharded classes are never gathered.
 
-`vocab_parallel` computes what sharded classes need; where each rank has all classes of its samples, the native
+`vocab_parallel` computes losses of sharded classes. Where each rank has all classes of its samples, the native
 operation does.
 """
 

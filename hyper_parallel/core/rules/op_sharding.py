@@ -5,7 +5,7 @@ and results with labels, as einsum does. Everything else follows and is worked o
 
 * A label that a result has too can be sharded: every operand with the label is sharded there. An operand without it is
   read replicated, through the view whose backward reduces: each rank computes a part of that operand's gradient only.
-* A label that no result has is contracted: sharding it makes the result partial (a sum, or what ``reduce`` says).
+* A label that no result has is contracted: sharding it makes the result partial (a sum, or as ``reduce`` says).
 * A dimension with the label ``None`` must be whole on every rank.
 * An operation that is a sum of products (``terms``) keeps a partial sum partial.
 
@@ -59,7 +59,7 @@ class OpSharding:
             the local operation fails for none (a largest element).
         filled: labels of all results for which the local operation fails for no element, or has another gradient than
             the other ranks have. They may be sharded all the same: a rank without an element computes with one, and
-            drops what comes of it. See `filling`.
+            drops its results. See `filling`.
         units: (label, number) for a dimension that consists of that many units which must not be cut: it may be sharded
             over as many ranks as divide the number, or any number where all dimensions with the label have one size and
             are single units (the features of attention heads; groups of channels).

@@ -1,8 +1,8 @@
 """Elements that ranks pick of their parts of a tensor, in the order in which one device picks them.
 
 How many elements are not zero, or True, only the data say. Each rank counts those of its part. The counts are
-exchanged, so every rank knows how many there are and where its own go. What was picked is then gathered, padded to the
-largest count, and nothing else: never the tensor itself.
+exchanged, so every rank knows how many there are and where its own go. The picked elements are then gathered, padded to
+the largest count, and nothing else: never the tensor itself.
 
 One device picks in row-major order. A part that is cut along a later dimension then consists of *segments*. There is
 one for each index of the dimensions before the last cut. So many counts are exchanged: one where dimension 0 alone is
@@ -36,7 +36,7 @@ class Picks:
         like: a local tensor on the device of the part.
         count: how many this rank picks, if that is known.
         mask: gives a local tensor that is True where an element is picked and broadcasts to the part. Asked where there
-            are segments, or no ``count``. None: what each rank picks stays together.
+            are segments, or no ``count``. None: the picked elements of each rank stay together.
 
     Attributes:
         total: how many all ranks pick.

@@ -1,7 +1,7 @@
-"""Random numbers on a mesh: every rank's generator is in the same state, and each draws what a single device draws.
+"""Random numbers on a mesh: every rank's generator is in the same state, and each draws the numbers of a single device.
 
 A sharded tensor takes its part of the numbers drawn for the whole tensor. So initialisation and dropout do not depend
-on the number of ranks. This needs equal generator states over the mesh. `synchronize` sees to that once per mesh,
+on the number of ranks. This needs equal generator states over the mesh. `synchronize` ensures that once per mesh,
 before its first random operation. It gives every rank the state of the first one.
 
 After that a program may draw on one rank alone, and the other ranks cannot know it. So ranks that hold the same part of
@@ -45,8 +45,8 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, parallel_rn
         parallel_rng: how tensors on the mesh and on its slices are drawn from now on. ``"single_device"``: each rank
             draws all numbers and keeps its part. ``"counter"``: each rank draws its part only, by a counter-based
             generator. The numbers are others than those of a single device, and depend neither on placements nor on the
-            number of ranks. Uniform and normal numbers and dropout of single elements are drawn so; what else draws
-            does it as ever.
+            number of ranks. Uniform and normal numbers and dropout of single elements are drawn so. Other random
+            operations draw as in ``"single_device"``.
 
     Raises:
         TypeError: when ``seed`` is not an int; for ``"counter"`` on a platform without such a generator.
@@ -218,7 +218,7 @@ def of_first_rank(value: Any, mesh: DeviceMesh) -> Any:
 
 
 def check_generators(mesh: DeviceMesh) -> None:
-    """Compare the states of the generators of a mesh whose states were made the same. To be called when a check is on.
+    """Compare the states of the generators of a mesh whose states were made the same. Call it only while a check is on.
 
     Raises:
         RankMismatchError: on all ranks, when they differ.

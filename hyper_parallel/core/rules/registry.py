@@ -32,7 +32,7 @@ class CanonicalOp:
             * ``"shared"``: in the memory of the first operand;
             * ``"viewable"``: there where the strides allow it, otherwise in new memory;
             * ``"contiguous"``: it is the first operand itself if that is contiguous, otherwise a copy;
-            * ``"ordered"``: in new memory, its dimensions in the order in which those of the operands lie;
+            * ``"ordered"``: in new memory, its dimensions in the order of those of the operands;
             * ``"fresh"``: in new memory, contiguous;
             * ``""``: in new memory, in an order that is not known.
         view_index: of a view: ``view_index(static_args, shape, result_shapes)`` gives the index (as `encode_index`
@@ -58,7 +58,7 @@ class CanonicalOp:
 
     @property
     def may_give_view(self) -> bool:
-        """Whether the result may lie in the memory of the first operand."""
+        """Whether the result may share the memory of the first operand."""
         return self.memory in ("shared", "viewable", "contiguous")
 
 

@@ -1,6 +1,6 @@
 """Writing or adding elements at places that index tensors name, into a copy; and taking them out by flat index.
 
-Dimensions along which an index runs are whole, but for what square brackets write. An *added* source may be sharded
+Dimensions along which an index runs are whole, except in writes by square brackets. An *added* source may be sharded
 along the index: each rank adds its share, and the result is a partial sum.
 """
 

@@ -20,7 +20,7 @@ def by_table(shapes: tuple, static_args: Any) -> OpSharding | None:
 @rule("searchsorted", "sorted sequences, values, sorters")
 def searchsorted(shapes: tuple, static_args: Any) -> OpSharding | None:
     """The place of each value in its sequence, which must be whole. One sequence serves all values. Several sequences
-    lie in the last dimension, and each serves the values at the same leading index."""
+    are in the last dimension, and each serves the values at the same leading index."""
     sequences, values = shapes[:2]
     count = len(sequences) - 1
     if values is None or (count and (count != len(values) - 1 or sequences[:-1] != values[:-1])):

@@ -20,7 +20,7 @@ from hyper_parallel.core.rules.registry import rule
 
 
 def _common(layouts: tuple, operands: tuple, labels: Labels, shape: tuple[int, ...]) -> Layout:
-    """The layout of what has ``labels`` and ``shape``, if operands of these labels lie so."""
+    """The layout of a tensor with ``labels`` and ``shape``, if operands of these labels have the ``layouts``."""
     mesh = next(layout.mesh for layout in layouts if layout is not None)
     placements: list[Placement] = [Replicate()] * mesh.ndim
     for layout, own in zip(layouts, operands, strict=True):
@@ -35,7 +35,7 @@ def _is_cut(layout: Layout) -> bool:
 
 
 def _by_mask(shape: tuple, labels: Labels, operands: tuple, results: Labels, sizes: tuple) -> OpSharding:
-    """The answer for what takes the elements, or rows, of operand 0 at a mask, operand 1.
+    """The answer for an operation that takes the elements, or rows, of operand 0 at a mask, operand 1.
 
     Args:
         shape, labels: of the tensor that the elements are taken from: both operands, broadcast.
@@ -140,7 +140,7 @@ def _differing(x: tuple, labels: Labels, static_args: tuple) -> OpSharding:
     """The answer for operations that give the elements (or slices along a dimension) that differ. If asked, they also
     give for each element its place among them, and how often each occurs.
 
-    What ranks find is looked through once more: elements that are the first of their kind on several ranks.
+    The elements that ranks find are compared once more: some are the first of their kind on several ranks.
     """
     dim, with_places, with_counts = static_args[:3]
     along = 0 if dim is None else axis(dim, len(x))

@@ -221,7 +221,7 @@ def _strides_of_pairs(static_args: tuple, shape: Shape, strides: Strides, result
 
 @rule("complex_pairs", repeatable=True, memory="shared", view_strides=_strides_of_pairs)
 def complex_pairs(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """Pairs of real numbers, which lie in the last dimension, as complex ones."""
+    """Pairs of real numbers, in the last dimension, as complex ones."""
     x = shapes[0]
     if not x or x[-1] != 2:
         return None

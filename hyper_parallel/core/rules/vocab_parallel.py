@@ -22,7 +22,8 @@ from hyper_parallel.platform.contract.autograd import named
 
 @dataclass(frozen=True)
 class ClassStatistics:
-    """Cross entropy of each sample, and what its gradient needs. All are plain tensors, with a class dimension of size
+    """Cross entropy of each sample, and the statistics for its gradient. All are plain tensors, with a class dimension
+    of size
     1. All but the first two are the same on all ranks that share the classes.
 
     Attributes:

@@ -152,7 +152,7 @@ def wrong_parts(mesh: Any) -> list[str]:
 def test_wrong_parts(pool: Any) -> None:
     first, *others = pool.run(3, wrong_parts)
     assert others == [first, first]
-    assert "differ in what does not fit" in first[0] and "got (2, 4)" in first[0]
+    assert "differ in the problem found" in first[0] and "got (2, 4)" in first[0]
     assert "the global shape" in first[1] and "(2, 7)" in first[1]
 
 

@@ -244,7 +244,7 @@ def misfits(mesh: Any) -> None:
     with pytest.raises((RuntimeError, ValueError)):
         adapter.numpy(adapter.call(column, adapter.tensor(floats(3, 13))))
     rows = ColwiseParallel(input_layouts=PackedShard(0, (3, 3)))
-    with pytest.raises(ValueError, match=r"the input of .* does not lie as the plan says: .*, got \(5, 4\)"):
+    with pytest.raises(ValueError, match=r"the input of .* is not placed as the plan says: .*, got \(5, 4\)"):
         adapter.call(parallelize_module(adapter.linear_module(4, 24), mesh, rows), adapter.tensor(floats(5, 4)))
     for nothing in (None, "x"):
         with pytest.raises(TypeError, match=r"the input of .* must be a tensor, got"):

@@ -1,4 +1,4 @@
-"""Layers that take what a projection by columns gives, and that the plan forgot: they get a part of their input."""
+"""Layers that take the output of a projection by columns, and that the plan forgot: they get a part of their input."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _has_all_heads(projection: _Projection, attention: Attention, size: int) -> 
     if projection.alone:
         return False
     if projection.features in projection.taken and not FUSED.match(projection.name):
-        return False  # what comes after takes all of them
+        return False  # the next layer takes all of them
     return projection.features == (attention.heads[1] + 2 * attention.key_value_heads[1]) * size
 
 
@@ -160,7 +160,7 @@ def _check_attention(projection: _Projection, attention: Attention, size: int, m
 
 
 def _check_multiples(projection: _Projection, mesh: DeviceMesh) -> None:
-    """Raise ValueError where what comes after takes a half or a third of the features."""
+    """Raise ValueError where the next layer takes a half or a third of the features."""
     if projection.features in projection.taken:
         return
     for size, path in projection.taken.items():
@@ -201,7 +201,7 @@ def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> 
 
 
 def _check_named(projection: _Projection, mesh: DeviceMesh) -> None:
-    """Raise ValueError for what may be fused by its name or its shape; inside `strict()`."""
+    """Raise ValueError for a weight that may be fused by its name or its shape; inside `strict()`."""
     if not FUSED.match(projection.name):
         if projection.alone or projection.features in projection.taken:
             return

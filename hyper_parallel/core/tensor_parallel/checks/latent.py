@@ -38,7 +38,7 @@ class Latent:
 
     @property
     def says_how_it_is_read(self) -> bool:
-        """Whether the gradient of what local code reads of it is known to be right."""
+        """Whether the gradient of the features that local code reads is known to be right."""
         for style in self.styles:
             known = isinstance(style, (NoParallel, WeightParallel))
             if not known or not style.use_local_output or style.output_layouts != (Replicate(),):

@@ -51,7 +51,7 @@ def run_on_parts(
             which the results have the dimension too; others may be `Replicate`. Where the first input is replicated, it
             is cut along its first dimension.
         mesh: of the style.
-        error: what was raised because of an input that is not on it.
+        error: the error that was raised because of an input that is not on it.
 
     Returns:
         The module's result, with a DTensor that is placed as that input in place of each plain tensor, and on both
@@ -126,7 +126,7 @@ def convert_part(
 
 
 class _Split(NamedTuple):
-    """How a DTensor lies on other dimensions of the root than that of a style's mesh, and on that."""
+    """The layout of a DTensor outside of a style's mesh, and its placement on that mesh."""
 
     #: On the other dimensions. The ranks of the style's mesh share its local part.
     outside: Layout
@@ -143,7 +143,7 @@ def _split(key: tuple[Layout, DeviceMesh]) -> _Split | None:
         return None
     at = both.index_of(mesh, 0)
     others = [mesh_dim for mesh_dim in range(both.ndim) if mesh_dim != at]
-    # How each lies by itself: the order of the cuts, which strides say, is compared below.
+    # The layout of each alone: the order of the cuts, which strides say, is compared below.
     alone = [Shard(p.dim) if isinstance(p, StridedShard) else p for p in layout.placements]
     outside = get_layout(both.slices.at(tuple(others)), tuple(alone[mesh_dim] for mesh_dim in others), layout.shape)
     try:
@@ -217,7 +217,7 @@ def _part_with(batch: Layout, x: DTensor, mesh: DeviceMesh, name: str) -> Any:
 
 
 def _keep_part(x: DTensor, part: Any, mesh: DeviceMesh) -> None:
-    """Let modules that read the same ``x`` share what sums up the gradient of its ``part`` over ``mesh``."""
+    """Let modules that read the same ``x`` share the sum of the gradient of its ``part`` over ``mesh``."""
     with mesh.platform.no_dispatch():
         mesh.platform.write_cache(x, (_PART, mesh), part)
 
@@ -268,7 +268,7 @@ def _result(y: Any, batch: Layout, mesh: DeviceMesh, name: str) -> Any:
         with platform.no_dispatch():
             y = platform.narrow(y, dim, 0, 0)
         y = _on(mesh, y, own, shape)
-    return _whole(y, batch, mesh, f"what {name} has returned")
+    return _whole(y, batch, mesh, f"the output of {name}")
 
 
 def _whole(y: Any, outside: Layout, mesh: DeviceMesh, what: str) -> Any:

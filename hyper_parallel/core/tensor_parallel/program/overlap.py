@@ -42,7 +42,7 @@ def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None
 
     Args:
         chunks: how many chunks; the next smaller number that divides the dimension where this one does not.
-        least: smallest size of what a collective works on, in elements, below which layers are left as they are.
+        least: smallest size of a collective's operand, in elements, below which layers are left as they are.
 
     Raises:
         ValueError: for fewer than 2 chunks or a negative size.
@@ -83,7 +83,7 @@ def overlapped_first(
     input is a shard of another dimension than the features gathers and multiplies.
 
     Args:
-        local: what runs otherwise.
+        local: the forward that runs otherwise.
         mesh: 1-D mesh.
         of_weight, of_bias: layouts of the weight (out, in) and of the bias, None without one.
         input_layout, output_layout: of the style.

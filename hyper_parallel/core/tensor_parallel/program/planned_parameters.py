@@ -62,7 +62,7 @@ def parameter_check(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
     below = []
     for path, submodule in mesh.platform.named_modules(module):
         held = layouts_of(own_parameters(submodule))
-        # What a style has left plain is its own affair.
+        # Parameters that a style has left plain are its own affair.
         known = {name: layout for name, layout in held.items() if layout is not None}
         if known:
             below.append((path, attrgetter(path) if path else None, known))

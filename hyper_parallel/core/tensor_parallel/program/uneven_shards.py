@@ -18,7 +18,7 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Placement, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-#: Attribute of a module: what of it was compared.
+#: Attribute of a module: its inputs that were compared.
 COMPARED = "_hyper_parallel_compared"
 
 
@@ -42,7 +42,7 @@ def compare_shapes(x: Any, mesh: DeviceMesh, placement: Placement, what: str, ta
 
     Args:
         x: the plain tensor.
-        mesh, placement: how it lies.
+        mesh, placement: its placement.
         what: names it in messages.
         taker: the module that takes it.
     """

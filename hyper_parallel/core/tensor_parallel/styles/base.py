@@ -114,8 +114,8 @@ class ParallelStyle(ABC):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
-#: What a framework raises for an input that does not fit. Not every exception: torch's checkpointing ends a
-#: recomputation with one of its own, and nothing may be computed after it.
+#: Errors of a framework for an input that does not fit. Not every exception: torch's checkpointing ends a recomputation
+#: with one of its own, and nothing may be computed after it.
 _OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
 
 
@@ -130,9 +130,9 @@ class ModuleStyle(ParallelStyle):
     Attributes:
         placements: placement of parameters that the module itself holds, by name. All others are replicated, and so are
             those of the modules below it.
-        input_layouts: what plain positional inputs count as; None for one that stays as it is. A single entry is for
-            the first input, also by keyword. Further inputs pass through untouched.
-        desired_input_layouts: the placements that the module needs; None takes all inputs as they lie.
+        input_layouts: the placements of plain positional inputs; None for one that stays as it is. A single entry is
+            for the first input, also by keyword. Further inputs pass through untouched.
+        desired_input_layouts: the placements that the module needs; None takes all inputs with their present ones.
         output_layouts: the placement to which each output is brought, None for one that stays as the module gives it.
             None in place of all is for a single output that stays placed as it is.
         use_local_output: give plain local tensors.
@@ -214,7 +214,7 @@ class ModuleStyle(ParallelStyle):
 
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         """A shorter way for a single input, where style and module determine everything when the style is applied; else
-        None. It must do what ``forward``, the module's own, does between the conversions."""
+        None. It must do the same as ``forward``, the module's own, between the conversions."""
         return None
 
     def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:

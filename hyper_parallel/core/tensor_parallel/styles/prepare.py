@@ -108,7 +108,7 @@ class PrepareModuleInput(ParallelStyle):
             x = named.get(key) if inputs is named else inputs[key]
             if x is None:
                 continue
-            # What came before, without a detour: this hook runs in front of most collectives of a model.
+            # The result of before, without a detour: this hook runs in front of most collectives of a model.
             y = to_known_placement(x, mesh, desired) if type(x) is distributed else None
             if y is None:
                 what = f"input {key!r} of {module_label(module)}"
@@ -125,7 +125,7 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Bring the outputs of a module to the layouts that what follows needs.
+    """Bring the outputs of a module to the layouts that the code after it needs.
 
     Args:
         output_layouts: placement of each plain output, None for one that stays as it is.
@@ -262,7 +262,8 @@ def _prepared_beside(
     Args:
         x: the DTensor.
         mesh, given, desired, what, taker: as `to_placement` takes them.
-        local: give a DTensor that lies on other dimensions than that of ``mesh`` alone: plain tensors to the style.
+        local: give a DTensor that is distributed on other dimensions than that of ``mesh`` alone: plain tensors to the
+            style.
         error: the error to raise where it is not distributed so.
     """
     return convert_part(

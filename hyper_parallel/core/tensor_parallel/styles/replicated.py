@@ -70,8 +70,8 @@ class NoParallel(ModuleStyle):
             given: Any = as_single(local_output_grad_placements, "local_output_grad_placements", name)
             if given not in (Replicate(), Partial()):
                 raise ValueError(
-                    f"{name}(local_output_grad_placements=({given!r},)): the gradient of an output that all ranks have "
-                    "is the same on all, Replicate(), or the sum of what each computes, Partial()"
+                    f"{name}(local_output_grad_placements=({given!r},)): the gradient of an output that all ranks "
+                    "have is the same on all, Replicate(), or the sum of the ranks' parts, Partial()"
                 )
             self.local_output_grad_placements = (given,)
         if partial_features is not None and (not isinstance(partial_features, int) or partial_features is True):
