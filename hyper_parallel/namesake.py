@@ -20,7 +20,7 @@ def refuse_namesake(paths: Iterable[str] | None = None) -> None:
     """Raise if the other package is in one of the folders from which Python imports (those of ``sys.path``).
 
     Raises:
-        ImportError: with the folder, and what to do.
+        ImportError: with the folder, and the remedy.
     """
     for path in sys.path if paths is None else paths:
         folder = os.path.join(path or os.curdir, "hyper_parallel")

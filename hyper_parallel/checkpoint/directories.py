@@ -17,7 +17,7 @@ from hyper_parallel.platform.terminal import printable
 
 __all__ = ["Draft", "checkpoints_in", "latest", "locate", "remove_old", "run_of", "set_run"]
 
-#: What hidden directories end with: of one that is being replaced, and of one through which ranks talk.
+#: Endings of hidden directories: of one that is being replaced, and of one through which ranks talk.
 _REPLACED, _EXCHANGE = ".replaced", ".ranks"
 #: directory -> the run of this process whose checkpoints are there: that of a checkpoint it has loaded, or a new one.
 _RUNS: dict[Path, str] = {}
@@ -56,7 +56,7 @@ def _is_in_use(path: Path) -> bool:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return what tells a checkpoint from another one that takes its place; None where there is nothing."""
+    """Return a key that tells a checkpoint from another one that takes its place; None where there is nothing."""
     return disk.stamp(path / INDEX) or disk.stamp(path)
 
 
@@ -100,10 +100,10 @@ def locate(path: Path) -> Path:
     place.
 
     Raises:
-        CheckpointError: for what a save has left that was cut short.
+        CheckpointError: for the remains of an interrupted save.
     """
     if path.name.startswith(".") and path.name.endswith(DRAFT):
-        raise CheckpointError(f"{path} is what a save has left that was cut short: it is no checkpoint")
+        raise CheckpointError(f"{path} is the rest of a save that was interrupted: it is no checkpoint")
     if not os.path.exists(path):  # also where the system takes no such name
         for beside in hidden_in(path.parent, _REPLACED, name=path.name):
             return beside.path
@@ -126,7 +126,7 @@ class Draft:
         self._before: tuple[int, int] | None = None
 
     def open(self, exchange: bool, overwrite: bool) -> None:
-        """Make the directories, on one rank, and remove what saves have left whose writers are gone.
+        """Make the directories, on one rank, and remove those of saves whose writers have ended.
 
         Args:
             exchange: whether to make the one through which ranks talk, too.
@@ -139,11 +139,11 @@ class Draft:
         writers.remove_abandoned(self.path.parent, self._now(), DRAFT, _EXCHANGE)
 
     def _now(self) -> float:
-        """Return the time of the file system, by what this save has just made."""
+        """Return the time of the file system, by the directory that this save has just made."""
         return self.directory.stat().st_mtime
 
     def check(self) -> None:
-        """Raise CheckpointError where this rank does not see what another one has made."""
+        """Raise CheckpointError where this rank does not see the directory that another one has made."""
         if not self.directory.is_dir():
             raise CheckpointError(
                 f"{self.path.parent} is not the same directory on this rank: save to a file system that all ranks share"
@@ -209,7 +209,7 @@ class Draft:
         return writers.others_in(self.path.parent, self._token, DRAFT)
 
     def discard(self, exchange: bool) -> None:
-        """Remove what was written, on one rank; ``exchange``: also the directory through which ranks talk."""
+        """Remove the written files, on one rank; ``exchange``: also the directory through which ranks talk."""
         for directory in (self.directory, self.exchange) if exchange else (self.directory,):
             if directory.exists():
                 disk.remove_tree(directory)

@@ -1,4 +1,4 @@
-"""Everything that a save does to the disk, a function each: what a crash may come between."""
+"""Everything that a save does to the disk, a function each: a crash may come between any two."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_directory(path: Path) -> None:
 DIRECT_FROM = 32 << 20
 #: Bytes that are read or written by one call. A system reads ahead of calls of this size, and not of much larger ones.
 BLOCK = 8 << 20
-#: What blocks, and their places in memory and in the file, must be multiples of.
+#: Blocks, and their places in memory and in the file, must be multiples of this.
 ALIGNMENT = 4096
 
 
@@ -209,7 +209,7 @@ class NewFile:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a directory or a file, which is whole, its name. What has that name already must not be there."""
+    """Give a directory or a file, which is whole, its name. No other one may have that name already."""
     step("rename", old)
     if new.exists():
         raise FileExistsError(f"{new} is there already")
@@ -217,7 +217,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def stamp(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file or a directory from another one that takes its place; None where there is nothing."""
+    """Return a key that tells a file or directory from another one in its place; None where there is nothing."""
     try:
         found = os.stat(path)
     except OSError:

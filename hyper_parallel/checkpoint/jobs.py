@@ -1,7 +1,8 @@
 """Steps of each rank in a save. They are the same whether the caller waits or trains on meanwhile.
 
-`prepare`: all ranks take their nest apart, compare what they have, and work out who writes what. `write`: each writes
-its file and the first one the index, next to the place of the checkpoint. When all is on the disk, it gets its name.
+`prepare`: all ranks take their nest apart, compare their parts, and work out which rank writes which. `write`: each
+writes its file and the first one the index, next to the place of the checkpoint. When all is on the disk, it gets its
+name.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Job:
     draft: Draft
     index: Index
     entries: list[Entry]  # of this rank
-    own: list[dict[str, Any]]  # of all ranks, what each alone has
+    own: list[dict[str, Any]]  # of all ranks, the values that each alone has
     keep: int | None
     checksums: bool
 
@@ -272,7 +273,7 @@ def write(job: Job, ranks: Ranks) -> None:
     """Write this rank's file; the first rank also the index. The checkpoint has its name when this returns.
 
     Raises:
-        CheckpointError: on all ranks, when one could not; what was there before is there.
+        CheckpointError: on all ranks, when one could not; the checkpoint of before is there.
     """
     draft, is_first = job.draft, ranks.rank == ranks.members[0]
 
@@ -308,7 +309,7 @@ def write(job: Job, ranks: Ranks) -> None:
 def _remove_old(path: Path, run: str, keep: int) -> None:
     try:
         directories.remove_old(path, run, keep)
-    except OSError as error:  # the new one is there, which is what was asked for
+    except OSError as error:  # the new one is there, and that was the task
         warnings.warn(
             f"{printable(path)} is saved, and an older checkpoint could not be removed: {error}. Remove it by hand",
             stacklevel=2,
@@ -322,7 +323,8 @@ def _time(directory: Path, run: str) -> int:
 
 
 def _with_own(values: Any, own: list[dict[str, Any]]) -> Any:
-    """``values`` with what each rank alone has: each different value once, and for every rank which it is."""
+    """``values`` with those that each rank alone has: each different value once, and for every rank the index of its
+    own."""
     if isinstance(values, list):
         return [_with_own(value, own) for value in values]
     if not isinstance(values, dict):
@@ -338,7 +340,7 @@ def _with_own(values: Any, own: list[dict[str, Any]]) -> Any:
 def share(
     state: Any, what: str, ranks: Ranks, platform: Platform
 ) -> tuple[Flat, dict[str, list[tuple[Writer, Entry]]]]:
-    """All ranks take a nest apart and compare what they have.
+    """All ranks take a nest apart and compare their parts.
 
     Args:
         state: as in `save`.

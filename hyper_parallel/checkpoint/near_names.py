@@ -12,7 +12,7 @@ _NEAR = 0.8
 
 
 def near_name(name: str, names: Sequence[str]) -> str:
-    """Return what a message says of the nearest name, which is that of `difflib.get_close_matches`.
+    """Return the part of a message about the nearest name, which is that of `difflib.get_close_matches`.
 
     That function compares each name in full that may be near enough. This one compares each that may be nearer than
     those before it.

@@ -16,7 +16,8 @@ from hyper_parallel.platform import Platform
 
 __all__ = ["Flat", "Kinds", "check_depth", "flatten", "joined", "layout_of"]
 
-#: Containers inside of each other, at most: what takes a nest apart calls itself for each, and Python has a limit.
+#: Containers inside of each other, at most: the functions that take a nest apart call themselves for each, and Python
+#: has a limit.
 DEEPEST = 100
 
 
@@ -123,7 +124,7 @@ class Flat:
         tensors: by name.
         aliases: further names of the same tensors -> the name in ``tensors``.
         values: the nest as JSON.
-        own: path -> what this rank alone has there, of objects with ``per_rank``.
+        own: path -> the value that this rank alone has there, of objects with ``per_rank``.
     """
 
     def __init__(self) -> None:

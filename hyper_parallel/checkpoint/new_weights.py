@@ -24,8 +24,8 @@ from hyper_parallel.checkpoint.writers import DRAFT, hidden_in, hidden_name, new
 
 __all__ = ["NewWeights"]
 
-#: What hidden names end with of files that are written, and of old ones while their names go to new ones. Readers of
-#: Hugging Face know files by this ending.
+#: Endings of hidden names: of files that are being written, and of old ones while their names go to new ones. Readers
+#: of Hugging Face know files by this ending.
 _INCOMPLETE, _ASIDE = ".incomplete", ".safetensors"
 #: In the hidden name of an index of old weights whose files are set aside.
 _OLD_INDEX = f"old-{INDEX}"
@@ -54,7 +54,7 @@ class NewWeights:
         # Only the first rank writes headers; others need their length.
         save = secrets.token_hex(8)
         for name, entries in contents.items():
-            # Hugging Face's own reader wants to know what wrote a file; "pt" are the names and layouts of torch.
+            # Hugging Face's own reader wants to know the format of the writer; "pt" are the names and layouts of torch.
             metadata = {"format": "pt"} | (room_for(len(entries), save) if checksums else {})
             self._headers[name], places = header_of(entries, metadata)
             self._sizes[name] = places[-1]

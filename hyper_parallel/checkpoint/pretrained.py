@@ -48,8 +48,8 @@ def load_pretrained(
     """Fill a model with weights in files of whole tensors. All ranks of the world call it with the same arguments, or
     all of ``mesh``.
 
-    Parameters and buffers stay the same objects, with their placements and ties. Those that are on meta (on MindSpore:
-    made under ``no_init_parameters``) get memory for what this rank holds of them, one after the other.
+    Parameters and buffers stay the same objects, with their placements and ties. Parameters on meta (on MindSpore: made
+    under ``no_init_parameters``) get memory for this rank's part of them, one after the other.
 
     Args:
         model: a module of which some, all or no parameters are distributed, or a dict of names and tensors.

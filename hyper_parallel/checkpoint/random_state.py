@@ -123,7 +123,7 @@ def _are_known(members: Sequence[int] | None, world_size: int, platform: Platfor
 
 
 def _ranks_alike(platform: Platform) -> list[int]:
-    """The ranks that are to draw what this one draws, itself among them; none where there is no plan."""
+    """The ranks that must draw the same numbers as this one, itself among them; none where there is no plan."""
     world = platform.world_size() if platform.world() is not None else 1
     first = groups_alike(range(world))
     own = first[platform.rank()] if world > 1 else 0

@@ -1,4 +1,4 @@
-"""How the ranks of a save or a load tell each other how far they are, and what went wrong."""
+"""How the ranks of a save or a load tell each other their progress and their errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ranks(Protocol):
     members: tuple[int, ...]
 
     def gather(self, value: Any) -> list[Any]:
-        """A value of each rank (what JSON can hold), in the order of ``members``. All must call it."""
+        """A value of each rank (JSON can hold it), in the order of ``members``. All must call it."""
         ...
 
 
@@ -113,7 +113,7 @@ class ThroughFiles:
                 f"the other ranks have given up an asynchronous save: rank {self.rank} was silent for too long"
             ) from error
         except OSError as error:
-            self._lost = True  # others wait for what cannot be written
+            self._lost = True  # others wait for a file that cannot be written
             raise CheckpointError(f"{mine} cannot be written: {error.strerror or error}") from error
 
     def _read(self, path: Path, rank: int) -> Any:
@@ -142,12 +142,12 @@ def all_ranks(platform: Platform, mesh: DeviceMesh | None) -> Ranks:
 
 
 def together(ranks: Ranks, what: str, action: Callable[[], T]) -> list[T]:
-    """Do something on each rank; returns what each gave, in the order of the ranks.
+    """Do something on each rank; returns the result of each, in the order of the ranks.
 
     Args:
         ranks: that all call this.
         what: it is, for the message: "writing ...".
-        action: gives what JSON can hold.
+        action: gives a value that JSON can hold.
 
     Raises:
         ValueError, TypeError: on all ranks, where all ranks that failed raised it.

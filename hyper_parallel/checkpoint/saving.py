@@ -37,7 +37,7 @@ def save(
     Args:
         state: a module, an optimizer, or a nest (dicts, lists, tuples) of these and of tensors, DTensors, numbers,
             strings, None, NumPy's arrays, and objects with ``state_dict()`` and ``load_state_dict()``, such as
-            schedulers and samplers. All must be the same on all ranks, but for what has the attribute ``per_rank``,
+            schedulers and samplers. All must be the same on all ranks, except objects with the attribute ``per_rank``,
             such as `RandomState`.
         path: of a directory that does not exist yet, on a file system that all ranks share. Directories above it are
             made.

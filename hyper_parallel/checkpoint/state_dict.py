@@ -31,7 +31,7 @@ class IncompatibleKeys(NamedTuple):
         missing_keys: of the model, which the state dict lacks.
         unexpected_keys: of the state dict, which the model lacks.
 
-    Mirrors what ``torch.nn.Module.load_state_dict`` returns.
+    Mirrors the result of ``torch.nn.Module.load_state_dict``.
     """
 
     missing_keys: list[str]
@@ -149,7 +149,7 @@ def set_model_state_dict(
     Args:
         model: as in `get_model_state_dict`.
         model_state_dict: whole plain tensors, or DTensors on the meshes of the model's, of any placements. With
-            ``broadcast_from_rank0`` what other ranks give is not looked at.
+            ``broadcast_from_rank0`` the state dicts of other ranks are ignored.
         options: see there; all ranks must call it with the same ones.
 
     Returns:
@@ -206,7 +206,7 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Let an optimizer, which may not have stepped, or several, go on with what `get_optimizer_state_dict` gave.
+    """Let an optimizer, which may not have stepped, or several, go on with the state of `get_optimizer_state_dict`.
 
     Args:
         model: whose parameters they step.

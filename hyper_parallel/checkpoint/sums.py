@@ -36,7 +36,7 @@ def checksum(read: Callable[[int, memoryview], None], start: int, nbytes: int) -
 
 
 def shared_out(pieces: Iterable[tuple[int, T]], rank: int, size: int) -> Iterator[T]:
-    """Yield what one of several ranks does, the largest first.
+    """Yield the pieces of one of several ranks, the largest first.
 
     Args:
         pieces: bytes of a piece, and the piece; the same on all ranks, in any order. Pieces can be ordered.
@@ -66,7 +66,7 @@ def save_in(metadata: Any) -> str:
 
 
 def sums_of(header: bytes, sums: Sequence[int]) -> tuple[int, bytes]:
-    """Where in a header with room for checksums these begin, and what comes there.
+    """The start of the checksums in a header with room for them, and their bytes.
 
     Args:
         header: of a file, from its first byte.

@@ -81,7 +81,7 @@ class Filling:
 
     # ---------------------------------------------------------------------- the nest
     def plan(self, state: Any) -> Any:
-        """Match the parts of the state with the entries of the checkpoint. Returns what `load` returns, complete once
+        """Match the parts of the state with the entries of the checkpoint. Returns the result of `load`, complete once
         `finish` was called.
 
         Raises:
@@ -245,7 +245,7 @@ class Filling:
         singleton = self.singleton(x if parameter is None else parameter, shape, there)
         layout = layout_of(x)
         if layout is not None and any(p.is_partial() for p in layout.placements):
-            self._wrong.append(f"{name} is placed {list(layout.placements)}: a sum of what ranks hold cannot be filled")
+            self._wrong.append(f"{name} is placed {list(layout.placements)}: a sum over ranks cannot be filled")
         elif there.shape != shape and singleton is None:
             self._wrong.append(f"{name} has shape {shape} here, {there.shape} in the checkpoint")
         elif there.dtype not in self.platform.dtypes:

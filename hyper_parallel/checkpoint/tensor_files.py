@@ -96,7 +96,7 @@ def header_of(
 
     Args:
         entries: in the order in which they lie in it.
-        metadata: what else the header says.
+        metadata: further entries of the header.
         beyond: ``(offset, multiple)``: the data begins ``offset`` bytes after a multiple of so many.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}

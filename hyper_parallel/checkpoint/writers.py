@@ -97,7 +97,7 @@ class Hidden(NamedTuple):
 
 
 def new_token() -> str:
-    """Return what no other save has in the names of its hidden files: it says which process it is of."""
+    """Return a token that no other save has in the names of its hidden files: it identifies the process."""
     return f"{_this_process()}-{os.urandom(4).hex()}"
 
 
@@ -130,7 +130,7 @@ def hidden_in(directory: Path, *endings: str, name: str | None = None) -> Iterat
 
 
 def parse(path: Path) -> Hidden | None:
-    """Return what a hidden name says; None for one that no save has given."""
+    """Return the facts in a hidden name; None for a name that is of no save."""
     found = _HIDDEN.fullmatch(path.name)
     if found is None:
         return None
@@ -180,7 +180,7 @@ def remove_abandoned(directory: Path, now: float, *endings: str, name: str | Non
         directory: where to look.
         now: the time of its file system, in seconds.
         endings: the endings of the names to remove.
-        name: of what; None is all.
+        name: visible name of the files; None is all.
     """
     for hidden in hidden_in(directory, *endings, name=name):
         if hidden.is_abandoned(now):
@@ -199,14 +199,14 @@ def remove(path: Path) -> None:
 
 @functools.cache
 def _this_process() -> str:
-    """Return what tokens of this process begin with."""
+    """Return the beginning of the tokens of this process."""
     pid = os.getpid()
     return f"{_machine()}-{pid:x}-{max(_began(pid) or 0, 0):x}"
 
 
 @functools.cache
 def _machine() -> str:
-    """Identify what process numbers mean something in: this machine since it was switched on, and the namespace."""
+    """Identify the scope of process numbers: this machine since it was switched on, and the namespace."""
     try:
         booted = Path("/proc/sys/kernel/random/boot_id").read_text()
         spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time") if os.path.exists("/proc/self/ns")]

@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     test.add_argument("--platform", action="append", help="backend, repeatable; 'all' is every one that can run here")
 
     for name, text in (
-        ("explain", "Show what a plan makes of a model: shards, bytes and collectives of each module."),
+        ("explain", "Show a model under a plan: shards, bytes and collectives of each module."),
         ("dry-run", "Foresee memory, communication and time of a step on any number of ranks."),
     ):
         command = add(name, text)

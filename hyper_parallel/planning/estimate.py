@@ -29,9 +29,10 @@ class Memory:
     """Bytes of one rank; None where the framework does not tell of its operations (MindSpore).
 
     Attributes:
-        parameters, gradients, buffers: of what this rank holds.
+        parameters, gradients, buffers: of this rank's shards.
         optimizer: its state; None where the framework has no optimizer of the name.
-        activations: what lives between forward and backward, the output and parameters that stay gathered included.
+        activations: tensors that live between forward and backward, the output and parameters that stay gathered
+            included.
         gathered: the largest unit of `fully_shard`, whole.
         peak: of parameters, buffers and optimizer state, and the most that lives in a step besides, gradients included.
     """

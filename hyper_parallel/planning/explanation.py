@@ -1,4 +1,4 @@
-"""`explain`: what a plan makes of a model, and which collectives a training step has."""
+"""`explain`: a model under a plan, and the collectives of a training step."""
 
 from __future__ import annotations
 
@@ -247,8 +247,8 @@ def explain(
         mesh: a `DeviceMesh`, of which shape and names count; a number of ranks; sizes; or sizes by name, such as
             ``{"dp": 64, "tp": 8}``.
         plan: as for `parallelize_module`, which gets the dimension ``"tp"`` of a mesh that has several; or a function
-            ``plan(model, mesh)`` that does what a program does, `fully_shard` for example.
-        inputs, kwargs: what one rank calls the model with; values do not matter.
+            ``plan(model, mesh)`` that applies styles as a program does, `fully_shard` for example.
+        inputs, kwargs: the arguments of one rank's call of the model; values do not matter.
         loss: ``loss(output)``, a scalar; by default the sum of the local output.
         backward: whether to differentiate.
         rank: which rank to describe. Of uneven sizes rank 0 has the most.

@@ -12,8 +12,8 @@ __all__ = ["MACHINES", "Machine", "machine_of", "register_machine"]
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and how it is connected. All figures are what its maker promises at best: estimates made of them are
-    bounds that no program reaches.
+    """A device and how it is connected. All figures are the maker's best claims: estimates made of them are bounds that
+    no program reaches.
 
     Attributes:
         name: of the device.

@@ -182,7 +182,7 @@ class DryStep:
         """Call the model, and differentiate; returns the collectives of this rank.
 
         Args:
-            inputs, kwargs: what this rank gives the model; values do not matter.
+            inputs, kwargs: the arguments of this rank's call of the model; values do not matter.
             loss: ``loss(output)``, a scalar; by default the sum of all elements of the local output.
             backward: whether to differentiate.
             tell: ``tell(path, args, output)`` is called after each forward of a module.

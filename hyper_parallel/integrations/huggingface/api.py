@@ -44,8 +44,8 @@ def parallelize_model(
             or its name; None takes out the named style.
         gather_logits: whether the logits are plain and whole on every rank. Otherwise they are DTensors sharded over
             the vocabulary, for a loss inside of `hyper_parallel.loss_parallel`.
-        gather_heads: what happens where the ranks cannot share the attention heads evenly: True computes such
-            attention in whole on every rank, with projections that are sharded still; False is an error.
+        gather_heads: for attention heads that the ranks cannot share evenly: True computes such attention in whole on
+            every rank, with projections that are sharded still; False is an error.
         expert_parallel: whether each rank has some of the experts in whole, by the model's own plan for that
             (``model.ep_plan``); else a part of every expert.
         src_data_rank: rank of the mesh whose parameters count, those that stay plain included. None takes each rank's
@@ -116,7 +116,7 @@ def _refuse_quantised(modules: dict[str, Any], mesh: DeviceMesh) -> None:
 
 
 def _settle_rest(modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Bring what stays plain to this rank's device."""
+    """Bring the tensors that stay plain to this rank's device."""
     platform = mesh.platform
     for module in modules.values():
         for _, parameter in platform.named_parameters(module):

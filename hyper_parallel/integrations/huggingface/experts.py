@@ -17,16 +17,17 @@ __all__ = ["ExpertsParallel", "IdentityExpertsParallel", "WholeExpertsParallel"]
 class ExpertsParallel(ModuleStyle):
     """Run experts whose weights are sharded inside each expert: every rank computes a summand of the output.
 
-    Forward is the module's own, on this rank's part of the weights and on plain inputs. So it may do what no sharding
-    rule describes. Examples are choosing tokens by the router's indices, and calling a grouped kernel. One all-reduce
-    in forward, one in backward for each input that needs a gradient.
+    Forward is the module's own, on this rank's part of the weights and on plain inputs. So it may do things that no
+    sharding rule describes. Examples are choosing tokens by the router's indices, and calling a grouped kernel. One
+    all-reduce in forward, one in backward for each input that needs a gradient.
 
     Args:
         placements: placement of each parameter of the module, by name; all must be sharded such that the module's
             output is a sum over the ranks, as gate and up by columns and down by rows.
 
     Raises:
-        ValueError: when applied, for a module with further parameters: what every rank adds would count several times.
+        ValueError: when applied, for a module with further parameters: a summand of every rank would count several
+            times.
 
     Source: ``MoeExpertsParallel`` and ``AllReduceParallel`` of Hugging Face transformers.
     """
@@ -140,7 +141,7 @@ def _is_index(x: Any, mesh: DeviceMesh) -> bool:
 
 
 class IdentityExpertsParallel(ModuleStyle):
-    """For experts that give what they are given, inside of others whose outputs the ranks add: each gives its share.
+    """For experts that return their input, inside of others whose outputs the ranks add: each gives its share.
 
     Source: ``MoeIdentityParallel`` of Hugging Face transformers.
     """

@@ -16,8 +16,8 @@ __all__ = ["LocalParametersParallel", "read_local_parameters"]
 class LocalParametersParallel(ModuleStyle):
     """Shard parameters that a module itself holds; its forward, inputs and outputs stay as they are.
 
-    For what stands where features are sharded: one number for each attention head. Modules below have styles of their
-    own, or none.
+    For parameters between sharded features: one number for each attention head. Modules below have styles of their own,
+    or none.
 
     Args:
         placements: placement of each parameter that the module holds, by name.

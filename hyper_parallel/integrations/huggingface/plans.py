@@ -42,7 +42,7 @@ _HOLDERS: dict[str, Callable[[dict[str, Placement]], ParallelStyle]] = {
     "ep_dispatch_experts": WholeExpertsParallel,
     "local_params": LocalParametersParallel,
 }
-#: What no other model has.
+#: Style names that no other model has.
 _FURTHER = ("mla_kv_a_proj", "moe_identity_expert")
 
 
