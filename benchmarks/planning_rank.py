@@ -60,7 +60,7 @@ def _bytes(rank: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _peak() -> tuple[int, int]:
-    """The most that a real step on one rank takes besides what was there, and what was foreseen."""
+    """The peak that a real step on one rank adds to the memory before it, and the prediction."""
     ours = model()
     memory = dry_run(ours, 1, None, TOKENS).memory
     with UsageMode() as used:

@@ -1,4 +1,4 @@
-"""Starting the ranks of a case, each a process of its own, and what they need to agree on."""
+"""Starting the ranks of a case, each a process of its own, and the facts that they agree on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _TIMEOUT = 900
 
 
 def launch(module: str, ranks: int, *arguments: str, environment: dict[str, str] | None = None) -> list[Result]:
-    """Run ``python -m module RANK RANKS FOLDER ARGUMENTS`` for each rank; what rank 0 wrote with `write_result`.
+    """Run ``python -m module RANK RANKS FOLDER ARGUMENTS`` for each rank; returns the results that rank 0 wrote with
+    `write_result`.
 
     Raises:
         RuntimeError: when a rank fails, with the output of that rank.
@@ -78,7 +79,7 @@ def wall_times(
     steps: dict[str, Step], rounds: int, meet: Callable[[], object], slowest: Callable[[list], list]
 ) -> dict[str, list[float]]:
     """Milliseconds of the slowest rank: of each step, one call a round. Steps take turns, in an order drawn anew for
-    each round, the same on all ranks: what comes first can take longer than what follows.
+    each round, the same on all ranks: the first one can take longer than the others.
 
     Args:
         steps: the functions to time.

@@ -53,7 +53,7 @@ class Result:
 
     Attributes:
         case: its name on the command line.
-        how: what was measured, in a few sentences.
+        how: the measurement, in a few sentences.
     """
 
     case: str

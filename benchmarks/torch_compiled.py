@@ -1,4 +1,4 @@
-"""Compiled models: tensor parallelism written by hand for a compiler, and what Inductor makes of a model."""
+"""Compiled models: tensor parallelism written by hand for a compiler, and Inductor's program for a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices of the backends: the real one, or what stands in for it here, and the folders of tests for either."""
+"""Devices of the backends: the real one, or its stand-in here, and the folders of tests for either."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m ci.error_table
 
-What varies in a text stands as an ellipsis.
+Parts of a text that vary stand as an ellipsis.
 """
 
 from __future__ import annotations

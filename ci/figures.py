@@ -42,7 +42,7 @@ WORD = re.compile(r"\b(?:takes?|took|costs?|measured|medians?)\b", re.IGNORECASE
 RATIO = re.compile(r"\d\.\d+ (?:\([^)]*\) )?(?:times|of the time|of its time|of torch's time)\b")
 ROW = re.compile(r"^\|(?:.*\| ?\**\d+\.\d\d?\b(?!\.)){2}", re.MULTILINE)
 DATED = re.compile(r"(?<![\w#-])20\d\d-\d\d-\d\d\b")
-#: (page, words) that look like a measured figure and are none -> what they are.
+#: (page, words) that look like a measured figure and are none -> their kind.
 NO_FIGURE: dict[tuple[str, str], str] = {
     ("benchmarks/README.md", "a turn is about 10 ms"): "a setting of the benchmarks",
     ("docs/faults.md", "30 minutes"): "a time-out of torch's",
@@ -83,7 +83,7 @@ def stamps(name: str, text: str) -> list[Figure]:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of what empty lines divide, without what programs make."""
+    """(line, text) of the blocks between empty lines, without text made by programs."""
     text = MADE.sub(lambda made: "\n" * made[0].count("\n"), text)
     for found in re.finditer(r"\S.*?(?=\n\s*\n|\Z)", text, re.DOTALL):
         yield text.count("\n", 0, found.start()) + 1, found[0]

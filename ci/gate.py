@@ -5,14 +5,14 @@
 
 The unit tests run once, `WITHOUT_FAST_FILES` on torch-cpu also without `Platform.fast`. Each backend gets a pytest
 process of its own, with ``HYPER_PARALLEL_PLATFORM`` set, for the conformance suite and its own tests; its coverage is
-what these and the unit tests reach together, lines and branches.
-Several of these parts run at a time, because ranks spend a third of their time waiting for one another. A line every
-ten seconds says how far each is (`ci/reporter.py`), and a failure is printed at once; what a part prints besides is in
-``build/gate/logs``. On many cores the files of tests of a part are shared out over several processes of pytest.
-``platform/<backend>/coverage.ini`` names the areas that count, each with the least that is accepted. Where less was
-reached, a report for browsers is in ``build/gate/<backend>/html``. Ends with the slowest files and a table, also in
-``build/gate/table.{json,md}``, and exits non-zero if any test failed, a part ran no test or an area is under its
-threshold, or, where all backends ran, the library raises an error that no test of any came to (``ci/raises.py``).
+that of these and the unit tests together, lines and branches. Several of these parts run at a time, because ranks spend
+a third of their time waiting for one another. A line every ten seconds says how far each is (`ci/reporter.py`), and a
+failure is printed at once; the rest of a part's output is in ``build/gate/logs``. On many cores the files of tests of a
+part are shared out over several processes of pytest. ``platform/<backend>/coverage.ini`` names the areas that count,
+each with the least that is accepted. Where less was reached, a report for browsers is in ``build/gate/<backend>/html``.
+Ends with the slowest files and a table, also in ``build/gate/table.{json,md}``, and exits non-zero if any test failed,
+a part ran no test or an area is under its threshold, or, where all backends ran, the library raises an error that no
+test of any came to (``ci/raises.py``).
 
 With ``--files`` these tests run alone, each in the parts that it belongs to. Nothing is measured then, and the table is
 only printed: it says nothing about a backend.
@@ -254,7 +254,7 @@ def finish(tests: Tests, rows: list[Row], missed: bool) -> int:
     print("\n" + results.terminal(rows))
     passed, failed, skipped = (sum(getattr(row, key) for row in rows) for key in ("passed", "failed", "skipped"))
     if missed:
-        print(f"\nFAIL: {MISSED}{'; what failed may come to them' if failed else ''}")
+        print(f"\nFAIL: {MISSED}{'; the failed tests may reach them' if failed else ''}")
     nowhere = sorted(set(tests.files or ()) - tests.ran)
     if nowhere:
         print(f"\nFAIL: no part has run {', '.join(nowhere)}: see the table, leave PLATFORM out or choose another")

@@ -80,7 +80,7 @@ def section(known: dict[str, dict[str, Any]]) -> str:
         known: of ``ci/last_nightly.json``.
     """
     lines = [
-        "| part | what runs | passed | failed | skipped | seconds | last run | |",
+        "| part | tests | passed | failed | skipped | seconds | last run | |",
         "|---|---|---:|---:|---:|---:|---|---|",
     ]
     names = []

@@ -3,9 +3,9 @@
     python -m ci.raises [build/gate]
 
 `make test` asks after all gates, and fails where it lists one: write a test that is refused so, in a table of wrong
-uses (docs/gates.md names them), or, where nothing can lead there, take the statement out. What has to stay is in
-`KEPT`, with the reason. Errors that files of the library raise for each other count too. What runs in a subprocess that
-no coverage measures, or on a rank that measures none (tests/support/measured_ranks.py), does not count as reached.
+uses (docs/gates.md names them), or, where nothing can lead there, take the statement out. Statements that have to stay
+are in `KEPT`, with the reason. Errors that files of the library raise for each other count too. Lines that run in an
+unmeasured subprocess, or on an unmeasured rank (tests/support/measured_ranks.py), do not count as reached.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ __all__ = [
     "write",
 ]
 
-#: What a row is about.
+#: The subjects of a row.
 PACKAGE = "hyper_parallel"
 CORE = "hyper_parallel/core"
 TENSOR_PARALLEL = "hyper_parallel/core/tensor_parallel"
@@ -44,7 +44,7 @@ COLUMNS = ["backend", "passed", "failed", "skipped", *AREAS, "at_least", "second
 
 
 def is_own(path: str) -> bool:
-    """Whether an area is of the backend itself, not of what all backends share."""
+    """Whether an area is of the backend itself, not of the code that all backends share."""
     return path.startswith(OWN) and "*" not in path and path != OWN + "/contract"
 
 
@@ -68,7 +68,7 @@ class Row:
 
     Attributes:
         backend: name of the backend, or ``"unit"``.
-        device: what its tests ran on: ``"CPU"``, ``"GPU"``, ``"fake GPU"``, ``"NPU"``, ``"simulated NPU"``.
+        device: the device of its tests: ``"CPU"``, ``"GPU"``, ``"fake GPU"``, ``"NPU"``, ``"simulated NPU"``.
         passed, failed, skipped: numbers of tests.
         seconds: that they took.
         areas: coverage of each measured area.
@@ -189,7 +189,7 @@ def stamp(root: Path, rows: Iterable[Row], begun: str | None = None) -> None:
     Args:
         root: the project.
         rows: of a run that has just ended.
-        begun: what `tree` gave when the run began. Where the code is another one by now, rows name none.
+        begun: the result of `tree` when the run began. Where the code is another one by now, rows name none.
     """
     code, commit, date = tree(root), commit_of(root), today()
     code = code if begun in (None, code) else ""
@@ -205,7 +205,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """Read what `write` wrote.
+    """Read a file of `write`.
 
     Raises:
         SystemExit: when there is no such file.

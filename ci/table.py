@@ -51,7 +51,7 @@ SHOWN = {
         "dtypes, placements, collectives; `tests/fake_cuda`"
     ),
 }
-#: What only hardware can show: (backend, device) -> how it would run there.
+#: Features that only hardware can show: (backend, device) -> how it would run there.
 ON_HARDWARE = {
     ("torch-cuda", "GPU"): "nccl, and gloo where ranks share a GPU; conformance suite, `tests/torch`, `tests/cuda`",
     ("torch-npu", "NPU"): "hccl; conformance suite, `tests/torch`, `tests/npu`",
@@ -60,8 +60,8 @@ ON_HARDWARE = {
 
 
 def merge(last: list[Row], new: list[Row]) -> list[Row]:
-    """The rows of ``last``, those replaced that ``new`` has too; only what `SHOWN` names, and in its order. Those of
-    other releases of torch come after them, the newest first."""
+    """The rows of ``last``, those replaced that ``new`` has too; only those named in `SHOWN`, and in its order. Those
+    of other releases of torch come after them, the newest first."""
     found = {(row.backend, row.device, row.torch): row for row in [*last, *new]}
     others = [row for row in found.values() if row.torch and (row.backend, row.device) in SHOWN]
     others.sort(key=lambda row: [int(number) for number in row.torch.split(".")], reverse=True)

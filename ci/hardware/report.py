@@ -30,7 +30,7 @@ __all__ = ["PROBES", "file_name", "make_report", "to_markdown"]
 ROOT = Path(__file__).resolve().parents[2]
 #: Devices that are hardware, as the gate's table calls them.
 REAL = ("GPU", "NPU")
-#: What every report says about the device.
+#: The facts about the device in every report.
 FACTS = ("device name", "number of devices", "driver")
 #: backend -> program that prints facts as JSON. It runs in a process of its own: this file knows no framework.
 PROBES = {

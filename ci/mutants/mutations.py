@@ -32,7 +32,7 @@ _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }
-#: What fails at once with its arguments swapped, on every line that runs.
+#: Functions that fail at once with their arguments swapped, on every line that runs.
 _ORDERED = {"getattr", "hasattr", "isinstance", "issubclass", "setattr", "zip"}
 _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
@@ -54,10 +54,10 @@ class Mutation:
         path: the file, from the root of the project.
         line: its line, from 1.
         start: where the change begins in the line, in bytes of UTF-8.
-        before: what stands there.
+        before: the text there.
         after: the text that replaces it.
         kind: the change, in words.
-        text: the line as it is, without indentation: what finds the place again when lines above it change.
+        text: the line as it is, without indentation: it finds the place again when lines above it change.
     """
 
     path: str

@@ -33,7 +33,7 @@ class Results:
     def add(
         self, mutation: Mutation, backend: str, verdict: str, test: str, ran: int, seconds: float, night: bool = False
     ) -> None:
-        """Add what came out of a trial, and print it."""
+        """Add the outcome of a trial, and print it."""
         entry = {
             "key": mutation.key,
             "backend": backend,

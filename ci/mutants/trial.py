@@ -16,7 +16,7 @@ from pathlib import Path
 from ci.mutants.mutations import Mutation
 from ci.mutants.reach import BUILD, Reach, environment
 
-#: What of the project the tests need: all that is not made by building or running it.
+#: The parts of the project that the tests need: all that is not made by building or running it.
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache", ".coverage*", "*.egg-info")
 #: A test hangs when it takes longer than this, or than so many times its duration in the map.
 HANG_SECONDS, HANG_TIMES = 15.0, 5.0
@@ -33,7 +33,7 @@ class Outcome:
         verdict: "passed", "failed", "hung" or "broken", when no test could run.
         test: the one that failed or hung.
         passed: those that passed.
-        log: the end of what pytest wrote.
+        log: the end of pytest's output.
     """
 
     verdict: str

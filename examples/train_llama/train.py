@@ -215,7 +215,7 @@ def report(record: Record, samples: Sequence[bytes], out: Path) -> bool:
 
 
 def show_bytes(sharded: Trainer, unsharded: Trainer | None, mesh: DeviceMesh) -> None:
-    """Print what each process holds. Every process must call it."""
+    """Print the bytes of each process. Every process must call it."""
     held = [sharded.bytes_held()]
     for mesh_dim in reversed(range(mesh.ndim)):
         if mesh.shape[mesh_dim] > 1:

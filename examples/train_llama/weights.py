@@ -13,7 +13,7 @@ from config import LlamaConfig
 
 
 def initial_weights(config: LlamaConfig, seed: int) -> dict[str, np.ndarray]:
-    """Llama's usual initialisation: normals scaled by fan-in, smaller for what feeds the residual."""
+    """Llama's usual initialisation: normals scaled by fan-in, smaller for layers that feed the residual."""
     generator = np.random.Generator(np.random.Philox(seed))
     weights = {}
     for name, shape in config.parameter_shapes().items():

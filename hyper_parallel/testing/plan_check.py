@@ -102,7 +102,7 @@ def check_plan(
     Args:
         model: module of the selected framework on the CPU, with values and without a plan; or a function that makes
             it, which every rank calls after seeding the framework's generator.
-        mesh: as for `explain`; a few ranks show what many would do.
+        mesh: as for `explain`; a few ranks show the same as many.
         plan: as for `explain`.
         sample, kwargs: inputs of the whole model, on one device and on every rank: tensors, or arrays of NumPy.
         loss: ``loss(output)``, a scalar; by default the sum of the squares of the output.
@@ -111,7 +111,7 @@ def check_plan(
 
     Raises:
         JobError: where the plan is refused, or a rank fails: with the tracebacks of all ranks.
-        TypeError: for what cannot be pickled.
+        TypeError: for an argument that cannot be pickled.
 
     Example:
         >>> import torch
@@ -141,7 +141,7 @@ def verdict_of(found: list[Any], tolerance: float) -> PlanCheck:
     """Combine the findings of all ranks.
 
     Args:
-        found: what `compare_on_ranks` gives on each.
+        found: the findings of `compare_on_ranks` on each rank.
         tolerance: see `check_plan`.
     """
     differences = {key: max(rank[0][key] for rank in found) for key in found[0][0]}

@@ -1,4 +1,4 @@
-"""The other side of `hyper_parallel.testing.pool`: what a worker process does."""
+"""The other side of `hyper_parallel.testing.pool`: a worker process."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _leave_with_parent() -> None:
 
 
 def _join(settings: Settings) -> None:
-    """Set what a launcher such as torchrun sets, and start the platform as a program would."""
+    """Set the variables that a launcher such as torchrun sets, and start the platform as a program would."""
     os.environ.update(
         RANK=str(settings.rank),
         LOCAL_RANK=str(settings.rank),

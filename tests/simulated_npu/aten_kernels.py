@@ -1,8 +1,8 @@
 """torch_npu's kernels for torch's operators, replaced by torch's own for the CPU.
 
 Each operator that torch_npu registers for its device gets a kernel. That runs the CPU's kernel on host views of the
-operands and copies the results to the device. What allocates, makes views or copies between devices stays torch_npu's,
-so that its rules hold: no float64, its storage layout, its allocator and generators.
+operands and copies the results to the device. Operators that allocate, make views or copy between devices stay
+torch_npu's, so that its rules hold: no float64, its storage layout, its allocator and generators.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def _gradients(*names: str) -> Callable[..., tuple[torch.Tensor, ...]]:
         input_layout: str,
         **options: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Gradients in the order of the operator's results; empty ones for what was not given."""
+        """Gradients in the order of the operator's results; empty ones for missing arguments."""
         found = _backward(query, key, value, dy, Call.of(head_num, input_layout, options))
         return tuple(found.get(name, torch.empty(0, dtype=query.dtype)) for name in names)
 

@@ -2,7 +2,7 @@
 
 The blocks of a page run one after the other in one set of names. Fragments stand on names that a reader has to think of
 (a model, a batch, a loss): `PREPARED` gives them. A comment such as ``# TypeError: part of its text`` promises an
-error. `PROGRAMS` and `ELSEWHERE` list what other tests run, or compare with the source.
+error. `PROGRAMS` and `ELSEWHERE` list the blocks that other tests run, or compare with the source.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def covering(
     """Rows in which every ``strength`` choices occur together that can; the same on every machine.
 
     Args:
-        choices: kind -> what there is to choose, hashable. The first of each goes with everything.
+        choices: kind -> the options, hashable. The first of each goes with everything.
         settle: gives a row in which choices that have no meaning next to others are the first ones. A choice that has
             none next to the first of all others has one if one of these is another.
         strength: 2 for pairs.

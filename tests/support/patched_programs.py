@@ -11,7 +11,7 @@ __all__ = ["IN_A_FORK", "IN_THREADS", "fresh", "page_has"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Four threads make the first DTensor of a process at once. Before it comes what gives a tensor, ``make()``.
+#: Four threads make the first DTensor of a process at once. A function ``make()`` that gives a tensor comes before it.
 IN_THREADS = """
 import threading, time
 import hyper_parallel as hp
@@ -51,7 +51,7 @@ assert not failures and len(classes) == len(inits) == 1, (failures, classes, ini
 print("passed")
 """
 
-#: Children are forked from two ranks, and call collectives. Before it comes what gives a tensor, ``make()``.
+#: Children are forked from two ranks, and call collectives. A function ``make()`` that gives a tensor comes before it.
 IN_A_FORK = """
 import os, signal, time
 import hyper_parallel as hp

@@ -44,5 +44,5 @@ def die_on(rank: int) -> None:
 
 
 def unpicklable() -> object:
-    """Return what cannot be sent."""
+    """Return an object that cannot be sent."""
     return lambda: None

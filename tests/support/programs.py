@@ -19,7 +19,7 @@ __all__ = ["PATIENCE", "ROOT", "Ended", "program_of", "run_each", "run_on_two", 
 ROOT = Path(__file__).resolve().parents[2]
 #: Seconds until a process counts as hanging: more than it takes on the busiest machine. No test waits for them.
 PATIENCE = 900.0
-#: What launchers tell a rank.
+#: Variables that launchers set for a rank.
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MS_ROLE", "MS_WORKER_NUM", "RANK_ID")
 
 

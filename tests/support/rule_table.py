@@ -1,4 +1,4 @@
-"""The table of canonical operations in docs/rules.md, made from what stands at the rules.
+"""The table of canonical operations in docs/rules.md, made from the rules.
 
     python -m tests.support.rule_table
 

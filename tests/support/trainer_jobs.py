@@ -69,7 +69,7 @@ class Jobs(NamedTuple):
     Args:
         make: trainer of a setup, a mesh (None for one process), and a seed (None for that of the first weights).
         values: all that a checkpoint is to hold, whole.
-        compare: two of these; the third argument says what they are of.
+        compare: two of these; the third argument names their origin.
         trained: train a trainer so many steps, with a function to call after each.
         precision: relative difference that losses and norms may have.
         io: functions that save and load.

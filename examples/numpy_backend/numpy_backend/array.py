@@ -1,4 +1,4 @@
-"""The tensor of this framework: a NumPy array with a tape for gradients and what core asks of a tensor.
+"""The tensor of this framework: a NumPy array with a tape for gradients and the members that core asks of a tensor.
 
 Operations are functions, in `operations` and `layers`. The methods are those that Python's operators need. There are
 also those that the contract of HyperParallel names (`hyper_parallel.platform.contract.members`).
@@ -165,7 +165,7 @@ def gradients(output: Array, inputs: Sequence[Array], cotangent: Array, create_g
 
     Args:
         output: the output to differentiate.
-        inputs: by what.
+        inputs: the arrays to differentiate by.
         cotangent: of the output, of its shape.
         create_graph: whether the gradients can be differentiated in turn.
     """

@@ -408,7 +408,7 @@ def _setitem(x: Array, value: Any, tensors: tuple, encoded: tuple) -> Array:
 
 
 def _written(x: Array, value: Any, index: Any, part: Callable[[Array], Array]) -> None:
-    """Write, and let the gradient of what was overwritten end there."""
+    """Write, and let the gradient of the overwritten values end there."""
     before = Array(x.value)
     before.requires_grad, before.node = x.requires_grad, x.node
     x.value[index] = value.value if isinstance(value, Array) else value

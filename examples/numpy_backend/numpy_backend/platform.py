@@ -1,4 +1,4 @@
-"""The backend: what HyperParallel's contract asks for, in NumPy. Each verb is a line or two."""
+"""The backend: the verbs of HyperParallel's contract, in NumPy. Each verb is a line or two."""
 
 from __future__ import annotations
 

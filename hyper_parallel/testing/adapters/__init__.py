@@ -79,8 +79,8 @@ def load_adapter(module: str) -> Adapter:
         raise AdapterError(f"the adapter {module!r} cannot be imported: {error}") from error
     if missing := missing_names(adapter):
         raise AdapterError(
-            f"the adapter {module!r} lacks {', '.join(missing)}; hyper_parallel.testing.adapters.protocol.Adapter says "
-            "what they do"
+            f"the adapter {module!r} lacks {', '.join(missing)}; hyper_parallel.testing.adapters.protocol.Adapter "
+            "describes them"
         )
     return cast(Adapter, adapter)
 

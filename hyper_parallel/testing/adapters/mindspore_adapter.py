@@ -103,7 +103,7 @@ def _as_tuple(grads: Any) -> tuple:
 
 
 def sgd(module: nn.Cell, rate: float) -> Callable[[dict[str, Any]], None]:
-    """A function that takes one step of the framework's SGD, given what `model_value_and_grads` gives."""
+    """A function that takes one step of the framework's SGD, given the gradients of `model_value_and_grads`."""
     named = {name: p for name, p in module.parameters_and_names() if p.requires_grad}
     optimizer = nn.SGD(list(named.values()), rate)
     return lambda grads: optimizer(tuple(grads[name] for name in named))
@@ -649,7 +649,7 @@ def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
 #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
 WRITES_BACK = False
 WRITES_THROUGH_VIEWS = False
-#: `set_data` gives a plain parameter other memory: what was taken of it before stays as it was.
+#: `set_data` gives a plain parameter other memory: aliases taken before stay as they were.
 REPLACES_MEMORY = True
 BOOL = ms.bool_
 #: The smallest of numbers with NaN among them is none on CPU; gradients of gradients through views are not supported.

@@ -5,7 +5,7 @@ learn from. The computations of models are in `forwards` there and need no repea
 adapter.
 
 "Tensor" below is a tensor of the framework, plain or distributed: every operation gets both. Operations come in the
-framework's own words: the suite checks that a user's code runs unchanged, so call what users call.
+framework's own words: the suite checks that a user's code runs unchanged, so call the functions that users call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Adapter(Protocol):
     """The attributes of a module that is an adapter. Floating point tensors are float32 unless a check says
     otherwise."""
 
-    # ---------------------------------------------------------------- what differs between frameworks
+    # ---------------------------------------------------------------- differences between frameworks
     #: How many combinations of placements are tried for one operation, drawn at random when there are more.
     COMBINATIONS: int
     #: Dtype of class indices in the framework's losses.
@@ -37,13 +37,13 @@ class Adapter(Protocol):
     REFUSES_SMOOTHING: bool
     #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
     WRITES_BACK: bool
-    #: Whether the framework's own writes in place reach what a tensor is a view of, on every device of the backend.
+    #: Whether the framework's own writes in place reach the base of a view, on every device of the backend.
     WRITES_THROUGH_VIEWS: bool
     #: Whether loading gives a plain parameter other memory, so that an earlier alias keeps the old values.
     REPLACES_MEMORY: bool
     #: The framework's dtype of booleans.
     BOOL: Any
-    #: Keywords of `hyper_parallel.testing.fuzz.program.Limits`: what random programs may contain.
+    #: Keywords of `hyper_parallel.testing.fuzz.program.Limits`: the allowed contents of random programs.
     FUZZ_LIMITS: dict[str, Any]
     #: Keywords of `hyper_parallel.testing.fuzz.training.programs.TrainingLimits`: the same of those of trainers.
     #: Further ways to write and to load that it names are in dicts of functions, ``WRITES`` and ``LOADS``. Adapters
@@ -52,7 +52,7 @@ class Adapter(Protocol):
     #: How many random programs the suite runs: chains of operations, and trainers.
     FUZZ_SHARE: int
     TRAINING_SHARE: int
-    #: What `hyper_parallel.register_sharding` takes for the operation `custom`.
+    #: The first argument of `hyper_parallel.register_sharding` for the operation `custom`.
     CUSTOM: Any
     #: Operations that write into their first operand: name -> (function, whether it takes a second operand).
     IN_PLACE: dict[str, tuple[Callable[..., Any], bool]]
@@ -90,9 +90,9 @@ class Adapter(Protocol):
         """A function that takes one step of the framework's SGD, given the gradients of `model_value_and_grads`."""
 
     def optimizer(self, module: Module, name: str, rate: float) -> tuple[Any, Callable[[dict[str, Any]], None]]:
-        """One of the framework's optimizers for what ``module`` trains, and a function that takes a step as that of
-        `sgd`: ``"adamw"``, with betas 0.9 and 0.95, or ``"momentum"``, SGD with momentum 0.9. Asked for where the
-        platform knows optimizers (`Platform.is_optimizer`)."""
+        """One of the framework's optimizers for the trained parameters of ``module``, and a function that takes a step.
+        The function is as that of `sgd`. Names are ``"adamw"``, with betas 0.9 and 0.95, and ``"momentum"``, SGD with
+        momentum 0.9. Asked for where the platform knows optimizers (`Platform.is_optimizer`)."""
 
     def clip(self, module: Module, grads: dict[str, Any], norm: float) -> dict[str, Any]:
         """The gradients of `model_value_and_grads`, clipped by the framework so that the norm of all is ``norm`` at

@@ -73,8 +73,8 @@ def second_order(
 
 
 def sgd(module: nn.Module, rate: float) -> Callable[[dict[str, Any]], None]:
-    """A function that takes one step of the framework's SGD, given what `model_value_and_grads` gives."""
-    # Simulated NPUs do not count in `_version` what operations on lists of tensors write.
+    """A function that takes one step of the framework's SGD, given the gradients of `model_value_and_grads`."""
+    # Simulated NPUs do not count writes of operations on lists of tensors in `_version`.
     optimizer = torch.optim.SGD(module.parameters(), rate, foreach=False)
     return lambda grads: optimizer.step()  # the gradients are on the parameters
 

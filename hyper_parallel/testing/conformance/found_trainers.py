@@ -11,7 +11,7 @@ def _of(model: Model, setup: Setup, *actions: Action, data: str = "same", optimi
     return Program(1, model, (setup,), data, (), optimizer, actions)
 
 
-#: What was wrong -> the program.
+#: The former error -> the program.
 FOUND_TRAINERS: dict[str, Program] = {
     "a unit of which a tensor-parallel rank has nothing of a parameter": _of(
         Model(6, 5, ("mlp",)),

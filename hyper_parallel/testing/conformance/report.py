@@ -21,7 +21,7 @@ class Group:
 
 @dataclass
 class Failure:
-    """A check that failed: its name as pytest has it, and what pytest says about it."""
+    """A check that failed: its name as pytest has it, and pytest's text about it."""
 
     check: str
     message: str
@@ -34,7 +34,7 @@ class Report:
     Attributes:
         backend: name of the backend.
         device_type: of its meshes.
-        comm_backend: what its groups run on.
+        comm_backend: the communication backend of its groups.
         adapter: module that gave its framework to the checks.
         versions: of the library, Python, NumPy and the framework.
         world_sizes: of the checks that were asked for.

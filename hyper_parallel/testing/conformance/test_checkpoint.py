@@ -1,4 +1,5 @@
-"""Checkpoints: what one mesh has saved another one loads, bit for bit, and training goes on as if without a break."""
+"""Checkpoints: one mesh loads the values that another has saved, bit for bit. Training goes on as if without a
+break."""
 
 from __future__ import annotations
 

@@ -340,7 +340,7 @@ def shared_out(mesh: Any, directory: str) -> list[list[str]]:
 
 @spmd.on_mesh()
 def late(mesh: Any, directory: str) -> list[str]:
-    """Another program saves under the same name before this save ends: what all ranks are told, of both kinds."""
+    """Another program saves under the same name before this save ends: the errors of all ranks, of both kinds."""
     ranks, other, path = Collective(mesh), Path(directory) / "other", Path(directory) / "late" / "step-3"
     save({"step": 4}, other, mesh=mesh)
     found = []
@@ -367,7 +367,7 @@ def late(mesh: Any, directory: str) -> list[str]:
 
 @spmd.on_mesh()
 def cut(mesh: Any, directory: str) -> list[str]:
-    """A file is cut after all ranks have opened it: what they are told, by the placement that they load with."""
+    """A file is cut after all ranks have opened it: their errors, by the placement that they load with."""
     adapter, ranks = get_adapter(), Collective(mesh)
     whole = np.arange(3 * 2**13, dtype=np.float32).reshape(6, 2**12)
     found = []

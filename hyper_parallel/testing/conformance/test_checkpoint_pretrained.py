@@ -232,7 +232,7 @@ def misfits(mesh: Any, directory: str) -> None:
         save_pretrained(model, folder / "c", max_shard_size="much", mesh=mesh)
     with fails(ValueError, "do not save the same", "up.weight"):
         save_pretrained({"up.weight": adapter.tensor(array(3) + mesh.get_rank())}, folder / "c", mesh=mesh)
-    # What was there before of the same kind is replaced.
+    # Older weights of the same kind are replaced.
     save_pretrained(model, folder / "d", max_shard_size="1kb", mesh=mesh)
     save_pretrained(model, folder / "d", max_shard_size=40, mesh=mesh)
     several = sorted(p.name for p in (folder / "d").iterdir())

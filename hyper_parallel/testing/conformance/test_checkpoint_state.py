@@ -86,7 +86,7 @@ def values(mesh: Any, directory: str) -> None:
     # A tensor in a place without one is a new one.
     for x, wanted in ((got["tensors"][0], array(3)), (got["tensors"][1]["deep"][0], array(2, 2))):
         assert (adapter.numpy(x) == wanted).all()
-    # A part of what was saved, and a nest of another form.
+    # A part of the saved state, and a nest of another form.
     assert load({"tuple": None}, path, mesh=mesh) == {"tuple": (1, (2, "x"), [3])}
     assert load({"tuple": [7]}, path, mesh=mesh) == {"tuple": (1, (2, "x"), [3])}
     with fails(ValueError, "missing: nothing", "missing: flot (the checkpoint has 'float')"):
@@ -159,7 +159,7 @@ def placements(mesh: Any, directory: str) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def two_dimensions(mesh: Any, directory: str) -> None:
-    """The strided order of cuts, packed shards below it, tensors of slices; and what each rank writes."""
+    """The strided order of cuts, packed shards below it, tensors of slices; and the files of each rank."""
     adapter, whole = get_adapter(), array(9, 6)
     kinds = [
         [Replicate(), Replicate()],
@@ -384,7 +384,7 @@ class OwnCounter(Counter):
 
 
 class Spread(OwnCounter):
-    """One that knows what to do where another number of ranks loads."""
+    """An object that handles a load by another number of ranks."""
 
     def load_state_of_ranks(self, states: list[dict[str, Any]], rank: int, world_size: int) -> None:
         self.value = (rank, world_size, [state["value"] for state in states])

@@ -97,7 +97,7 @@ def observed() -> None:
     model, observer = adapter.load(adapter.linear_module(4, 2), np.random.default_rng(0)), _Failing()
     with platform.observe(observer):
         adapter.call(model, adapter.tensor(floats(3, 4)))
-        with pytest.raises(Exception):  # noqa: B017 - frameworks raise what they like
+        with pytest.raises(Exception):  # noqa: B017 - frameworks raise any class
             adapter.call(model, adapter.tensor(floats(3, 5)))
             adapter.numpy(adapter.call(model, adapter.tensor(floats(3, 5))))
     before = list(observer.seen)

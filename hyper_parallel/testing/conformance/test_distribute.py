@@ -1,4 +1,4 @@
-"""Distributing tensors, parameters and modules, and what styles do with arguments, keywords and shared parameters."""
+"""Distributing tensors, parameters and modules; how styles treat arguments, keywords and shared parameters."""
 
 from __future__ import annotations
 
@@ -447,7 +447,7 @@ def prepared_inputs(mesh: Any, rows: int) -> None:
     def sharded() -> Any:
         return DTensor.from_local(mine, mesh, [S0], shape=whole.shape)
 
-    # Positional: a None slot and what comes after the layouts stay as they are; a DTensor brings its own placement.
+    # Positional: a None slot and inputs after the layouts stay as they are; a DTensor brings its own placement.
     style = PrepareModuleInput(input_layouts=(R, None), desired_input_layouts=(S0, None))
     module = probe(mesh, style)
     plain = adapter.tensor(floats(2, 2))

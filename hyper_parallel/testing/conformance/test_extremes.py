@@ -84,7 +84,7 @@ def run_nan(mesh_shape: tuple[int, ...], op: str, dtype: str) -> None:
         x = whole()
         x[place] = NAN
         x[6, 6] = np.inf * -SIGN[op]
-        x[:, 5] = np.inf * -SIGN[op]  # what stands for "no number" must not be taken for one
+        x[:, 5] = np.inf * -SIGN[op]  # the stand-in for "no number" must not be taken for a number
         x = x.astype(dtype)
         layout = get_layout(mesh, placements, x.shape)
         mine = np.ascontiguousarray(x[layout.local_index()])

@@ -1,7 +1,7 @@
 """Errors for a lost rank: each collective names itself, its tensor, its ranks and the missing one.
 
-The platform's verbs are replaced by ones that fail: here is what core makes of it. Losing and finding ranks is tested
-in the tests of each backend, with processes that really end or hang.
+The platform's verbs are replaced by ones that fail: these tests are about core's errors. Losing and finding ranks is
+tested in the tests of each backend, with processes that really end or hang.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def mixed() -> None:
         fully_shard(mlp.down, mesh=mesh)
         fully_shard(mlp, mesh=mesh)
         mesh.platform.register_forward_pre_hook(mlp.down, lambda module, args, convert=convert: (convert(args[0]),))
-        # What has the data of a batch comes from the unit around it, which has gathered by then, on all ranks.
+        # A tensor that has the data of a batch comes from the unit around it, which has gathered by then, on all ranks.
         with pytest.raises(ValueError, match="one loss or one each"):
             adapter.call(mlp, given)
     other = adapter.tensor(x)

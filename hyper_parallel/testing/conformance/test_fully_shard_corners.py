@@ -254,7 +254,7 @@ def test_without_freeing(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp_replicate", "dp_shard"))
 def reduced_in_parts(mesh: Any) -> None:
-    """Gradients of one batch over shards alone, and of the next over replicas too, with what was kept."""
+    """Gradients of one batch over shards alone, and of the next over replicas too, with the kept part."""
     adapter, rank = get_adapter(), mesh.get_rank()
     single = adapter.load(block_of((6, 7)), np.random.default_rng(5))
     sharded = shard_block(adapter.load(block_of((6, 7)), np.random.default_rng(5)), mesh)

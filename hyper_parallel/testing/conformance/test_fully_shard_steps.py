@@ -78,7 +78,7 @@ def train(mesh: Any, sizes: tuple[int, int], optimizer: str, dtype: Any) -> None
         x, target = (rng.standard_normal((size * ROWS, sizes[0])).astype(dtype) for _ in range(2))
         y, grad_x, grads = adapter.model_value_and_grads(single, loss_of(single, target, size * ROWS), x)
         got_y, got_grad_x, got = adapter.model_value_and_grads(sharded, loss_of(sharded, target[mine], ROWS), x[mine])
-        # What Adam has made of rounding shows in everything after its first step.
+        # Rounding that Adam magnifies shows in everything after its first step.
         exact = optimizer != "adamw" or dtype is np.float64 or step == 0
         allowed = tolerance if exact else OF_THE_WAY
         near(adapter.numpy(got_y), adapter.numpy(y)[mine], f"output, {what}", allowed)

@@ -191,7 +191,7 @@ def methods(mesh: Any) -> None:
     x = adapter.tensor(rng.standard_normal((2, 2, 8)).astype(np.float32))
     wanted = adapter.numpy(adapter.call(single.feed_forward, x))
     unit = block.feed_forward
-    # Without storage to free, what `unshard` has made whole serves one forward.
+    # Without storage to free, parameters that `unshard` has made whole serve one forward.
     gathers = 0 if mesh.size() == 1 else 1 if mesh.platform.frees_storage else 2
     for async_op in (False, True):
         with CommDebugMode() as comm:

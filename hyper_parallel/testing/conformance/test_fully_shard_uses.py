@@ -139,7 +139,7 @@ def test_refusals(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def dtypes(mesh: Any) -> None:
-    """`output_dtype` converts what comes out, and `cast_forward_inputs` what goes in."""
+    """`output_dtype` converts the outputs, and `cast_forward_inputs` the inputs."""
     adapter = get_adapter()
     single, sharded = (adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5)) for _ in range(2))
     half, whole = (adapter.tensor(np.ones(1, dtype)).dtype for dtype in (np.float16, np.float32))

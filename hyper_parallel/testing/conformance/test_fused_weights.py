@@ -39,7 +39,7 @@ def apply(mesh: Any, module: Any, plan: dict[str, Any], in_strict: bool = False)
 
 
 ROW = RowwiseParallel()
-#: Attributes of the attention module, how wide its input is, and what its projections are.
+#: Attributes of the attention module, the width of its input, and its projections.
 ATTENTION = {
     "as in GPT": ({"n_head": 12}, 24, 72, 24, (12, 12, 12)),
     "with a size": ({"num_heads": 12, "head_dim": 4}, 24, 144, 48, (12, 12, 12)),

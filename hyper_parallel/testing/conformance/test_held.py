@@ -111,7 +111,7 @@ def replaced(case: str) -> None:
     assign(module, name, distribute_tensor(adapter.tensor(values), mesh, [placement]))
     wanted = adapter.numpy(adapter.call(single, x))
     if case in ("colwise, short", "norm", "head norm"):
-        return  # what these give is this rank's part of what `values_of_replaced` compares
+        return  # these outputs are this rank's part of those that `values_of_replaced` compares
     same(adapter.numpy(adapter.call(module, x)), wanted, "output")
 
 

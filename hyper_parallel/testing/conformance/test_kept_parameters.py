@@ -39,7 +39,7 @@ def taken_of(p: Any, mesh: Any) -> dict[str, Any]:
 
 
 class Kept(Trained):
-    """A model in training, and what was taken of it at any time."""
+    """A model in training, and values taken of it at any time."""
 
     def __init__(self, mesh: Any, way: str) -> None:
         super().__init__(mesh, lambda: block_of((6, 5)), lambda block: WAYS[way](block, mesh), (2, 6))

@@ -1,4 +1,4 @@
-"""Linear layers that run on plain tensors without distributed ones: what changes is the time, and nothing else."""
+"""Linear layers that run on plain tensors without distributed ones: only the time changes."""
 
 from __future__ import annotations
 

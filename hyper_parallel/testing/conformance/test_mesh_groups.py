@@ -29,7 +29,7 @@ from hyper_parallel.testing.extent import in_gate
 
 
 def check_use(mesh: Any, dims: int = 1) -> None:
-    """Gathering, summing and cutting over the mesh give what they should, for parts of different sizes."""
+    """Gathering, summing and cutting over the mesh give the right results, for parts of different sizes."""
     if mesh.get_coordinate() is None:
         return
     adapter = get_adapter()

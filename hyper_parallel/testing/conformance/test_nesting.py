@@ -37,7 +37,7 @@ def packed(shape: tuple[int, ...]) -> Any:
 
 
 def parts_of_parts(mesh: Any, over: tuple[str, ...], shapes: list[tuple[int, ...]]) -> None:
-    """A layout that nests is what distributing each rank's part once more gives."""
+    """A nested layout is that of distributing each rank's part once more."""
     adapter, rng = get_adapter(), np.random.default_rng(3)
     inner_mesh, outer_mesh = mesh["tp"], mesh[over]
     for shape in shapes:

@@ -88,7 +88,7 @@ def given(ids: bool, what: str, odd: bool) -> Any:
 
 
 class Compared:
-    """Counts what ranks compare."""
+    """Counts the comparisons of the ranks."""
 
     def __enter__(self) -> list[str]:
         self.steps: list[str] = []

@@ -137,7 +137,7 @@ def test_distributed_output(pool: Any, name: str) -> None:
 
 @spmd.on_mesh()
 def left_alone(mesh: Any) -> None:
-    """Check that collectives run as ever that the backend is not asked for, or refuses."""
+    """Check that collectives run as before that the backend is not asked for, or refuses."""
     adapter = get_adapter()
 
     def counts(style: Any, sizes: tuple[int, int], x: Any, least: int = 0) -> tuple[dict[str, int], list[tuple]]:

@@ -86,7 +86,7 @@ def written_after_it_was_gathered(mesh: Any) -> None:
 
     z, grads = adapter.value_and_grads(loss, [part(whole, mesh, S0), part(weight, mesh, S0)])
     same(adapter.numpy(z), (whole * factor) @ weight.T, "output", 1e-4)
-    same(grads[0], part((weights @ weight) * factor, mesh, S0), "gradient of what was gathered", 1e-4)
+    same(grads[0], part((weights @ weight) * factor, mesh, S0), "gradient of the gathered tensor", 1e-4)
     same(grads[1], part(weights.T @ (whole * factor), mesh, S0), "gradient of the weight", 1e-4)
 
 

@@ -77,7 +77,7 @@ def mapped_on_a_grid(mesh: Any) -> None:
 
 @on_ranks(1, 2, 3, 4)
 def test_uneven_local_map(pool: Any, world_size: int) -> None:
-    """The global shape follows from what all ranks return, and gradients are the single device's."""
+    """The global shape follows from the results of all ranks, and gradients are the single device's."""
     pool.run(world_size, mapped_in_a_row)
     if world_size >= 3:
         pool.run(4, mapped_on_a_grid)

@@ -119,7 +119,7 @@ def prepared(mesh: Any, rows: int) -> None:
     for over_dp in (Shard(0), Shard(2), R):
         adapter.call(inside, batch([over_dp]))
         lies(inside.seen[0][0], mesh, over_dp, SEQUENCE)
-        # What lies on both dimensions is converted from there, whatever input_layouts says.
+        # A tensor on both dimensions is converted from there, whatever input_layouts says.
         adapter.call(inside, batch([over_dp, Shard(2) if over_dp is Shard(0) else Shard(0)], mesh))
         lies(inside.seen[0][0], mesh, over_dp, SEQUENCE)
 

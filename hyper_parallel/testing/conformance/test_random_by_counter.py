@@ -59,7 +59,7 @@ def drawn_in_numpy(platform: Any, kind: str, shape: tuple[int, ...], draws: int)
 
 
 def run_draws(mesh_shape: tuple[int, ...]) -> None:
-    """Factories, `rand_like` and dropout on every placement are what NumPy computes of the same keys."""
+    """Factories, `rand_like` and dropout on every placement equal NumPy's results for the same keys."""
     job(*mesh_shape)(draw_all)()
 
 
@@ -92,7 +92,7 @@ def check_factories(mesh: Any, shape: tuple[int, ...]) -> None:
 
 
 def runs_on_shards(function: Any, x: Any) -> bool:
-    """Whether a function has a sharding rule; one without draws as ever."""
+    """Whether a function has a sharding rule; one without draws without it."""
     try:
         with strict():
             function(x)
@@ -195,7 +195,7 @@ def come_apart(mesh: Any) -> None:
         adapter.draw("rand", (3,))
     mine = adapter.numpy(adapter.dropout(x, 0.5).to_local())
     others = DTensor.from_local(adapter.tensor(mine), mesh, [S0]).full_tensor()
-    same(adapter.numpy(others), np.concatenate([mine] * mesh.size()), "what all ranks hold", 0.0)
+    same(adapter.numpy(others), np.concatenate([mine] * mesh.size()), "values of all ranks", 0.0)
 
 
 @on_ranks(1, 2, 4)
@@ -208,7 +208,7 @@ def test_on_request(pool: Any, world_size: int) -> None:
 
 @job()
 def saved(mesh: Any) -> tuple[dict[str, Any], np.ndarray]:
-    """The state between two draws, and what comes after it."""
+    """The state between two draws, and the numbers after it."""
     seed(9, mesh)
     options = {"device_mesh": mesh, "placements": [S0]}
     hyper_parallel.rand(5, 3, **options)

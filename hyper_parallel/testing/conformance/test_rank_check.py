@@ -1,4 +1,5 @@
-"""`check_ranks`: ranks that are about to do different things all raise, and the error names who differs and in what."""
+"""`check_ranks`: ranks that are about to do different things all raise, and the error names the ranks and the
+difference."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from hyper_parallel.testing.spmd import device_mesh, on_mesh
 
 
 def error_of(mesh: Any, job: Callable[[], Any]) -> tuple[str, str, tuple[int, ...]]:
-    """Type, message and ranks of what ``job`` raises inside `check_ranks`."""
+    """Type, message and ranks of the error of ``job`` inside `check_ranks`."""
     try:
         with check_ranks(mesh):
             job()

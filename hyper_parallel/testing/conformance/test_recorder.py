@@ -86,7 +86,7 @@ def details(mesh: Any) -> None:
         x.redistribute(placements=[Shard(1)])
         DTensor.from_local(adapter.tensor(whole), mesh, [Partial("max")]).redistribute(placements=[Replicate()])
         DTensor.from_local(adapter.tensor(floats(0, 3)), mesh, [Partial()]).redistribute(placements=[Replicate()])
-    gathered, moved, largest, ties = comm.events  # nothing is sent of what has no elements
+    gathered, moved, largest, ties = comm.events  # a tensor without elements sends nothing
     sizes = (2,) * (size - 1) + (1,)
     # All ranks say the same, whatever their shard.
     assert (gathered.shape, gathered.bytes, gathered.uneven_dim) == ((2, 3), 24, 0)

@@ -19,7 +19,7 @@ from hyper_parallel.testing.extent import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
-# Collectives of (forward, backward) on a 1-D mesh: what hand-written code needs.
+# Collectives of (forward, backward) on a 1-D mesh: those of hand-written code.
 EXPECTED = {
     (S0, R): ({"all_gather": 1}, {}),
     (R, S0): ({}, {"all_gather": 1}),

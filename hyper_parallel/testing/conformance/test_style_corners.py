@@ -239,7 +239,7 @@ def misfits(mesh: Any) -> None:
     adapter = get_adapter()
     with pytest.raises(ValueError, match=r"24 features, which are not 7 heads \(heads=\(3, 2, 2\)\)"):
         parallelize_module(adapter.linear_module(4, 24), mesh, ColwiseParallel(heads=(3, 2, 2)))
-    # The framework's own words for what fits the style and not the weight.
+    # The framework's own words for an input that fits the style and not the weight.
     column = parallelize_module(adapter.linear_module(4, 24), mesh, ColwiseParallel())
     with pytest.raises((RuntimeError, ValueError)):
         adapter.numpy(adapter.call(column, adapter.tensor(floats(3, 13))))

@@ -47,7 +47,7 @@ def orders_of(rng: np.random.Generator, count: int) -> list[list[int]]:
 
 
 def together(seeds: list[int]) -> None:
-    """All ranks change what they run, in the same way, often and back again: as on a single device."""
+    """All ranks change the units that they run, in the same way, often and back again: as on a single device."""
     # Meshes of the same ranks; all ranks of the pool make them, also those that are in none.
     meshes = [spmd.device_mesh(names=(f"other{seed}",) if seed % 2 else None) for seed in seeds]
     for seed, here in zip(seeds, meshes, strict=True):

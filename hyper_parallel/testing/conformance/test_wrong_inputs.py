@@ -34,7 +34,7 @@ from hyper_parallel.testing.extent import on_ranks
 
 
 def message_of(job: Any) -> tuple[str, str]:
-    """Type and message of what ``job`` raises."""
+    """Type and message of the error of ``job``."""
     try:
         job()
     except Exception as error:
@@ -156,7 +156,7 @@ def uneven(mesh: Any) -> dict[str, tuple[str, str]]:
         "replicated": message_of(lambda: adapter.call(router.gate, cut(length))),
         "parameters": message_of(lambda: adapter.call(held.held, cut(length))),
     }
-    # Where the first call is even and a later one is not: what was handed out tells.
+    # Where the first call is even and a later one is not: an earlier output tells.
     even = cut(2 * ranks)
     for _ in range(2):
         adapter.call(norm.norm, even)

@@ -19,7 +19,7 @@ from hyper_parallel.testing.fuzz.words import WORDS
 
 __all__ = ["Reference", "Verdict", "on_one_device", "run"]
 
-#: What became of a program, and what there is to say of it.
+#: The outcome of a program, and a text about it.
 Verdict = tuple[str, str]
 #: Relative error that rounding may cause, by dtype.
 _TOLERANCE = {"float16": 3e-2, "float32": 2e-4, "float64": 2e-4}  # MindSpore computes some of float64 in float32

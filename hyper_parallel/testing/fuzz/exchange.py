@@ -61,7 +61,7 @@ _VERBS = (
     "tell_of_failure",
     "find_missing_ranks",
 )
-#: What a rank says in place of a collective when it asks others what they do.
+#: The message of a rank in place of a collective when it asks others for their state.
 _QUESTION = "a question"
 
 _installed: Exchange | None = None
@@ -72,7 +72,7 @@ class OutOfStepError(Exception):
 
 
 class AskedError(RuntimeError):
-    """Another rank asks what this one does in a collective, or has left: a backend's collective would fail."""
+    """Another rank asks this one for its state in a collective, or has left: a backend's collective would fail."""
 
 
 class ExchangePool(WorkerPool):

@@ -24,7 +24,7 @@ class Word:
     """One operation.
 
     Attributes:
-        name: what programs call it.
+        name: its name in programs.
         count: how many tensors it takes.
         choose: ``choose(rng, *arrays)`` gives the other arguments, or None where the word does not fit.
         adapter: ``adapter(adapter, tensors, args)`` runs it on the tensors of a framework; a sequence of tensors for
@@ -490,7 +490,7 @@ _add(
 
 
 def _small_and_dim(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
-    """A dimension of what has an exponential: not all frameworks take away the largest element first."""
+    """A dimension of an operand of an exponential: not all frameworks take away the largest element first."""
     return None if np.abs(x).max(initial=0.0) > (10 if x.dtype == np.float16 else 80) else _full_dim(rng, x)
 
 

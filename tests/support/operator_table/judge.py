@@ -50,7 +50,7 @@ class WrongError(AssertionError):
 
 # ------------------------------------------------------------------------------------------------ the job
 def judge(platform: str, names: list[str], count: int, many: bool, results: str) -> None:
-    """Try the operators ``names`` and append a line for each to ``results``: first its name, then what was found.
+    """Try the operators ``names`` and append a line for each to ``results``: first its name, then the findings.
 
     Args:
         platform: the backend.
@@ -109,7 +109,7 @@ class _Operator:
         self.exchange = exchange
 
     def verdicts(self, count: int) -> dict[str, Any]:
-        """Form -> verdict -> what was seen, a few times."""
+        """Form -> verdict -> findings, a few of each."""
         try:
             calls = self.side.calls(self.name, count)
         except Exception as error:
@@ -173,8 +173,8 @@ class _Operator:
         self.tried.append((column, where, trial.call.unsteady, (verdict, text, backward, trial.seen)))
 
     def _agree(self) -> None:
-        """Put together what all ranks have found, once for the operator: ranks that share a processor wait long for
-        one another."""
+        """Put together the findings of all ranks, once for the operator: ranks that share a processor wait long for one
+        another."""
         by_rank = all_gather_object([outcome for *_, outcome in self.tried], self.meshes[0], 0)
         self.exchange.end_program()
         for (column, where, unsteady, _), everyone in zip(self.tried, zip(*by_rank, strict=True), strict=True):
@@ -217,7 +217,7 @@ class _Trial:
         )
         self.wanted: list[Any] = []
         self.wanted_grads: list[Any] = []
-        #: What ranks must agree about.
+        #: The facts that ranks must agree about.
         self.seen: list[Any] = []
 
     def _call(self, tensors: list[Any]) -> list[Any]:

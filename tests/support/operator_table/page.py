@@ -1,4 +1,4 @@
-"""docs/operators.md: one table for each framework, written anew from what was found."""
+"""docs/operators.md: one table for each framework, written anew from the findings."""
 
 from __future__ import annotations
 

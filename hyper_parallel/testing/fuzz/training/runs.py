@@ -1,4 +1,4 @@
-"""Programs of trainers on one device and distributed, and what became of them."""
+"""Programs of trainers on one device and distributed, and their outcomes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def differs(trainer: Trainer | None) -> bool:
 
 
 class Comparison:
-    """Compares what a rank sees with a reference.
+    """Compares the values of a rank with a reference.
 
     Args:
         reference: the single device's.

@@ -1,4 +1,4 @@
-"""A trainer that does what a program says, and looks at all after each step."""
+"""A trainer that performs the actions of a program, and looks at all after each step."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Trainer(Job):
 
     def _order(self, order: tuple[int, ...]) -> None:
         if self.total is not None and not self.platform.accumulates_gradients:
-            return  # what was kept of a unit comes with the next backward that comes to it
+            return  # gradients kept of a unit come with the next backward that reaches it
         self.root.order[0], self.order, self.choice = order, order, None
 
     def _differ(self, *orders: tuple[int, ...]) -> None:
@@ -124,7 +124,7 @@ class Trainer(Job):
         self.kept.append((how, {name: x for name, x in by_name.items() if name in named}))
 
     def _scale(self, which: int) -> None:
-        """Write to parameters through what was kept of them."""
+        """Write to parameters through aliases that were kept of them."""
         self._reshard_all()
         if not self.kept:
             return
@@ -270,7 +270,7 @@ class Trainer(Job):
         self._optimizer()
 
     def _cast(self, dtype: str) -> None:
-        """Another dtype; what was taken before belongs to the old memory."""
+        """Another dtype; aliases taken before belong to the old memory."""
         if self.total is not None:
             return
         self._reshard_all()
