@@ -28,7 +28,7 @@ PLATFORMS_OF = {
 }
 # Files of tests/torch that test the CPU, or features that are the same on every device and take long to try.
 ON_CPU_ONLY = {
-    "test_against_torch.py": "what torch's own DTensor does",
+    "test_against_torch.py": "the behaviour of torch's own DTensor",
     "test_checkpoint.py": "optimizers of plain modules on the CPU, and a rank that gloo loses",
     "test_checkpoint_crashes.py": "the contents of files, whichever device the tensors come from",
     "test_docstrings.py": "examples with a mesh of CPUs",
@@ -37,7 +37,7 @@ ON_CPU_ONLY = {
     "test_fully_shard_overlap.py": "which collectives gloo starts, and when",
     "test_fully_shard_pairs.py": "pairs of options in float64, which not every device has",
     "test_fully_shard_training.py": "every optimizer in float64, which not every device has",
-    "test_gpu_bodies.py": "what tests/cuda does, where there is no GPU",
+    "test_gpu_bodies.py": "the jobs of tests/cuda, where there is no GPU",
     "test_huggingface.py": "models of a library",
     "test_huggingface_files.py": "models of a library",
     "test_nested_parameters.py": "every optimizer in float64, which not every device has",
@@ -47,7 +47,7 @@ ON_CPU_ONLY = {
     "test_pictures.py": "pictures, whichever device draws",
     "test_replicate.py": "optimizers in float64, which not every device reduces",
     "test_replicate_features.py": "float64, and layers that simulated NPUs have no kernels for",
-    "test_styles_against_torch.py": "what torch's own styles do with gloo",
+    "test_styles_against_torch.py": "torch's own styles with gloo",
     "test_trainer.py": "training in float64, which not every device has",
     "test_walks.py": "functions that run with gloo",
     "test_without_samples.py": "layers in float64, which not every device has",
@@ -55,11 +55,11 @@ ON_CPU_ONLY = {
 }
 #: Those of them that simulated NPUs run all the same: torch's own DTensor over HCCL is a reference too.
 ALSO_ON_NPU = {"test_against_torch.py", "test_huggingface.py"}
-#: Files of tests/torch that would say of a simulated NPU, which computes on the CPU, what they say of the CPU, and take
-#: long. Real devices run them.
+#: Files of tests/torch that would repeat their results of the CPU on a simulated NPU, which computes on the CPU, and
+#: take long. Real devices run them.
 NOT_SIMULATED = {
     "test_clipping.py": "norms over several meshes",
-    "test_compile_guards.py": "what makes torch compile again; test_compile.py is run",
+    "test_compile_guards.py": "causes of recompilation by torch; test_compile.py is run",
     "test_compile_models.py": "more models; test_compile.py is run",
     "test_compile_uneven.py": "more layouts; test_compile.py is run",
     "test_costs_against_torch.py": "numbers of messages",
@@ -87,22 +87,22 @@ NIGHTLY_ON_SIMULATED_NPU = {
     "test_checkpoint_tool.py": _FILES,
     "test_compile.py::test_decoder": "a larger model; test_mlp is run",
     "test_compile.py::test_inside_of_units": "more models; test_mlp is run",
-    "test_compile.py::test_outside": "what leaves compiled code",
+    "test_compile.py::test_outside": "operations that leave compiled code",
     "test_compile.py::test_styles": "more styles; test_mlp is run",
     "test_compile.py::test_ways": "more ways to compile; test_mlp is run",
     "test_compile_styles.py": "more styles; test_compile.py is run",
     "test_fuzz.py": "random programs, of operations that have tests here",
     "test_huggingface.py": "models of a library",
     "test_large_plans.py": "plans of many keys",
-    "test_launch.py": "what launchers set",
+    "test_launch.py": "variables of launchers",
     "test_own_style.py": "a program of the documentation",
     "test_random_states.py": "files of random states; test_random.py is run",
     "test_readme.py": "programs of the README; tests/npu starts programs",
-    "test_training_features.py": "what training loops do around the library",
+    "test_training_features.py": "features of training loops around the library",
 }
 #: Files of tests/torch that no NPU can run.
 NOT_ON_NPU = {"test_flex_attention.py": "an operator that torch refuses on NPUs"}
-#: What ranks that share a GPU cannot try, since they talk over gloo: name of a file, or of a test in it -> why.
+#: Tests that ranks that share a GPU cannot run, since they talk over gloo: name of a file, or of a test in it -> why.
 _FUNCTIONAL = "over gloo, functional collectives of torch on a GPU end the process (segmentation fault, torch 2.15)"
 NEEDS_NCCL = {
     "test_comm_mode_torch.py::test_counted": _FUNCTIONAL,
@@ -147,7 +147,7 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out what speaks about other backends. It is not reported as skipped: their own run reports it."""
+    """Leave out tests of other backends. It is not reported as skipped: their own run reports it."""
     here = Path(__file__).parent
     if collection_path.parent.parent == here and f"{collection_path.parent.name}/{collection_path.name}" in left_out():
         return True

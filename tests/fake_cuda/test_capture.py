@@ -1,5 +1,5 @@
 """Steps that a CUDA graph can capture: on a GPU, forward and backward of a style never wait for the device. Nor do they
-make tensors whose shape depends on computed values. The first step may: in it ranks compare what they are given."""
+make tensors whose shape depends on computed values. The first step may: in it ranks compare their inputs."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_gloo_instead_of_nccl(cuda_platform: Any, monkeypatch: pytest.MonkeyPatc
 def test_generator(cuda_platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator is that of the current GPU, not the host's and not another GPU's.
 
-    Generators of the host stand in for those of two GPUs; what reads and sets their states is torch's own.
+    Generators of the host stand in for those of two GPUs. The functions that read and set their states are torch's own.
     """
     generators = tuple(torch.Generator().manual_seed(seed) for seed in (1, 2))
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
@@ -123,8 +123,8 @@ def test_generator(cuda_platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.get_rng_state(), host)
 
 
-#: What nccl reduces, by the table in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, but for fp8: its sums depend on
-#: the version of nccl, and are emulated.
+#: Dtypes that nccl reduces, by the table in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, but for fp8: its sums
+#: depend on the version of nccl, and are emulated.
 REDUCED = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64"
 REFUSED = "int16 uint16 uint32 uint64 float8_e4m3fn float8_e5m2"
 

@@ -107,7 +107,7 @@ def test_redistribute(mode: FakeCudaMode, dtype: torch.dtype) -> None:
 
 
 def test_full_tensor_and_gradient(mode: FakeCudaMode) -> None:
-    """The cotangent of what was gathered is cut, without a collective."""
+    """The cotangent of a gathered tensor is cut, without a collective."""
     mesh = mesh_1d()
     x = torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     d = distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()

@@ -84,7 +84,7 @@ def clipped(mesh: Any, how: str) -> list[str]:
     ],
 )
 def test_local_gradients(pool: Any, world: int, how: str) -> None:
-    """They are known for what they are: the norm is that of the gradients of all ranks, and so on each."""
+    """They are recognised: the norm is that of the gradients of all ranks, and so on each."""
     assert pool.run(world, clipped, how) == [[]] * world
 
 

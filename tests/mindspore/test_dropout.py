@@ -168,7 +168,7 @@ def test_ranks_that_built_with_other_seeds(pool: Any) -> None:
 
 # -------------------------------------------------------------------- plain tensors between styled modules
 class Between(nn.Cell):
-    """Layers of all kinds, and functions, on what styled layers give."""
+    """Layers of all kinds, and functions, on the outputs of styled layers."""
 
     def __init__(self) -> None:
         super().__init__()

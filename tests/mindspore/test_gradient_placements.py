@@ -93,7 +93,7 @@ def problems(mesh: Any, name: str, rows: int) -> list[str]:
     "name", in_gate([name for name in {**OPTIMIZERS, **COUPLED} if name != "groups, schedule"], ("Momentum",))
 )
 def test_placements(pool: Any, name: str) -> None:
-    """A kernel that takes what a rank holds steps by a summand, or by other rows."""
+    """A kernel that takes this rank's part steps by a summand, or by other rows."""
     for rows in (6, 5):
         assert pool.run(2, problems, name, rows) == [[], []], rows
 

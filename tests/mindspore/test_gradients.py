@@ -184,7 +184,7 @@ def test_nested_and_second_order(pool: Any) -> None:
 
 
 def test_second_order_through_other_objects() -> None:
-    """A tensor object of its own for data that is not contiguous, made of what an operation gave."""
+    """A tensor object of its own for data that is not contiguous, made of an operation's result."""
     platform = get_platform()
     x = Tensor(X)
 
@@ -324,7 +324,7 @@ def affine_net(mesh: Any = None) -> nn.Cell:
 
 
 def affine_loss(net: nn.Cell, kind: str, seen: list[np.ndarray]) -> Callable[[Any], Any]:
-    """``kind``: what else there is to the gradients."""
+    """``kind``: further features of the gradients."""
     parameters = net.trainable_params()
 
     def plain(x: Any) -> Any:
@@ -422,7 +422,7 @@ def recorded_after_an_error(mesh: Any, kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["function", "cell", "inner", "ours"])
 def test_an_error_ends_the_recording(pool: Any, kind: str) -> None:
-    """MindSpore would go on, and count what follows as the inner one of two gradients: ``x[-1]`` is an error there."""
+    """MindSpore would go on, and count the next one as the inner one of two gradients: ``x[-1]`` is an error there."""
     assert pool.run(2, recorded_after_an_error, kind) == [[2, False, False, True], [0, False, False, True]]
 
 

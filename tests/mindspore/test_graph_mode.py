@@ -146,7 +146,7 @@ def compiled(mesh: Any, mode: str) -> dict[str, str]:
             "other cell": lambda: jit(UsesNet())(ids),
         }
     errors = {name: error_of(call) for name, call in calls.items()}
-    # What has nothing to do with DTensors compiles as ever, after the errors too, and twice.
+    # Functions without DTensors compile as usual, after the errors too, and twice.
     for _ in range(2):
         assert jit(argument)(plain).asnumpy().tolist() == [[2.0, 2.0]] * 4
     assert jit(by_other_name)(plain).asnumpy().tolist() == [[2.0, 2.0]] * 4
@@ -394,7 +394,7 @@ def test_other_threads_during_a_recording(pool: Any) -> None:
 
 
 def test_what_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that can lead to a tensor, each thing once, and nothing of what a function does not name."""
+    """Everything that can lead to a tensor, each thing once, and no name that a function does not use."""
     found = Tensor._make_subclass(InterceptedTensor, Tensor([1.0]))
     holder_of_it = Held()
     holder_of_it.net = found

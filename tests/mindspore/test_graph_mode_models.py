@@ -127,13 +127,13 @@ def training(mesh: Any) -> tuple[list[float], list[float], list[str]]:
     net = parallelize_module(numbers(MLP()), mesh, dict(LINEAR["column"][0]))
     with graph_mode():
         in_graph = steps(net, lambda p, value: p.set_data(value))
-        # What graphs give is not marked as gradients, and could be parts of them.
+        # Results of graphs are not marked as gradients, and could be parts of them.
         part = Tensor(np.ones((UNITS // 2, FEATURES), np.float32))
         clipped = [error_of(ops.clip_by_global_norm, (part,))]
     (marked,) = ms.grad(lambda x: net(x).sum(), None, [net.up.weight])(x)
     with graph_mode():
         clipped.append(error_of(ops.clip_by_global_norm, (marked,)))
-    in_graph.append(float((net(x) ** 2).sum().asnumpy()))  # and PyNative mode sees what graphs have written
+    in_graph.append(float((net(x) ** 2).sum().asnumpy()))  # and PyNative mode sees the writes of graphs
     return [*unsharded, unsharded[-1]], in_graph, clipped
 
 

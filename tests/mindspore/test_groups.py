@@ -1,4 +1,4 @@
-"""Process groups in processes that have initialised: adopting what a user or msrun made, groups by name."""
+"""Process groups in processes that have initialised: adopting groups that a user or msrun made, groups by name."""
 
 from __future__ import annotations
 

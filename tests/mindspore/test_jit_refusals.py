@@ -78,7 +78,8 @@ def beside_dropout(mesh: Any, layer: Any) -> Any:
     return net.set_train()
 
 
-#: name -> what makes the net of a mesh, and words of why it cannot be in a graph. Found before anything is compiled.
+#: name -> a function that makes the net of a mesh, and words of why it cannot be in a graph. Found before anything is
+#: compiled.
 HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fully_shard": (
         lambda mesh: nn.SequentialCell(fully_shard(dense(), mesh=mesh)),

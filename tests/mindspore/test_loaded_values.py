@@ -95,7 +95,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def trained(make: Callable[[], nn.Cell], way: str, optimizer: str, folder: str) -> tuple[np.ndarray, bool]:
-    """The weight after `STEPS` steps from loaded values, and whether what was loaded has stayed as it was."""
+    """The weight after `STEPS` steps from loaded values, and whether the loaded values have stayed as they were."""
     net = make()
     values, x = numbers(*net.weight.shape, seed=1), numbers(2, 4, seed=2)
     kept = values.asnumpy().copy()
@@ -149,7 +149,7 @@ def test_optimizers(pool: Any, tmp_path: Path, optimizer: str, place: str) -> No
 
 @on_mesh()
 def initialized(mesh: Any, place: str, rows: int) -> list[bool]:
-    """Ranks agree on what an initializer draws, whatever their generators have drawn before."""
+    """Ranks agree on the draws of an initializer, whatever their generators have drawn before."""
     net = PLACES[place](single(rows), mesh)
     weight = net.weight
     found = []

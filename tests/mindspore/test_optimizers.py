@@ -258,7 +258,7 @@ def test_a_step_that_takes_more_than_gradients(pool: Any) -> None:
     assert pool.run(2, more_than_gradients) == [[True] * 14] * 2
 
 
-# ---------------------------------------------------------------------- what does not work
+# ---------------------------------------------------------------------- unsupported optimizers
 @on_mesh()
 def needs_whole_parameters(mesh: Any) -> str:
     net = make_net(mesh)
@@ -287,7 +287,7 @@ def test_too_few_gradients(pool: Any) -> None:
         assert of_distributed == "ValueError: zip() argument 3 is shorter than arguments 1-2"
 
 
-#: What MindSpore 2.10 does with plain parameters on CPU: these are not ours to support.
+#: Results of MindSpore 2.10 with plain parameters on CPU: these are not ours to support.
 BROKEN: dict[str, tuple[Callable[[list], Any], str]] = {
     "Lamb": (lambda p: nn.Lamb(p, 0.01), "error"),
     "LARS": (lambda p: nn.LARS(nn.Momentum(p, 0.1, 0.9)), "error"),
@@ -313,6 +313,6 @@ def plain_outcomes() -> dict[str, str]:
     return outcomes
 
 
-@pytest.mark.skipif(not ms.__version__.startswith("2.10"), reason="says what MindSpore 2.10 does")
+@pytest.mark.skipif(not ms.__version__.startswith("2.10"), reason="checks MindSpore 2.10")
 def test_what_mindspore_itself_does_not_do_on_cpu(pool: Any) -> None:
     assert pool.run(1, plain_outcomes) == [{name: outcome for name, (_, outcome) in BROKEN.items()}]

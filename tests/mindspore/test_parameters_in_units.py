@@ -50,7 +50,7 @@ class Stepped(nn.Cell):
 
 
 class Walking(nn.Cell):
-    """A penalty of what ``walk`` gives of the cell, on top of a layer."""
+    """A penalty of the results of ``walk`` on the cell, on top of a layer."""
 
     def __init__(self, walk: Callable[[nn.Cell], Any]) -> None:
         super().__init__()

@@ -255,7 +255,7 @@ def test_interception(platform: Any) -> None:
 
 
 def test_wrap_keeps_what_somebody_holds(platform: Any) -> None:
-    """An operation may give back its operand, which has a layout, or is a parameter."""
+    """An operation may return its operand, which has a layout, or is a parameter."""
     mesh = init_device_mesh("cpu", (1,))
     x = distribute_tensor(Tensor(FLOATS), mesh, [Shard(0)])
     other = distribute_tensor(Tensor(FLOATS), mesh, [Shard(1)])._layout

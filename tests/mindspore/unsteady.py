@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.mindspore import operators
 
-#: Calls, of which some keep their results, because which memory is free has a say in what comes out.
+#: Calls, of which some keep their results, because results depend on which memory is free.
 CALLS = 60
 
 

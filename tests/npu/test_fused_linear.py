@@ -278,7 +278,7 @@ def test_styles(pool: Any, name: str) -> None:
 
 @on_mesh(2)
 def left_alone(mesh: Any) -> None:
-    """Layers that nothing is fused for run as ever: parts of different sizes, other layouts, a mesh of one rank."""
+    """Layers that nothing is fused for run as usual: parts of different sizes, other layouts, a mesh of one rank."""
     platform, applies = get_platform(), fused_linear.applies
 
     def never(*args: Any) -> bool:

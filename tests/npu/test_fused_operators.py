@@ -89,7 +89,8 @@ def test_every_layout(pool: Any, name: str) -> None:
 
 @on_mesh(4)
 def every_length_is_cut_in_four(mesh: Any, name: str) -> None:
-    """Over four ranks, unevenly: in forward nothing is sent, in backward only what each rank knows a part of."""
+    """Over four ranks, unevenly: in forward nothing is sent, in backward only gradients of which each rank knows a
+    part."""
     function, shapes, free = CASES[name]
     for dim in free:
         arrays = [randn(*shape, seed=i) for i, shape in enumerate(shapes)]

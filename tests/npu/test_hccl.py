@@ -13,7 +13,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import device
 
-#: What torch_npu has data types of HCCL for, float64 included.
+#: Dtypes for which torch_npu has data types of HCCL, float64 included.
 DTYPES = [
     getattr(torch, name)
     for name in "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64".split()  # noqa: SIM905

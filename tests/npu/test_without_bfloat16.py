@@ -18,7 +18,7 @@ from tests.simulated_npu import preload
 pytestmark = pytest.mark.skipif(not preload.is_simulated(), reason="the NPUs here are real, and of one kind")
 ROOT = Path(__file__).resolve().parents[2]
 
-#: What a rank does: each line of JSON is (what was tried, how it ended).
+#: The program of a rank: each line of JSON is (what was tried, how it ended).
 PROGRAM = """
 import json
 import torch

@@ -46,7 +46,7 @@ class Cost(NamedTuple):
         dispatches: operations on DTensors.
         calls: calls of Python functions of this package.
         nodes: nodes of the autograd graph that forward builds, leaves included; 0 in backward.
-        collectives: what was communicated: name, number and bytes.
+        collectives: the communication: name, number and bytes.
     """
 
     dtensors: int
@@ -105,7 +105,7 @@ def _watched_class(counter: _Counter) -> Iterator[None]:
 @contextmanager
 def _profiled(counter: _Counter) -> Iterator[None]:
     """See calls of Python functions."""
-    # What runs operations is made for each row of the op table, of the same code.
+    # The function that runs operations is made for each row of the op table, of the same code.
     dispatches = {dispatch.bind(row).__code__ for row in (None, *OP_TABLE.values())}
 
     def see(frame: FrameType, event: str, argument: Any) -> None:

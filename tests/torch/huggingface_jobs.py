@@ -119,7 +119,7 @@ def checkpointing(mesh: Any, case: str, use_reentrant: bool) -> None:
 
 @on_mesh()
 def dropout(mesh: Any) -> None:
-    """Dropout outside of attention draws what a single process draws; inside, where every rank has all heads."""
+    """Dropout outside of attention draws the numbers of a single process; inside, where every rank has all heads."""
     outside = {"resid_pdrop": 0.3, "embd_pdrop": 0.3}
     gathered = {
         "transformer.h.*.attn.c_attn": "colwise_gather_output",

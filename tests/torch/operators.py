@@ -23,7 +23,7 @@ TITLE = "`op_db`, the database of operators that torch tests itself with"
 #: Dtypes of the samples, one after the other and again: the first in each row that an operator takes.
 _FLOAT = (torch.float64, torch.float32, torch.int64, torch.complex128, torch.bool)
 _DTYPES = (_FLOAT, _FLOAT, (torch.complex128,), (torch.int64,), (torch.bool,), _FLOAT)
-#: What these give is not initialised.
+#: Results of these are not initialised.
 _EMPTY = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "resize_"}
 READS_ROW_MAJOR: frozenset[str] = frozenset()
 #: Compiled at run time for a GPU.

@@ -18,7 +18,7 @@ NOT_YET: dict[str, set[str]] = {
 }
 #: Torch since -> names, and a keyword of the page's release that they do not take yet.
 TAKES_NOT_YET = {"2.13": {"DeviceMesh": "preserve_rank_order"}, "2.15": {}}
-#: Torch since -> what would be said without notes.
+#: Torch since -> the lines that there would be without notes.
 WITHOUT_NOTES = {
     "2.13": ["torch.distributed.tensor.experimental.context_parallel is not here"],
     "2.14": [

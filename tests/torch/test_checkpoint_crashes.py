@@ -130,7 +130,7 @@ class Recorded(NamedTuple):
 
     Attributes:
         run: where it and the one before it are.
-        steps: what each rank did, step by step.
+        steps: the steps of each rank.
     """
 
     run: Path
@@ -201,7 +201,7 @@ def test_steps(recorded: Any, exchange: bool) -> None:
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_rank_is_killed(tmp_path: Path, recorded: Any, killed: int) -> None:
-    """At every step; the other one fails, and the next save of the run works and removes what was left."""
+    """At every step; the other one fails, and the next save of the run works and removes the remains."""
     saved = recorded(True)
 
     def start(number: int) -> Group:

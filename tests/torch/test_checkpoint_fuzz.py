@@ -1,4 +1,4 @@
-"""Damaged files at random: an error of this library that names a file, and nothing has changed; or what was saved."""
+"""Damaged files at random: an error of this library that names a file, and nothing has changed; or the saved values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEED = 1
 
 
 class Job:
-    """A model, an optimizer and what else a checkpoint has.
+    """A model, an optimizer and the other contents of a checkpoint.
 
     Args:
         seed: of the values.

@@ -24,7 +24,7 @@ from tests.support.in_threads import failures_in_threads
 
 FORK = multiprocessing.get_context("fork")
 RUN = "0123456789abcdef"
-#: What a save says that came too late.
+#: The message of a save that came too late.
 LATE = ("was not saved: ", "is there already")
 
 

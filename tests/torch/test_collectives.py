@@ -226,7 +226,7 @@ def test_group_that_was_destroyed(verb: str) -> None:
     platform, owner = get_platform(), _NoMore()
     group = _Group(owner, "cpu")
     assert group.backend is owner
-    group.backend = None  # what a real group's end does: it does not hold itself
+    group.backend = None  # as at the end of a real group: it does not hold itself
     del owner
     gc.collect()
     x = torch.ones(4)

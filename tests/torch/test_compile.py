@@ -268,7 +268,7 @@ def test_second_forward_in_eager_mode(pool: Any) -> None:
     pool.run(2, second_forward_in_eager_mode)
 
 
-# -------------------------------------------------------------------- ways to compile, and what surrounds it
+# -------------------------------------------------------------------- ways to compile, and their surroundings
 def by_module(model: Any, backend: Any) -> Any:
     model.compile(backend=backend, fullgraph=True)
     return model
@@ -429,9 +429,9 @@ def test_parameters_change(pool: Any) -> None:
     pool.run(2, parameters_change)
 
 
-# -------------------------------------------------------------------- what leaves compiled code
+# -------------------------------------------------------------------- operations that leave compiled code
 class Outer(nn.Module):
-    """Computes on what its layer gives, whatever that is."""
+    """Computes on the output of its layer, of any kind."""
 
     def __init__(self, layer: nn.Module, operation: Any) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ def words() -> Any:
     return (torch.arange(8).expand(2, 8) % WORDS).to(device())
 
 
-#: Arguments of losses: what they are reduced to, weights, smoothing. Two all-reduces of samples in each case.
+#: Arguments of losses: reductions, weights, smoothing. Two all-reduces of samples in each case.
 LOSSES: tuple[dict[str, Any], ...] = (
     {},
     {"reduction": "none", "ignore_index": 3},
@@ -231,7 +231,8 @@ def losses_run_by_python(mesh: Any) -> None:
     rows = x[rank : rank + 1].clone().as_subclass(placed_classes(mesh, mesh.size())[0])
     close(settle(rows.flatten(1)), x.flatten(1))
     close(settle(rows.transpose(0, 1)), x.transpose(0, 1))
-    # Left to eager mode, which computes on DTensors: what changes the classes, and what a loss does not take.
+    # Left to eager mode, which computes on DTensors: operations that change the classes, and arguments that a loss does
+    # not take.
     close(settle(logits).flatten(1), x.flatten(1))
     for leaves in (lambda x: x.flatten(1), lambda x: x.view(2, -1), lambda x: x.to(device()), lambda x: x + 1):
         close(settle(leaves(x[..., part].clone().as_subclass(placed))), leaves(x))

@@ -35,7 +35,7 @@ from tests.torch.support import close, device, randn
 SHAPE, FEATURES, ROWS = (4, 8), 12, 11
 WHOLE, CUTS = Replicate(), (Replicate(), Shard(0), Shard(1), Shard(-1))
 
-#: A module, its style, and what each rank is given.
+#: A module, its style, and the inputs of each rank.
 Case = tuple[nn.Module, Any, dict[Any, Any]]
 
 

@@ -107,7 +107,7 @@ WRITES: dict[str, Callable[..., Any]] = {
     "addmv_": lambda v, x: v[:5].clone().addmv_(x, v),
 }
 
-#: What torch refuses, in its words: of ``x`` (5, 6).
+#: Refusals of torch, in its words: of ``x`` (5, 6).
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "addmv": lambda x: torch.addmv(x, x, x),
     "baddbmm": lambda x: torch.baddbmm(x.expand(3, 5, 6), x[None, :, :2], x[None, :2]),

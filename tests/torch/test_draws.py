@@ -78,7 +78,7 @@ def test_draws_in_place_are_refused(pool: Any) -> None:
 
 @spmd.on_mesh()
 def filled(mesh: Any) -> None:
-    """Initialisers, and what they make of a transposed parameter."""
+    """Initialisers, and their results for a transposed parameter."""
     for placement in (Replicate(), Shard(0), Shard(1)):
         for transposed in (False, True):
             layout = get_layout(mesh, (placement,), (6, 8))

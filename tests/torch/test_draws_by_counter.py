@@ -120,7 +120,7 @@ class Block(nn.Module):
 
 @spmd.on_mesh()
 def recomputed_and_compiled(mesh: Any) -> None:
-    """Activation checkpointing draws the same again, and compiled code what eager mode draws."""
+    """Activation checkpointing draws the same again, and compiled code draws the numbers of eager mode."""
     device = mesh.platform.device()
     x = torch.linspace(-1, 1, 2 * 12 * 6, device=device).reshape(2, 12, 6).sin()
     plan = {"norm": SequenceParallel(), "dropout": SequenceParallel(use_local_output=True)}

@@ -155,11 +155,11 @@ def corners(mesh: Any) -> None:
     m.more = lambda self: self.held.add_(1.0)
     m(x).sum().backward()
     assert torch.equal(m.held.full_tensor(), Counting().held + 1)
-    # What autograd needs and was written to is torch's error, as on a single device.
+    # A write to a tensor that autograd needs is torch's error, as on a single device.
     m.more = lambda self: torch.no_grad()(self.weight.add_)(1.0)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
         m(x.clone().requires_grad_()).sum().backward()
-    # Gathered in another dtype: what was not written keeps its precision.
+    # Gathered in another dtype: unwritten elements keep their precision.
     m = fully_shard(Counting(), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     m.more = lambda self: self.held[1].fill_(3.0)
     m(x)
@@ -176,7 +176,7 @@ def corners(mesh: Any) -> None:
         says = r"the values written to 'held'.*write the same on all ranks"
         with pytest.raises(RankMismatchError, match=says), check_ranks(mesh):
             m(x)
-    # Without gradients a unit is gathered for each call: the next one reads what this one has written.
+    # Without gradients a unit is gathered for each call: the next one reads the writes of this one.
     twice, seen = Twice(), []
     fully_shard(twice.inner, mesh=mesh)
     fully_shard(twice, mesh=mesh)

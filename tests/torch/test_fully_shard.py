@@ -1,4 +1,4 @@
-"""`fully_shard` of one unit with what torch does around a module: checkpointing, copies, autocast, compilers, graphs
+"""`fully_shard` of one unit with torch's features around a module: checkpointing, copies, autocast, compilers, graphs
 that are used twice."""
 
 from __future__ import annotations

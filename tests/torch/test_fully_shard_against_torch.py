@@ -127,7 +127,7 @@ def test_alike(pool: Any, use: str) -> None:
 
 
 def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
-    """Name, kind and default of each; policies compare by what they say."""
+    """Name, kind and default of each; policies compare by their text."""
     found = inspect.signature(function).parameters.values()
     return [(p.name, p.kind, str(p.default) if p.name.endswith("policy") else p.default) for p in found]
 

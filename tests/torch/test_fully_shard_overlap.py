@@ -19,7 +19,7 @@ SIZE = 6
 
 
 class Layer(nn.Module):
-    """Notes what happens when it computes."""
+    """Notes the events when it computes."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         super().__init__()
@@ -114,9 +114,9 @@ def overlapped(mesh: Any) -> None:
     finally:
         del platform.start_collective
     reductions = [note.split()[0] for note in steps[2] if note.endswith("reduce_scatter")]
-    at_once = platform.fast is None  # what gradients are reduced to is returned by a function of autograd
+    at_once = platform.fast is None  # a function of autograd returns the reduced gradients
     two = ["start", "wait"] * 5 if at_once else ["start", "start", *["wait", "start"] * 3, "wait", "wait"]
-    # What a backend has no average for is done before it goes on.
+    # A reduction whose average a backend lacks is done before it goes on.
     begun = platform.supports("reduce_scatter", "avg", x)
     assert reductions == (two if begun else []), reductions
     notes = steps[1]

@@ -1,4 +1,4 @@
-"""The bodies of tests/cuda on the CPU: what those tests do is right where there is no GPU to show it.
+"""The bodies of tests/cuda on the CPU: they are right where there is no GPU.
 
 CUDA graphs and streams have stand-ins here that run in order. Only a GPU can show the behaviour of the real ones.
 """

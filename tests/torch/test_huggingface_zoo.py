@@ -1,4 +1,5 @@
-"""No operation of the architectures of transformers gathers by fallback, and all give what a single process gives."""
+"""No operation of the architectures of transformers gathers by fallback, and all give the results of a single
+process."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ EXPERTS = ["mixtral", "mixtral, eager", "qwen3 moe", "deepseek 2"] if ON_CPU els
 
 @on_mesh()
 def zoo(mesh: Any) -> list[str]:
-    """Forward, backward and greedy words of every architecture; gives the messages of what went wrong."""
+    """Forward, backward and greedy words of every architecture; gives the messages of all failures."""
     failures = []
     for case in CASES:
         try:

@@ -30,7 +30,7 @@ def beside_each_other(count: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def pairs(count: int) -> tuple[nn.Module, dict[str, Any]]:
-    """Layers that take what others give, as gate and up, of many sizes."""
+    """Layers that take the outputs of others, as gate and up, of many sizes."""
     sizes = [(4, 6 + 2 * (i % 3)) if i % 2 else (6 + 2 * (i // 2 % 3), 4) for i in range(count)]
     model = nn.Sequential(*(nn.Linear(*of_layer, bias=False) for of_layer in sizes))
     return model, {str(i): ColwiseParallel() if i % 2 else RowwiseParallel() for i in range(count)}

@@ -255,7 +255,7 @@ def state_is_let_go(mesh: Any) -> None:
     before = full(state["exp_avg"]).clone()
     set_gradients(own, mesh, 3)
     optimizer.step()
-    # Kernels of simulated devices do not count what they write.
+    # Kernels of simulated devices do not count their writes.
     assert state["exp_avg"]._version > version or device().type != "cpu"
     assert not torch.equal(full(state["exp_avg"]), before)
     copied = copy.deepcopy(state["exp_avg"])

@@ -33,8 +33,8 @@ from tests.torch.support import close, device, full, randn
 from tests.torch.test_optimizer_matrix import OPTIMIZERS, in_full_precision, modes
 
 STEPS = 4
-#: Shape, how tensor parallelism cuts it, and data parallelism what that leaves; None where tensor parallelism does not.
-#: Uneven, empty on some ranks, packed; with other dimensions and with the same.
+#: Shape, how tensor parallelism cuts it, and how data parallelism cuts the rest; None where tensor parallelism does
+#: not. Uneven, empty on some ranks, packed; with other dimensions and with the same.
 PARAMETERS: list[tuple[tuple[int, ...], Any, Any]] = [
     ((5, 3), Shard(0), Shard(0)),
     ((3, 7), Shard(1), Shard(1)),

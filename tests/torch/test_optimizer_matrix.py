@@ -226,7 +226,8 @@ def test_jobs(pool: Any, job: Any) -> None:
 
 # ---------------------------------------------------------------------- torch's DTensor
 
-#: What torch 2.13, 2.14 and 2.15 do with their own DTensor and styles, for those that do not equal the unsharded run.
+#: Results of torch 2.13, 2.14 and 2.15 with their own DTensor and styles, for those that do not equal the unsharded
+#: run.
 TORCH_FAILS = {
     "SGD {'fused': True}": "NotImplementedError",
     "Adagrad {'fused': True}": "NotImplementedError",

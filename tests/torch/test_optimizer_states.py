@@ -158,7 +158,7 @@ def test_training_goes_on(pool: Any, kind: str) -> None:
     pool.run(4, run_rows, kind)
 
 
-# ---------------------------------------------------------------------- what does not fit
+# ---------------------------------------------------------------------- misfits
 @on_mesh(4, names=("dp",))
 def refused(mesh: Any) -> None:
     """All ranks raise, and the optimizer's state stays as it is."""

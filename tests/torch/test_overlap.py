@@ -1,4 +1,5 @@
-"""`overlap_collectives`: linear layers cut into chunks give what they give in one piece, with as many bytes moved."""
+"""`overlap_collectives`: linear layers cut into chunks give the same results as in one piece, with as many bytes
+moved."""
 
 from __future__ import annotations
 

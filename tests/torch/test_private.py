@@ -233,7 +233,7 @@ def test_all_of_it_is_in_the_docs() -> None:
     assert missing == []
 
 
-#: Where torch is patched: what that takes is checked there.
+#: Where torch is patched: the patches check their targets there.
 PATCHES = {"patches.py", "handlers/functions.py", "handlers/optimizers.py", "handlers/clipping.py"}
 PUBLIC = {"torch._C.DisableTorchFunctionSubclass"}
 

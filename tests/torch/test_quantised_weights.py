@@ -1,6 +1,6 @@
 """Weights that another library has quantised: refused in plans, and cut by hand as docs/torch_interop.md shows.
 
-Runs with a class of tensors that has what torchao's have, and with torchao's own where that is installed.
+Runs with a class of tensors that has the members of torchao's, and with torchao's own where that is installed.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def test_computed_norm(pool: Any) -> None:
 
 @on_mesh()
 def new_data_of_an_input(mesh: Any) -> None:
-    """``x.data = y`` while an earlier graph lives: what was kept about the data of before is not used."""
+    """``x.data = y`` while an earlier graph lives: caches about the data of before are not used."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -318,7 +318,7 @@ def other_sizes_in_place(mesh: Any) -> None:
     x = shard(randn(4, 6), mesh, Shard(0))
     assert x.set_(shard(randn(3, 6, seed=1), mesh, Replicate())) is x
     close(x, randn(3, 6, seed=1))
-    # What only renames dimensions is right, also of what was gathered.
+    # A call that only renames dimensions is right, also for gathered tensors.
     leaf = shard(randn(4, 1, 6), mesh, Shard(0)).requires_grad_()
     twin = randn(4, 1, 6).requires_grad_()
     for change in ("squeeze_", "t_"):

@@ -193,7 +193,7 @@ def accumulated(mesh: Any) -> None:
     rank, parts = mesh.get_local_rank(0), 3
     batches = [[torch.roll(x, i, 0) for x in ids] for i in range(parts)]
     for i, batch in enumerate(batches):
-        skip = i if i < 2 else None  # what only the earlier batches use counts too
+        skip = i if i < 2 else None  # parameters that only the earlier batches use count too
         loss_of(plain(torch.cat(batch), skip)).backward()
         copied.set_requires_gradient_sync(i == parts - 1)
         with CommDebugMode() as comm:

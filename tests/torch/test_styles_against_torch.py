@@ -62,7 +62,7 @@ def translated(plan: Any) -> Any:
 def outcome(
     build: Any, plan: Any, array: np.ndarray, mesh: Any, own: Any, takes: Any, gives: Any, distributed: bool
 ) -> str:
-    """``"equal"``, ``"refuses"``, or what torch's styles get wrong: ``"output"``, ``"gradient of weight"``, ..."""
+    """``"equal"``, ``"refuses"``, or the wrong value of torch's styles: ``"output"``, ``"gradient of weight"``, ..."""
     single, sharded = (adapter.load(build(adapter), np.random.default_rng(5)) for _ in range(2))
     whole = adapter.tensor(array)
     local = whole[slices_of(takes, array.shape, own)].clone()

@@ -325,7 +325,7 @@ def clipped(mesh: Any) -> None:
                         close(whole(p.grad), single.grad, f"{count} {order} {foreach}")
     two = make()[:2]
     norm = nn.utils.get_total_norm([p.grad for p in two])
-    assert isinstance(norm, of_torch.DTensor), "what torch gives where it can"
+    assert isinstance(norm, of_torch.DTensor), "torch's own result where it can"
     nn.utils.clip_grads_with_norm_(two, 1.0, norm)
     close(nn.utils.get_total_norm([whole(p.grad) for p in two]), torch.tensor(1.0))
 

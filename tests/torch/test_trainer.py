@@ -1,5 +1,5 @@
-"""Training as trainers of large models do it, with torch's own checkpoints and with this library's: losses, norms, and
-what every checkpoint holds, against one process; resumed on other ranks than those that saved."""
+"""Training as trainers of large models do it, with torch's own checkpoints and with this library's. Losses, norms, and
+the contents of every checkpoint are compared with one process. It is resumed on other ranks than those that saved."""
 
 from __future__ import annotations
 

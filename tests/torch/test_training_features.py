@@ -1,4 +1,4 @@
-"""Ten steps of training with what loops have besides an optimizer equal those of the unsharded model."""
+"""Ten steps of training with the features of loops besides an optimizer equal those of the unsharded model."""
 
 from __future__ import annotations
 

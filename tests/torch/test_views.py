@@ -120,7 +120,7 @@ def read_memory(mesh: Any) -> None:
         lambda x: torch.as_strided_copy(x, (6,), (1,)),
         lambda x: torch.as_strided_scatter(x, x[0, :3], (3,), (2,)),
     ]
-    # What a single device has in another order in memory, or in a part of another tensor's.
+    # Tensors that a single device has in another order in memory, or in a part of another tensor's.
     refused: list[Any] = [
         lambda x: x.t().as_strided((6,), (1,)),
         lambda x: (x.t() * 2).as_strided((6,), (1,)),
@@ -190,7 +190,7 @@ def test_heads(pool: Any, world_size: int) -> None:
 # ---------------------------------------------------------------------------- where people meet them
 @spmd.on_mesh()
 def embeddings(mesh: Any) -> None:
-    """`reset_parameters`, and what every ``_init_weights`` of Hugging Face does, leave the padding row 0."""
+    """`reset_parameters`, and the code of every ``_init_weights`` of Hugging Face, leave the padding row 0."""
     for pad in range(10):
         torch.manual_seed(0)
         plain = nn.Embedding(10, 4, padding_idx=pad, device=device())

@@ -1,4 +1,4 @@
-"""Wrong uses of what looks ahead: each is an error with the remedy, and leaves the model as it was."""
+"""Wrong uses of the functions that look ahead: each is an error with the remedy, and leaves the model as it was."""
 
 from __future__ import annotations
 

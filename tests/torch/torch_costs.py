@@ -3,9 +3,9 @@ group.
 
     HYPER_PARALLEL_PLATFORM=torch-cpu python -m tests.torch.torch_costs
 
-writes the tables of docs/communication_costs.md. Counted is what rank 0 issues in forward, and the bytes that leave it
-when collectives go around in rings. Backward is left out: torch leaves gradients as partial sums that are not reduced
-yet. Here they have the placements of the tensors whose gradients they are.
+writes the tables of docs/communication_costs.md. Counted are the collectives that rank 0 issues in forward, and the
+bytes that leave it. Collectives go around in rings. Backward is left out: torch leaves gradients as partial sums that
+are not reduced yet. Here they have the placements of the tensors whose gradients they are.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _made(library: int, mesh: Any, names: Sequence[str], shape: tuple[int, ...])
     """A DTensor of one of the `LIBRARIES`, with nothing sent for it."""
     dtensor, _, distribute = LIBRARIES[library]
     whole = torch.zeros(shape)
-    # What every rank has one summand of is as large on each as what all have.
+    # A tensor of which every rank has one summand is as large on each as one that all have.
     lying = [PLACEMENTS["R" if name == "P" else name][library] for name in names]
     local = distribute(whole, mesh, lying, src_data_rank=None).to_local()
     wanted = [PLACEMENTS[name][library] for name in names]
@@ -248,7 +248,7 @@ def compare() -> dict[str, list[Compared]]:
 
 
 def page(found: dict[str, list[Compared]]) -> str:
-    """The generated part of `PAGE`, of what `compare` gives."""
+    """The generated part of `PAGE`, of the results of `compare`."""
     lines = [
         "| what | calls | torch refuses | the same | less here | more here |",
         "|---|---|---|---|---|---|",

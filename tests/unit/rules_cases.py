@@ -862,7 +862,7 @@ DROPOUT = [
     Case("dropout", "->", (floats(),), (0.5, True), _dropout),
 ]
 
-#: Operations that have their rule from another one, and differ from it in what their results share memory with.
+#: Operations that have their rule from another one, and differ from it in the memory that their results share.
 SAME_RULE = [
     Case("alias", "ab->ab", (floats(5, 4),), (), lambda o, s: o[0]),
     Case("contiguous", "ab->ab", (floats(5, 4),), (), lambda o, s: o[0]),

@@ -300,7 +300,7 @@ def choices(case: Case, sharding: OpSharding) -> Iterator[Choice]:
 
 
 def _packed_choices(case: Case, sharding: OpSharding) -> Iterator[Choice]:
-    """A sharded label whose dimension is two unequal parts, and what `OpSharding.unpack` says."""
+    """A sharded label whose dimension is two unequal parts, and the results of `OpSharding.unpack`."""
     for choice in _consecutive_choices(sharding):
         sizes = _sizes(case, sharding, choice.label)
         never_packed = choice.label in (None, *sharding.nonempty, *sharding.filled)
@@ -605,7 +605,7 @@ def check_labels(case: Case) -> None:
 # ---------------------------------------------------------------- mutants: is the check able to fail?
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong `OpSharding`: what was changed, and the result."""
+    """A wrong `OpSharding`: the change, and the result."""
 
     kind: str
     sharding: OpSharding = field(repr=False)

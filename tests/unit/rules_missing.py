@@ -1,4 +1,5 @@
-"""Rules that are missing, not wrong: what an operation could be sharded along, or keep partial, and no rule says.
+"""Rules that are missing, not wrong: dimensions along which an operation could be sharded, or sums that it could keep
+partial, and no rule says.
 
     python -m tests.unit.rules_missing
 

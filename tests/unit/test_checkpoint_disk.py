@@ -1,4 +1,4 @@
-"""Files that are written past the cache of the system, block by block, and what a system may refuse."""
+"""Files that are written past the cache of the system, block by block, and refusals of a system."""
 
 from __future__ import annotations
 
@@ -124,12 +124,12 @@ def test_what_a_system_may_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def direct_in_name(file: disk.NewFile, on: bool) -> bool:
-    """Stands for what sets the flag: blocks are used, and any number of bytes can be written."""
+    """Stands for the function that sets the flag: blocks are used, and any number of bytes can be written."""
     return True
 
 
 def test_room_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is none, nothing is written; where a system cannot tell, files are written as ever."""
+    """Where there is none, nothing is written; where a system cannot tell, files are written as usual."""
     asked: list[int] = []
 
     def reserving(answer: int) -> Any:

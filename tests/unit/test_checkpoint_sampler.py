@@ -75,7 +75,7 @@ def test_an_iteration_goes_on_where_the_one_before_ended() -> None:
 
 
 def test_a_loader_that_draws_ahead() -> None:
-    """The state is that of what was used; also when the loader has drawn all of the epoch."""
+    """The state is that of the used samples; also when the loader has drawn all of the epoch."""
     sampler = Sampler(10, 2, 1, shuffle=False)
     assert draw([sampler]) == [1, 3, 5, 7, 9]
     sampler.set_used(3)

@@ -86,7 +86,8 @@ def test_a_late_save_does_not_overwrite_what_it_has_not_seen(tmp_path: Path) -> 
 
 
 def test_two_that_replace_one_at_the_same_moment(tmp_path: Path, monkeypatch: Any) -> None:
-    """As on two machines, which do not see each other's lock: what was taken away by mistake is put back."""
+    """As on two machines, which do not see each other's lock: a checkpoint that was taken away by mistake is put
+    back."""
     monkeypatch.setattr(disk, "_PATIENCE", 0.05)
     save({"step": 1}, tmp_path / "last")
     late, other = begin(tmp_path / "last", 2, overwrite=True), begin(tmp_path / "last", 3, overwrite=True)
@@ -236,7 +237,7 @@ def test_writers_are_named() -> None:
 
 
 def test_keep_never_removes_what_was_just_saved(tmp_path: Path) -> None:
-    """Nor what another save has put in the place of an old one."""
+    """Nor does it remove a checkpoint that another save has put in the place of an old one."""
     first, second = begin(tmp_path / "a", 1, keep=1), begin(tmp_path / "b", 2, keep=1)
     job_times = [LATEST - 2, LATEST - 1]  # b is saved first, and says that it is later
     original = jobs._time

@@ -1,4 +1,4 @@
-"""Wrong uses of the command: each ends with a sentence that says what to give, without a traceback; nothing starts."""
+"""Wrong uses of the command: each ends with a sentence that names the remedy, without a traceback; nothing starts."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def said(arguments: str, folder: Path, capsys: pytest.CaptureFixture[str], monke
     (folder / "folder.py").mkdir()
     (folder / "s.py").write_text("raise SystemExit('started')")
     monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(folder))  # and forgets what was imported from another folder
+    monkeypatch.syspath_prepend(str(folder))  # and forgets modules that were imported from another folder
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     try:
         status = main(arguments.split())

@@ -15,7 +15,7 @@ from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.collectives import CollectiveRole
 
 CONTRACT = Path(contract.__file__).parent
-#: What `Platform.factory` makes, which a string chooses.
+#: Results of `Platform.factory`, which a string chooses.
 FACTORIES = ("full", "empty", "rand", "randn", "linspace", "logspace")
 
 

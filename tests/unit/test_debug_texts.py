@@ -31,7 +31,7 @@ def test_numbers() -> None:
 
 
 def test_tables_as_wide_as_a_terminal() -> None:
-    """The widest column is folded between words, then the next; what ends at one place never is."""
+    """The widest column is folded between words, then the next; columns that end at one place never are."""
     rows = [("up", "forward: 2 all_gather, 2 reduce_scatter", 12), ("down", "nothing", 4)]
     table = format_table(("module", "what", "n"), rows, right=[2], width=32)
     assert table.splitlines() == [

@@ -134,7 +134,7 @@ def test_errors_that_no_test_reached(tmp_path: Path) -> None:
     (package / "testing" / "b.py").write_text("raise ValueError\n", encoding="utf-8")
     assert raises.unreached(package, {"package/a.py": {1, 2, 3}}) == (2, ["package/a.py:8: raise TypeError('b')"])
     assert raises.unreached(package, {"package/a.py": {3, 8}}) == (2, [])
-    # What has to stay, until it is gone or a test comes to it.
+    # A statement that has to stay, until it is gone or a test reaches it.
     kept = {("a.py", "TypeError('b')"): "why", ("a.py", "TypeError('c')"): "why"}
     assert raises.unreached(package, {"package/a.py": {3}}, kept) == (2, [])
     assert raises.outdated(package, {"package/a.py": {3}}, kept) == [("a.py", "TypeError('c')")]

@@ -133,7 +133,7 @@ def test_outcomes_of_ranks() -> None:
 
 
 class Scripted:
-    """Instead of a pool: says what becomes of a program, run after run."""
+    """Stands for a pool: gives the outcome of a program, run after run."""
 
     def __init__(self, *kinds: str) -> None:
         self.kinds = list(kinds)

@@ -163,7 +163,7 @@ def test_errors_after_a_backend_without_tests(gate: Any, tmp_path: Path) -> None
         "[areas]\nhyper_parallel/core = 95\nhyper_parallel/platform/*.py = 95",
         "[areas]\nhyper_parallel/core = 95\nhyper_parallel/platform = 0",
     ],
-    ids=["no file", "no areas", "empty areas", "none of its own", "only what all share", "no threshold"],
+    ids=["no file", "no areas", "empty areas", "none of its own", "only areas that all share", "no threshold"],
 )
 def test_no_threshold(gate: Any, tmp_path: Path, areas: str | None) -> None:
     """A backend whose own code has no threshold fails, rather than pass unmeasured."""
@@ -216,7 +216,7 @@ def test_failing_test(tmp_path: Path) -> None:
 
 
 def test_several_processes(tmp_path: Path) -> None:
-    """The files are shared out, and what all of them reached and failed counts together."""
+    """The files are shared out, and the coverage and failures of all of them count together."""
     root = project(tmp_path, 60, PASSES)
     for name, line in (("negative", "    assert sign(-2) == -1\n"), ("wrong", "    assert sign(2) == 2\n")):
         text = PASSES.replace("def test_sign", f"def test_{name}") + line

@@ -16,7 +16,8 @@ PACKAGE = ROOT / "hyper_parallel"
 
 # Package of a framework -> the folder of hyper_parallel/platform/ that may import it.
 FOLDER_OF = {"torch": "torch", "torch_npu": "torch", "mindspore": "mindspore"}
-# No identifier or string in core may contain one of these. Docstrings and comments may: they cite what core mirrors.
+# No identifier or string in core may contain one of these. Docstrings and comments may: they cite the sources that core
+# mirrors.
 NAMES = ("torch", "mindspore")
 
 
@@ -59,7 +60,7 @@ def may_import(path: Path, framework: str) -> bool:
 
 
 def offending_imports(files: list[Path]) -> list[str]:
-    """Imports of a framework outside of what may import it."""
+    """Imports of a framework outside of the files that may import it."""
     return [
         f"{path.relative_to(ROOT)}:{line}: imports {package}"
         for path in files

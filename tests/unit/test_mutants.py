@@ -68,7 +68,7 @@ def test_only_what_stands_in_one_line() -> None:
 
 
 def test_apply() -> None:
-    """Places are bytes: what stands before them may be longer in UTF-8 than in characters."""
+    """Places are bytes: the text before them may be longer in UTF-8 than in characters."""
     source = "x = 'größer', a < b  # <\n"
     (mutation,) = mutations.mutations_of("a.py", source)
     assert mutation.apply(source) == "x = 'größer', (a <= b)  # <\n"

@@ -23,7 +23,7 @@ STATE = {
     # The counters of random operations.
     "platform/mindspore/seeds.py": {"COUNTERS[name, given]"},
 }
-#: What may be set on a function or an object of one's own.
+#: Attributes that may be set on a function or an object of one's own.
 HARMLESS = {"__class__", "__name__", "__qualname__", "__doc__", "__dict__", "__module__", "__kwdefaults__"}
 CHANGES = {"append", "insert", "extend", "update", "setdefault", "pop", "popitem", "clear", "remove"}
 
@@ -95,7 +95,7 @@ class Names:
 
 
 def _is_framework(module: str) -> bool:
-    # What a backend takes from private parts of its framework stands in one module, and is still the framework's.
+    # Private parts that a backend takes from its framework stand in one module, and are still the framework's.
     return module.partition(".")[0] in FRAMEWORKS or module.endswith(".private")
 
 
@@ -121,7 +121,7 @@ def assignments(source: str) -> Iterator[tuple[int, str]]:
     for i, nodes in enumerate(parts_of(tree)):
         names = Names(nodes, known)
         if not i:
-            known = names.framework  # what a module derives its functions know
+            known = names.framework  # functions of a module know the names that it derives
         own_class = any(
             isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "classmethod" for d in node.decorator_list)
             for node in nodes

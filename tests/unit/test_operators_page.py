@@ -1,4 +1,5 @@
-"""docs/operators.md is what its generator makes: every category is counted, and the counts are those of the names."""
+"""docs/operators.md is the output of its generator: every category is counted, and the counts are those of the
+names."""
 
 from __future__ import annotations
 

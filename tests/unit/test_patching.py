@@ -23,8 +23,8 @@ class Base:
 
 @pytest.fixture
 def framework(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A module with what frameworks have: a class, functions, a list, a dict; and one that holds a function of it. The
-    patches of real frameworks, which other tests have installed, are none of its business."""
+    """A module with the members of frameworks: a class, functions, a list, a dict; and one that holds a function of it.
+    The patches of real frameworks, which other tests have installed, are none of its business."""
     monkeypatch.setattr(patching, "_INSTALLED", [])
     module: Any = types.ModuleType("fw")
     exec("def clip(x, limit): return min(x, limit)\ndef other(x): return x", module.__dict__)

@@ -177,7 +177,7 @@ def test_failed_gates_stay_out_of_the_readme(
 def test_rows_of_other_code_stay_out_of_the_readme(
     results: Any, table: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """The committed package is what counts, not the name of the commit."""
+    """The committed package counts, not the name of the commit."""
     root = readme_project(tmp_path, results, table, [row(results, passed=7)])
     package = root / "hyper_parallel" / "a.py"
     package.write_text("one = 2\n")
@@ -189,7 +189,7 @@ def test_rows_of_other_code_stay_out_of_the_readme(
     )
     assert said[1] == table.REMEDY and len(said) == 2
     assert "| 8 (1" not in (root / "README.md").read_text()
-    # What ran before it was committed will do once it is.
+    # A run before the commit serves once it is committed.
     git(root, "commit", "--quiet", "-a", "-m", "two")
     assert table.main(["--root", str(root)]) == 0
     assert "| 8 (1 skipped) |" in (root / "README.md").read_text()

@@ -114,7 +114,7 @@ FIRST_LAST = (StridedShard(0, 2), S0)
 @pytest.mark.parametrize(
     ("op", "operands", "wanted", "result"),
     [
-        # What acts on each element keeps any order of cuts, of one operand and of operands that agree.
+        # An operation that acts on each element keeps any order of cuts, of one operand and of operands that agree.
         ("pointwise", [FIRST_LAST], [FIRST_LAST], FIRST_LAST),
         ("pointwise", [(StridedShard(0, 2), NESTED)], [(StridedShard(0, 2), NESTED)], (StridedShard(0, 2), NESTED)),
         ("pointwise", [(NESTED, S0)], [(NESTED, S0)], (NESTED, S0)),
@@ -164,7 +164,7 @@ def test_two_orders_of_one_dimension() -> None:
     ids=["split", "view"],
 )
 def test_parts_of_packed_shards_that_are_cut_further(op: str, arguments: Any, native: Any, placements: tuple) -> None:
-    """Before the parts are taken apart, what cuts them further is undone."""
+    """Before the parts are taken apart, further cuts of them are undone."""
     mesh, x = mesh_of_rank((2, 2), 0), np.arange(24.0).reshape(8, 3)
     case = Case(op, "", (x,), arguments, native)
     strategy = solve(case.sharding(), (get_layout(mesh, placements, x.shape),), mesh)

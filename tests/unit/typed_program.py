@@ -124,7 +124,7 @@ OFFLOAD: OffloadPolicy = CPUOffloadPolicy()
 
 
 def train(model: Any, x: Any) -> None:
-    """One step, with what a program of a user touches."""
+    """One step, with the names that a program of a user touches."""
     mesh = init_device_mesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "tp"))
     assert_type(mesh, DeviceMesh)
     assert_type(mesh["tp"], DeviceMesh)
