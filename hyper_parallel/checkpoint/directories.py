@@ -150,7 +150,7 @@ class Draft:
             )
 
     def publish(self, files: Mapping[str, int]) -> None:
-        """Give it its name, on one rank: all of it is on the disk.
+        """Give the complete draft its name, on one rank: all of it is on the disk.
 
         Args:
             files: of the checkpoint, with the sizes that were written.
@@ -177,7 +177,7 @@ class Draft:
         writers.remove_abandoned(self.path.parent, now, _REPLACED, name=self.path.name)
 
     def _replace(self) -> None:
-        """Give it the name of the checkpoint that was there when this save began."""
+        """Give the draft the name of the checkpoint that was there when this save began."""
         self._check_is_before(self.path)
         disk.rename(self.path, self._replaced)
         try:

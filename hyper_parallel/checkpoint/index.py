@@ -98,7 +98,7 @@ class Index:
         return name if name in self.tensors else self.aliases.get(name)
 
     def to_json(self) -> str:
-        """As the file has it."""
+        """Return the text of the index file."""
         files = {name: at for at, name in enumerate(self.files)}
         tensors = {
             name: {

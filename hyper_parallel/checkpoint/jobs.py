@@ -139,7 +139,7 @@ def _check_name(path: Path) -> None:
 
 
 def _check_place(path: Path, overwrite: bool) -> None:
-    """Raise ValueError where something is in the way."""
+    """Raise ValueError where a file or directory at the place blocks the save."""
     if not path.exists():
         return
     if not overwrite:
@@ -263,7 +263,7 @@ def _entry(name: str, x: Any, writer: Writer, platform: Platform) -> Entry:
 
 
 def _copied(entry: Entry) -> Entry:
-    """The same with the bytes that there are now."""
+    """Return the entry with a copy of its present bytes."""
     data = bytearray(entry.read())
     return entry._replace(read=lambda: memoryview(data))
 

@@ -73,8 +73,8 @@ class Collective:
 
 
 class ThroughFiles:
-    """The same ranks, in a thread parallel to the training, whose collectives it must not meet. They communicate by
-    small files in a directory that all see.
+    """Communication of the same ranks in a thread parallel to the training, whose collectives it must not meet. They
+    communicate by small files in a directory that all see.
 
     Args:
         directory: exists, and is empty.
@@ -92,7 +92,7 @@ class ThroughFiles:
         return [self._read(self._directory / f"{self._step}.{rank}", rank) for rank in self.members]
 
     def leave(self) -> None:
-        """Nothing is gathered any more: the first rank removes the directory when all have read its files."""
+        """End the communication: the first rank removes the directory when all have read its files."""
         if self.rank != self.members[0]:
             with suppress(CheckpointError):  # the save has failed, which was said
                 self._tell(None)

@@ -93,7 +93,7 @@ class AsyncSave:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, well or not."""
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> Path:
@@ -128,7 +128,7 @@ def async_save(
     checksums: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> AsyncSave:
-    """As `save`, but it returns when all is copied into the memory of the host. The rest happens parallel to the
+    """Save as `save` does, but return when all is copied into the memory of the host. The rest happens parallel to the
     training, without collectives. It first waits for the save before it.
 
     Args:

@@ -201,7 +201,7 @@ class Filling:
             self.at_end(lambda: x.load_state_dict(state))
 
     def _visit_object(self, now: Any, saved: Any, path: str) -> Any:
-        """As it was saved; tensors that the object has now are filled."""
+        """Return the object as it was saved; tensors that it has now are filled."""
         if isinstance(saved, dict) and saved.get(KIND) == "tensor" and self.platform.is_tensor(now):
             self._want(now, path)
             return now

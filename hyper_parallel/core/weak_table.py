@@ -7,7 +7,8 @@ from typing import Any
 
 
 class WeakTable:
-    """As ``weakref.WeakKeyDictionary``, for objects that cannot be hashed too, such as modules that compare by value.
+    """A table as ``weakref.WeakKeyDictionary``, for objects that cannot be hashed too, such as modules that compare by
+    value.
 
     Example:
         >>> from hyper_parallel.core.weak_table import WeakTable

@@ -29,7 +29,7 @@ class CommCounts(dict[str, int]):
         return dict.get(self, _name(key), 0)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As `dict.get`."""
+        """The count of a key, as `dict.get`."""
         return dict.get(self, _name(key), default)
 
     def __contains__(self, key: Any) -> bool:

@@ -70,7 +70,7 @@ class CommTrace:
         return collective_table(self.rows())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: each collective, and the rows."""
+        """The data for JSON: each collective, and the rows."""
         return {"collectives": [c.as_dict() for c in self.collectives], "rows": self.rows()}
 
     def to_json(self) -> str:

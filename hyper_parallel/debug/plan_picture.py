@@ -92,7 +92,7 @@ def plan_picture(description: Description) -> str:
 
 
 def _draw(picture: Svg, x: TensorDescription, y: float, colour: str, largest: int) -> float:
-    """One tensor; returns where it ends."""
+    """Draw one tensor; returns where it ends."""
     rows, columns = (*x.shape, 1, 1)[:2] if len(x.shape) > 1 else ((*x.shape, 1)[0], 1)
     local = (*x.local_shape, 1, 1)[:2] if len(x.local_shape) > 1 else ((*x.local_shape, 1)[0], 1)
     height, width = (max(10.0, _SIDE * size / largest) for size in (rows, columns))

@@ -122,7 +122,7 @@ class DryRun:
         return None if self.memory.peak is None else self.memory.peak <= self.memory_limit
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return {
             "mesh": self.mesh,
             "machine": self.machine,

@@ -81,7 +81,7 @@ class Explanation:
         return collective_table(self.rows())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return {
             "mesh": self.mesh,
             "rank": self.rank,

@@ -39,7 +39,7 @@ class Candidate:
     error: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return {
             "dp": self.dp,
             "tp": self.tp,
@@ -71,7 +71,7 @@ class SearchResult:
         return first if first is not None and _fits(first, self.memory_limit) else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return {
             "machine": self.machine,
             "memory_limit": self.memory_limit,

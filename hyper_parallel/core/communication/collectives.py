@@ -219,8 +219,8 @@ def all_to_all(
     src_sizes: Sequence[int],
     dst_sizes: Sequence[int],
 ) -> Any:
-    """From a shard of tensor dimension ``src_dim`` to a shard of ``dst_dim``. Rank i holds ``src_sizes[i]`` of the one
-    before and ``dst_sizes[i]`` of the other after."""
+    """Turn a shard of tensor dimension ``src_dim`` into a shard of ``dst_dim``. Rank i holds ``src_sizes[i]`` of the
+    one before and ``dst_sizes[i]`` of the other after."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return x
@@ -334,7 +334,7 @@ def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
 
 
 def all_gather_object(value: Any, mesh: DeviceMesh, mesh_dim: int) -> list[Any]:
-    """One picklable value of each rank of the mesh dimension, in its order. Off the hot path, not counted."""
+    """Gather one picklable value of each rank of the mesh dimension, in its order. Off the hot path, not counted."""
     size = mesh.shape[mesh_dim]
     if size == 1:
         return [value]

@@ -54,7 +54,8 @@ class _Share:
 
 
 def _shares(layouts: Sequence[Layout | None]) -> list[_Share]:
-    """One a mesh, in the order of the tensors. Plain tensors, the same on all ranks, go with the first mesh."""
+    """The shares of this rank, one for each mesh, in the order of the tensors. Plain tensors, the same on all ranks, go
+    with the first mesh."""
     shares = []
     joined = joined_meshes(layouts)
     first_mesh = next(iter(joined.values()))

@@ -16,7 +16,7 @@ from hyper_parallel.platform.contract.autograd import TensorFunction, named
 
 
 class Gather(Move):
-    """For consumers that return the full cotangent."""
+    """Gather a shard for consumers that return the full cotangent."""
 
     @cached_property
     def back(self) -> Step:
@@ -57,7 +57,7 @@ class Gather(Move):
 
     @cached_property
     def take_both(self) -> Callable[[Any], tuple[Any, Any, Any]]:
-        """Bound, for both kinds of consumers.
+        """A bound function for both kinds of consumers.
 
         Gives three values. The first is the whole tensor for consumers that return its full cotangent. The second is
         the same for those that return a partial one, where that costs next to nothing, else None. The third is the data
@@ -101,7 +101,7 @@ class Gather(Move):
 
 
 class GatherForParts(Gather):
-    """For consumers of which each computes a part, and returns a partial cotangent."""
+    """Gather a shard for consumers that each compute a part, and return a partial cotangent."""
 
     @cached_property
     def back(self) -> Step:
@@ -141,7 +141,7 @@ class Slice(Move):
 
 
 class AllToAll(Move):
-    """From shards of one dimension to shards of another."""
+    """Exchange shards of one dimension for shards of another."""
 
     @cached_property
     def back(self) -> Step:

@@ -73,7 +73,7 @@ class Step(ABC):
 
 
 class _View(Step):
-    """The same data, with another cotangent."""
+    """A step that gives the same data, with another cotangent."""
 
     def __call__(self, x: Any) -> Any:
         return self._take(x, self) if self.platform.requires_grad(x) else x
@@ -108,7 +108,7 @@ class IdentityReduceGrad(_View):
 
     @cached_property
     def of_parameter(self) -> TensorFunction:
-        """Bound, of a parameter, which `coalesce_gradients` may take part in; see `Platform.gradient_view`."""
+        """The bound form for a parameter, in which `coalesce_gradients` may take part; see `Platform.gradient_view`."""
         platform, mesh, mesh_dims = self.platform, self.mesh, self.mesh_dims
         reducers = [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
 
@@ -190,8 +190,8 @@ class AllReduce(Move):
 
     @cached_property
     def in_place(self) -> TensorFunction:
-        """Bound, of a sum: into the tensor itself, which has no other reference and whose operation does not need its
-        value in backward. Where the platform has hooks there is no node in the graph."""
+        """The bound form of a sum that writes into the tensor itself. The tensor has no other reference, and its
+        operation does not need its value in backward. Where the platform has hooks there is no node in the graph."""
         write, fast = collectives.bind_all_reduce(self.mesh, self.mesh_dim), self.platform.fast or NOTHING_FASTER
         in_place = _AllReduceInPlace(self.mesh, self.mesh_dim, self.source, self.target)
         return fast.in_place_step(write, self.back) or in_place

@@ -1,4 +1,4 @@
-"""Meshes that are loaded: found among those that there are."""
+"""Loading of pickled meshes: each is found among the existing ones."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def _tracking(view: _View, layout: Layout) -> Aliasing:
 
 
 def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing | None:
-    """For an operation that gives no view: where its result does not lie in memory in row-major order."""
+    """The aliasing of an operation that gives no view, where its result is not in row-major order in memory."""
     given = [(i, x) for i, x in enumerate(layouts) if x is not None and x.ndim]
     if (
         not given

@@ -94,7 +94,7 @@ def remembered_call(
 
 
 def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
-    """For a plan that only reads tensors, runs the native operation and wraps the result."""
+    """The run of a plan that only reads tensors, runs the native operation and wraps the result."""
     call, no_dispatch, wrap, result = plan.call, plan.no_dispatch, plan.wrap, plan.result
     wrap_several, reads, copies, after = plan.wrap_several, plan.reads, plan.copies, plan.after
     clone = plan.mesh.platform.clone

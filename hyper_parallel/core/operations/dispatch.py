@@ -218,7 +218,7 @@ class _Dispatch:
         return _RUNS[op](func, args, kwargs)
 
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
-        """The same for one row, as ``run(func, args, kwargs)``."""
+        """Bind the dispatch to one row, as ``run(func, args, kwargs)``."""
         return _RUNS[op]
 
     def result_shapes(self, name: str, shapes: tuple, static_args: Any) -> tuple[tuple[int, ...], ...]:

@@ -31,7 +31,7 @@ class TensorSpec(NamedTuple):
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """The size of a dimension, or the shape, as of a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
 

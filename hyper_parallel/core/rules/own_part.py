@@ -243,7 +243,7 @@ class Cut:
         return first, last
 
     def _own_slice(self, layout: Layout, dim: int) -> tuple:
-        """The same as a slice of this rank's part of x."""
+        """Return the same range as a slice of this rank's part of x."""
         first, last = self._own(layout, dim)
         own = self.ranges[dim][first:last]
         begin = own.start - layout.local_offset[dim] if own else 0

@@ -88,7 +88,7 @@ class Picks:
 
     @property
     def own(self) -> np.ndarray:
-        """Where this rank's go among all, in the order in which this rank picks them."""
+        """The places of this rank's elements among all, in the order in which this rank picks them."""
         mine = slice(*self._edges[self._me : self._me + 2])
         return _runs(self._starts[mine], self._counts[mine])
 

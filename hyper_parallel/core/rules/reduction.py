@@ -134,7 +134,7 @@ def reduce_whole(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("reduce_pair", static_args=_DIMS)
 def reduce_pair(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """As `reduce_whole`, with two results: values and indices, variance and mean."""
+    """Like `reduce_whole`, with two results: values and indices, variance and mean."""
     return _reduce_whole(shapes[0], static_args, results=2)
 
 

@@ -271,7 +271,7 @@ class VocabParallel(ClassSoftmax):
         return self.platform.to_dtype((p * mass - soft) * g, x.dtype)
 
     def _composed(self, x: Any, target: Any, weight: Any, classes: Classes, smoothing: float) -> Any:
-        """By way of log_softmax, for gradients with respect to target and weight."""
+        """Compute the loss by way of log_softmax, for gradients with respect to target and weight."""
         log_probabilities = self.log_softmax(x, classes)
         soft = self._soft_target(target, weight, log_probabilities, classes, smoothing)
         return self.summed(-self.platform.sum_along(log_probabilities * soft, classes.dim), classes)

@@ -141,7 +141,7 @@ def _is_index(x: Any, mesh: DeviceMesh) -> bool:
 
 
 class IdentityExpertsParallel(ModuleStyle):
-    """For experts that return their input, inside of others whose outputs the ranks add: each gives its share.
+    """The style of experts that return their input, inside of others whose outputs the ranks add: each gives its share.
 
     Source: ``MoeIdentityParallel`` of Hugging Face transformers.
     """

@@ -131,7 +131,7 @@ def place_adapters(styles: dict[str, ParallelStyle], modules: dict[str, Any], me
 
 
 def _styles_of_adapters(path: str, module: Any, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """By path, from the style of the base layer of the ``module`` at ``path``."""
+    """Styles of the adapters by path, from the style of the base layer of the ``module`` at ``path``."""
     found: dict[str, ParallelStyle] = {}
     for name in module.lora_A:
         if isinstance(style, ColwiseParallel):

@@ -103,7 +103,7 @@ class ParallelStyle(ABC):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
     def __str__(self) -> str:
-        """The same without the arguments that are as they are by default, for texts that show many styles."""
+        """The representation without arguments that have their defaults, for texts that show many styles."""
         arguments = []
         for name, parameter in inspect.signature(type(self).__init__).parameters.items():
             value = vars(self).get(name)
@@ -291,7 +291,7 @@ class ModuleStyle(ParallelStyle):
         if given is not None and run_plain is not None:
 
             def compare(module: Any, x: Any) -> Any:
-                """In the first call, and in all calls once shards are uneven."""
+                """Compare in the first call, and in all calls once shards are uneven."""
                 what = f"the input of {module_label(module)}"
                 if isinstance(given, Shard):
                     compare_shapes(x, mesh, given, what, module)

@@ -98,7 +98,7 @@ def _row_forward(
 
     def output_of(x: Any) -> tuple[Any, Layout] | None:
         """For the global shape or the layout of an input: the function from summands to shards, and the layout of the
-        output; None where they are not as described."""
+        output. None where they are not as described."""
         shape = tuple(x.shape) if isinstance(x, Layout) else x
         ndim = len(shape)
         if isinstance(x, Layout) and not is_placed(x, mesh, shard.with_dim(ndim - 1)):  # type: ignore[attr-defined]
