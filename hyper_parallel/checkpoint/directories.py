@@ -96,8 +96,8 @@ def latest(directory: str | os.PathLike[str], run: str | None = None) -> Path | 
 
 
 def locate(path: Path) -> Path:
-    """Where the checkpoint of that name is: at the path, or next to it, where a crash came while another one took its
-    place.
+    """The place of the checkpoint of that name: at the path, or next to it, where a crash came while another one took
+    its place.
 
     Raises:
         CheckpointError: for the remains of an interrupted save.

@@ -178,7 +178,8 @@ def _facts(flat: Flat, platform: Platform) -> dict[str, str]:
 
 
 def _place(layout: Any) -> str:
-    """How a tensor lies: the same on all ranks that hold it, and on those of other slices of the same mesh."""
+    """The layout of a tensor as text: the same on all ranks that hold it, and on those of other slices of the same
+    mesh."""
     if layout is None:
         return "plain"
     mesh = layout.mesh

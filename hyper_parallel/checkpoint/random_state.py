@@ -87,7 +87,7 @@ class RandomState:
                 put(generator)
 
     def load_state_of_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
-        """Put the state of this rank back, of those of all ranks that saved.
+        """Restore this rank's state from the states of all ranks that saved.
 
         Args:
             states: of the ranks that saved.

@@ -1,4 +1,4 @@
-"""How the ranks of a save or a load tell each other their progress and their errors."""
+"""Communication of the ranks of a save or a load: they tell each other their progress and their errors."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class StatefulDistributedSampler:
         self._used: int | None = None
 
     def __len__(self) -> int:
-        """How many samples an iteration that began now would give."""
+        """The number of samples that an iteration would give if it began now."""
         left = self._left()
         return left if left else self._share(self.size)
 

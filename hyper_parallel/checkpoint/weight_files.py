@@ -1,4 +1,4 @@
-"""How weights lie in files as Hugging Face has them: in one, or in several with an index."""
+"""Weights in files as Hugging Face has them: in one, or in several with an index."""
 
 from __future__ import annotations
 

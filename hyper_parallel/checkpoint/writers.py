@@ -83,7 +83,7 @@ class Hidden(NamedTuple):
         return now - self._last_change(now) > _SILENT
 
     def writer(self) -> str:
-        """Return who writes it, for messages."""
+        """Return a description of the writer, for messages."""
         if self.machine != _machine():
             return "a process of another machine or container"
         return f"process {self.process} of this machine" if self.process != os.getpid() else "another thread"

@@ -149,8 +149,8 @@ def _check_counts(arguments: argparse.Namespace) -> None:
 
 
 def _port_of(arguments: argparse.Namespace) -> int:
-    """Where the ranks meet. On one node no other process has to know it: msrun waits for minutes where its own is
-    taken."""
+    """The port where the ranks meet. On one node no other process has to know it: msrun waits for minutes where its own
+    is taken."""
     if arguments.port is not None:
         return int(arguments.port)
     if arguments.nodes > 1:

@@ -21,7 +21,7 @@ _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """``"dp=64,tp=8"``, or ``"8"`` for one dimension called tp. Data parallelism alone has a tp of one rank.
+    """Parse ``"dp=64,tp=8"``, or ``"8"`` for one dimension called tp. Data parallelism alone has a tp of one rank.
 
     Example:
         >>> mesh_of("dp=64,tp=8"), mesh_of("8"), mesh_of("dp=64")
@@ -155,5 +155,5 @@ def _dtype(platform: Any, name: str) -> Any:
 
 
 def ranks_of(mesh: dict[str, int]) -> int:
-    """How many ranks a mesh has."""
+    """The number of ranks of a mesh."""
     return math.prod(mesh.values())

@@ -55,7 +55,7 @@ def clear_caches() -> None:
 
 
 def cache_sizes() -> dict[str, int]:
-    """How many entries each cache has, by name: to see whether something grows that should not. A cache appears when
+    """The number of entries of each cache, by name: to see whether a cache grows that should not. A cache appears when
     the module that keeps it is first used.
 
     Example:

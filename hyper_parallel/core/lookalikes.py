@@ -26,7 +26,7 @@ def described_placement(value: Any) -> tuple[Any, ...] | None:
 
 
 def import_hint(value: Any) -> str:
-    """The end of a message about a value that was refused: whose class it is of, and which import gives this library's.
+    """The end of a message about a refused value: the library of its class, and the import that gives this library's.
 
     Empty unless the class of ``value``, or one of its bases, has the name of a public class here.
 

@@ -73,7 +73,7 @@ def dtype_name(dtype: Any, dtypes: Mapping[str, Any]) -> str:
 
 
 def bytes_on_the_wire(kind: str, size: int, ranks: int) -> int:
-    """How many bytes each rank sends, of a collective of ``size`` bytes a rank. No rank sends a byte twice, as in ring
+    """The bytes that each rank sends, in a collective of ``size`` bytes a rank. No rank sends a byte twice, as in ring
     algorithms.
 
     Example:

@@ -66,7 +66,7 @@ def _row(known: Any) -> Row:
 
 
 def _find(name: str) -> tuple[str, Any, bool]:
-    """Where the name is here, its object, and whether it is there."""
+    """The module of a name here, its object, and whether it is there."""
     top, _, attribute = name.partition(".")
     if top not in hyper_parallel.__all__:
         return "", None, False

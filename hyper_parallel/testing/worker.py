@@ -36,7 +36,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a job failed on one rank.
+    """The failure of a job on one rank.
 
     Attributes:
         place: where: exception type and source line. The same on all ranks if they failed in step.

@@ -251,7 +251,7 @@ def all_to_all(
 
 
 def exchange_rows(x: Any, mesh: DeviceMesh, mesh_dim: int, counts: np.ndarray) -> Any:
-    """The rows of ``x`` to the ranks that are to have them, exactly as many as there are.
+    """Send the rows of ``x`` to the ranks that are to have them, without padding.
 
     Args:
         x: its rows are in the order of the ranks that they go to; those of the result, of the ranks that they are from.

@@ -203,7 +203,7 @@ class _AllReduceInPlace(AllReduce):
 
 
 def differs(x: Any, y: Any) -> Any:
-    """Where ``x`` is not ``y``; NaN is NaN."""
+    """A mask that is true where ``x`` is not ``y``; NaN equals NaN."""
     return (x != y) & ((x == x) | (y == y))
 
 

@@ -1,4 +1,4 @@
-"""In which order mesh dimensions cut a tensor dimension, and the pieces of each rank.
+"""The order in which mesh dimensions cut a tensor dimension, and the pieces of each rank.
 
 Placements say the order (see `StridedShard`). A plain shard cuts before everything to its right. A strided one cuts
 after the mesh dimensions to its right whose sizes multiply to its factor. A packed one cuts first of all.

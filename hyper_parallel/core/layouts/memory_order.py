@@ -1,4 +1,4 @@
-"""In which order the elements of a distributed tensor would lie in the memory of a single device.
+"""The order that the elements of a distributed tensor would have in the memory of a single device.
 
 It decides whether an operation gives a view or a copy, and which element gets which random number. Local strides tell
 where every rank has two rows or more of each dimension. Elsewhere the order is tracked on the tensor (see `aliasing`).

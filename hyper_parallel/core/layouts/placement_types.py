@@ -15,7 +15,8 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Placement:
-    """How a tensor lies on one dimension of a mesh: base class of `Shard`, `PackedShard`, `Replicate` and `Partial`.
+    """The placement of a tensor on one dimension of a mesh: base class of `Shard`, `PackedShard`, `Replicate` and
+    `Partial`.
 
     Placements cannot be changed, and equal ones are one object. A DTensor has one for each mesh dimension. Placements
     of the framework's own DTensors, such as torch's, are accepted everywhere and compare equal to these. As keys of a
@@ -136,7 +137,7 @@ class Shard(Placement):
 
     @staticmethod
     def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
-        """How much of a dimension a rank of a mesh dimension gets, and where that begins.
+        """The size of a rank's part of a dimension that a mesh dimension cuts, and its offset.
 
         Args:
             curr_local_size: size of the tensor dimension before this mesh dimension cuts it.

@@ -1,4 +1,4 @@
-"""Where the elements of a single device's tensor would lie in memory: strides, worked out from shapes alone.
+"""The memory layout of a single device's tensor: strides, worked out from shapes alone.
 
 A framework's answer for a local tensor may differ from its answer for the whole: a shard of one row is contiguous
 however its dimensions were permuted. A stride is a number of elements; a tensor is contiguous when its last dimension

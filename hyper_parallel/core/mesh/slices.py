@@ -28,7 +28,7 @@ MESHES: dict[tuple, Any] = {}
 
 
 class MeshSlices(Generic[_Mesh]):
-    """Where a mesh lies in its root, and the slices of it.
+    """The dimensions of the root that a mesh runs along, and the slices of the mesh.
 
     Args:
         mesh: the mesh that this is a part of. It is held weakly, so that it is freed with its last reference.

@@ -1,4 +1,4 @@
-"""How a plan makes results that are views on a single device (`CanonicalOp.memory`) behave like views here.
+"""Results that are views on a single device (`CanonicalOp.memory`): plans make them behave like views here.
 
 There are three cases. The operation shares memory here too: then the framework does the work. It had to move data: the
 result is a copy, which `views.follow` ties to its base. Or some rank has one row or none, so that the framework's

@@ -43,7 +43,7 @@ _PLANS: dict[tuple, _Plan] = Cache(_MAX_PLANS, "plans of operations")
 
 
 class _Plan:
-    """How an operation with given layouts runs; calling it runs it.
+    """The run of an operation with given layouts; calling it runs the operation.
 
     Attributes:
         mesh: the mesh of the operands.
@@ -183,7 +183,7 @@ def _wrap_sized(local: Any, result: Layout | Unsized) -> Any:
 def _bind_read(
     have: Layout | None, layout: Layout, partial_dims: tuple[int, ...], op: CanonicalOp | None
 ) -> Callable[[Any], Any]:
-    """How a plan reads a DTensor: with ``layout``, and through `partial_grad_view` where its cotangent is partial.
+    """The read of a DTensor in a plan: with ``layout``, and through `partial_grad_view` where its cotangent is partial.
 
     Args:
         have: the layout that it has.
@@ -204,7 +204,7 @@ def _bind_read(
 
 
 def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """How a plan reads a DTensor of which it makes a view. The layouts differ at most in mesh dimensions of size 1, so
+    """The read of a DTensor of which a plan makes a view. The layouts differ at most in mesh dimensions of size 1, so
     no data moves. The result must share memory as it does on any number of ranks."""
     wrap, alias = mesh.platform.wrap, mesh.platform.alias
     return lambda x: x if x._layout is layout else wrap(alias(x), layout)

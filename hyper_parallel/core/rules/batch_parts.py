@@ -36,7 +36,7 @@ class BatchPart(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the local part of a tensor lies in the tensor that numbers are drawn for.
+    """The place of the local part of a tensor in the tensor that numbers are drawn for.
 
     Attributes:
         shape: of that tensor.

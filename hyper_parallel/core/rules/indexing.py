@@ -110,7 +110,8 @@ def _is_tensor(item: Any) -> bool:
 
 
 def _place_of_block(index: tuple, items: tuple) -> int | None:
-    """Before which of the ``items``, the index without dots, the dimensions of the index tensors go; -1 for none.
+    """The index of the item, among the ``items`` without dots, before which the index tensors' dimensions go; -1 for
+    none.
 
     As in NumPy: adjacent index tensors are replaced in place, separated ones by dimensions in front.
 

@@ -18,7 +18,7 @@ from hyper_parallel.core.rules.vocab_parallel import vocab_parallel_of
 
 
 def class_dim(logits: tuple[int, ...]) -> int:
-    """Where the classes are: dimension 1, or 0 of a single sample."""
+    """The dimension of the classes: 1, or 0 of a single sample."""
     return min(1, len(logits) - 1)
 
 

@@ -1,4 +1,4 @@
-"""How an operation may be sharded, said once for all meshes and placements.
+"""The possible shardings of an operation, said once for all meshes and placements.
 
 A rule looks at the global shapes and static arguments of one canonical operation. It names the dimensions of operands
 and results with labels, as einsum does. Everything else follows and is worked out by `strategy`:

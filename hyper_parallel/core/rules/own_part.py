@@ -276,5 +276,5 @@ def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, A
 
 
 def _either(platform: Any, where: Any, x: Any, y: Any) -> Any:
-    """Whole numbers ``x`` where that is true, else ``y``."""
+    """Select ``x`` where the mask ``where`` is true, else ``y``, of whole numbers."""
     return platform.masked_fill(y, where, 0) + platform.masked_fill(x, where == False, 0)  # noqa: E712

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class Picks:
-    """How many elements each rank picks of its part, and where they go. All but the own count is the same on all ranks.
+    """The number of elements that each rank picks of its part, and their places. All but the own count is the same on
+    all ranks.
 
     Args:
         layout: of the tensor that elements are picked from. Only its shards count, one mesh dimension of more than one
@@ -127,7 +128,7 @@ def _first_places(layout: Layout, coordinate: list[int], depth: int) -> np.ndarr
 
 
 def _counted(layout: Layout, mask: Callable[[], Any], depth: int, like: Any, platform: Any) -> Any:
-    """How many elements of each segment of this rank's part are picked."""
+    """The number of picked elements in each segment of this rank's part."""
     shape = tuple(layout.local_shape)
     segments = math.prod(shape[:depth])
     nothing = platform.places(np.zeros((segments,), np.int64), like)

@@ -32,7 +32,7 @@ def searchsorted(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 @rule("count", "x, weights or None", "number of bins", memory="fresh")
 def count(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """How many elements of x, or how much weight, fall in each bin: those of the shards add up."""
+    """The number of elements of x, or their weight, in each bin: the results of the shards add up."""
     x, weights = (*shapes, None)[:2]
     labels = named(x)
     if weights is not None and tuple(weights) != tuple(x):

@@ -191,7 +191,8 @@ class VocabParallel(ClassSoftmax):
         return self.platform.unsqueeze(ignored, classes.dim), self.platform.unsqueeze(wrong, classes.dim)
 
     def _looks(self) -> bool:
-        """Whether to read values: it makes the host wait for an accelerator, where the loss tells instead."""
+        """Whether to read values. That makes the host wait for an accelerator; there, the loss is not a number
+        instead."""
         return self.platform.device_type == "cpu"
 
     def _rows(self, target: Any, classes: Classes) -> tuple[Any, Any]:

@@ -62,7 +62,7 @@ class ExpertsParallel(ModuleStyle):
 
 
 class _Connected:
-    """Mixed into a module's class: without a token for its experts, a rank takes part in backward as the others do."""
+    """Mixin of a module's class: without a token for its experts, a rank takes part in backward as the others do."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the class below, whose output depends on inputs and parameters always."""

@@ -61,7 +61,7 @@ def read_local_parameters(module: Any, *mixins: type) -> None:
 
 
 class _LocalParameters:
-    """Mixed into a module's class: forward sees this rank's part of each parameter as a plain tensor."""
+    """Mixin of a module's class: forward sees this rank's part of each parameter as a plain tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the class below."""

@@ -60,7 +60,8 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _is_torchs(cls: type) -> bool:
-    """Not the bases of C++ bindings, nor the general machinery that a debug mode is made of."""
+    """Whether a class is one of torch's distributed tensors: not a base of C++ bindings, nor the general machinery of a
+    debug mode."""
     return cls.__module__.startswith(("torch.distributed", "torch._C._distributed"))
 
 

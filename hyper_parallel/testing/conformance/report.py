@@ -63,17 +63,17 @@ class Report:
 
     @property
     def passed(self) -> int:
-        """How many checks passed."""
+        """The number of checks that passed."""
         return sum(group.passed for group in self.groups.values())
 
     @property
     def failed(self) -> int:
-        """How many checks failed."""
+        """The number of checks that failed."""
         return sum(group.failed for group in self.groups.values())
 
     @property
     def skipped(self) -> int:
-        """How many checks were skipped."""
+        """The number of checks that were skipped."""
         return sum(group.skipped for group in self.groups.values())
 
     @property

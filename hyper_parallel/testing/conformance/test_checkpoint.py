@@ -39,7 +39,7 @@ class Setup(NamedTuple):
         return f"{'x'.join(map(str, self.shape))} {self.dp}"
 
     def mesh(self) -> Any:
-        """None on a rank outside of it. All ranks of the pool call it."""
+        """The mesh of the setup; None on a rank outside of it. All ranks of the pool call it."""
         names = ("dp", "tp") if len(self.shape) == 2 else ("tp",) if self.dp == "none" else ("dp",)
         return spmd.device_mesh(*self.shape, names=names)
 
@@ -206,7 +206,7 @@ class Job(NamedTuple):
 
     @classmethod
     def new(cls, setup: Setup, name: str, seed: int) -> Any:
-        """None on a rank outside of the mesh."""
+        """A new job; None on a rank outside of the mesh."""
         mesh = setup.mesh()
         if mesh is None:
             return None

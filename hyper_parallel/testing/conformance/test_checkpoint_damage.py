@@ -150,7 +150,7 @@ def replaced_by(name: str) -> Callable[[Path], None]:
 
 
 def foreign(*names: str) -> Callable[[Path], None]:
-    """Only files of these names."""
+    """Replace the directory with one that has only files of these names."""
 
     def damage(path: Path) -> None:
         shutil.rmtree(path)

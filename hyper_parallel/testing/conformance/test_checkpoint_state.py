@@ -297,7 +297,7 @@ def misfits(mesh: Any, directory: str) -> None:
 
 @spmd.on_mesh()
 def optimizers(mesh: Any, directory: str) -> None:
-    """Before the first step and after it, without the model, and of another kind."""
+    """Optimizers are saved before the first step and after it, without the model, and loaded into another kind."""
     adapter, platform = get_adapter(), get_platform()
     if not platform.is_optimizer(
         getattr(adapter, "optimizer", lambda *_: (None, None))(adapter.Mlp(4, 6), "adamw", 0.1)[0]

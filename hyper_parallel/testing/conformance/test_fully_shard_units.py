@@ -19,7 +19,7 @@ ROWS = 3
 
 
 def parameters(module: Any, mesh: Any) -> dict[str, Any]:
-    """By name."""
+    """The parameters by name."""
     platform = mesh.platform
     return {
         f"{path}.{name}".lstrip("."): p

@@ -38,7 +38,7 @@ R = Replicate()
 
 @pytest.fixture(autouse=True)
 def a_platform_that_can() -> None:
-    """Without `Platform.fast` nothing is asked for here."""
+    """Skip on a platform without `Platform.fast`, which is asked for nothing."""
     if get_platform().fast is None:
         pytest.skip("this platform has no short ways")
 

@@ -59,7 +59,7 @@ def wrong_uses(mesh: Any) -> dict[str, Any]:
 
 
 def _of_optimizers(platform: Any) -> dict[str, Any]:
-    """Nothing where the framework has no optimizers."""
+    """Refusals of optimizers, none where the framework has no optimizers."""
     adapter = get_adapter()
     model, other = adapter.linear_module(4, 4), adapter.Mlp(4, 4)
     optimizer = adapter.optimizer(model, "adamw", 0.1)[0] if hasattr(adapter, "optimizer") else None

@@ -144,7 +144,7 @@ def test_prices(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def broadcasts(mesh: Any) -> None:
-    """By the backend's own broadcast, or, where it says that it has none, by gathering."""
+    """Broadcasts run by the backend's own one, or, where it says that it has none, by gathering."""
     adapter, platform, called = get_adapter(), mesh.platform, []
     supports, native = platform.supports, platform.broadcast
     mine = np.full((2, 3), mesh.get_local_rank(), np.float32)

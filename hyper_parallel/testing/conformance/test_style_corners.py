@@ -101,7 +101,7 @@ def unknown_projections(mesh: Any) -> None:
 
 
 def test_unknown_projections(pool: Any) -> None:
-    """Nothing is guessed."""
+    """Unknown projections are not guessed."""
     pool.run(2, unknown_projections)
 
 
@@ -202,7 +202,7 @@ def rare_calls(mesh: Any) -> None:
 
 
 def test_rare_calls(pool: Any) -> None:
-    """None as input, a style twice, plans that are none."""
+    """Rare calls: None as input, a style twice, plans that are none."""
     pool.run(2, rare_calls)
 
 

@@ -179,7 +179,7 @@ def test_kinds_of_tensors(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def one_mesh_dimension(mesh: Any) -> None:
-    """Only the ranks of the mesh that is given get the same."""
+    """The ranks of the given mesh alone get the same."""
     dp, tp = mesh.get_coordinate()
     model = parallelize_module(block(10 * dp + tp), mesh["tp"], PLAN)
     np.testing.assert_array_equal(

@@ -33,7 +33,7 @@ def _parts(platform: str, seeds: range) -> Iterator[tuple[WorkerPool, range]]:
 
 
 def _run(pool: WorkerPool, part: range, family: str, as_found: bool, refusals: bool) -> collections.Counter[str]:
-    """How many programs of a part had each outcome; those that are not as they should be are printed."""
+    """Count the outcomes of the programs of a part; bad programs are printed."""
     shown = ("unsteady", *BAD, *(("refused",) if refusals else ()))
     outcomes = run_seeds(pool, part, family=family)
     for outcome in outcomes:

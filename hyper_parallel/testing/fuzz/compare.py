@@ -128,7 +128,7 @@ def _made_of_rounding(reference: Reference) -> Reference | None:
 
 
 def _distance(x: Any, y: Any) -> np.ndarray:
-    """How far arrays are apart, element by element; infinitely where one of them has no number."""
+    """The distance of arrays, element by element; infinite where one of them has no number."""
     with np.errstate(invalid="ignore"):
         away = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64))
     return np.where(np.isnan(away), np.where(np.isnan(x) & np.isnan(y), 0.0, np.inf), away)

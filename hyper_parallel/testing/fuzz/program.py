@@ -327,7 +327,7 @@ def _results(program: Program, step: Step, values: list[np.ndarray]) -> list[np.
 
 
 def _counts(program: Program) -> list[int]:
-    """How many results each step has."""
+    """The number of results of each step."""
     values = [leaf.values() for leaf in program.leaves]
     counts: list[int] = []
     for step in program.steps:

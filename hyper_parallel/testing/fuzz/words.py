@@ -184,7 +184,7 @@ def _softmax(x: np.ndarray, dim: int) -> np.ndarray:
 
 
 def _log_softmax(x: np.ndarray, dim: int) -> np.ndarray:
-    """Not the logarithm of `_softmax`, which in float16 is soon that of zero."""
+    """The logarithm of a softmax, not of the result of `_softmax`, which in float16 is soon zero."""
     y = x - x.max(axis=dim, keepdims=True) if x.size else x
     return y - np.log(np.exp(y).sum(axis=dim, keepdims=True))
 

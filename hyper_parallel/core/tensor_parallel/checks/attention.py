@@ -35,7 +35,8 @@ class Attention:
 
     @staticmethod
     def of(module: Any) -> Attention | None:
-        """None for a module that has no such attribute of its own. Further attributes of its config count too."""
+        """The attention of a module; None for one that has no such attribute of its own. Further attributes of its
+        config count too."""
         if not any(_number(module, names) for names in (HEADS, KEY_VALUE_HEADS, HEAD_SIZE)):
             return None
         holders = (module, getattr(module, "config", None))

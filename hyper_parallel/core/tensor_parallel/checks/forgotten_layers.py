@@ -88,7 +88,7 @@ def guard_forgotten_layers(
 
 
 def _taken(module: Any, mesh: DeviceMesh) -> int | None:
-    """How many features a linear layer or a norm over one dimension takes; None for other modules."""
+    """The number of features that a linear layer or a norm over one dimension takes; None for other modules."""
     platform = mesh.platform
     if platform.is_linear_module(module):
         kind = platform.kind_of(module)

@@ -27,7 +27,7 @@ def is_cut(placement: Placement | None) -> bool:
 
 
 def cut_of(placement: Any) -> Cut:
-    """A placement, of which `is_cut` says yes."""
+    """The cut of a placement for which `is_cut` is true."""
     dim: Cut = None if placement is Replicate() else placement.dim
     return dim
 
@@ -45,7 +45,7 @@ class _Comparing:
 
 
 def comparison(mesh: DeviceMesh, placement: Placement | None, what: str) -> Comparison | None:
-    """How the ranks compare plain shards, which messages call ``what`` of their module."""
+    """The comparison of plain shards between ranks, which messages call ``what`` of their module."""
     if placement is None or not placement.is_shard() or mesh.size() == 1:
         return None
     return _Comparing(mesh, placement, what)

@@ -1,4 +1,4 @@
-"""When ranks compare the sizes of plain shards.
+"""Comparisons of the sizes of plain shards between ranks, and when they are made.
 
 A plain shard does not know its global size, so the shards of all ranks are taken to be equal. Collectives of unequal
 ones may end the process where nothing can be raised. A module that takes plain shards therefore compares them in its

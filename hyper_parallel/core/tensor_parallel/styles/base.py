@@ -42,7 +42,7 @@ _WHOLE = Replicate()
 
 
 class ParallelStyle(ABC):
-    """How one module is parallelised. A style of your own derives from `ModuleStyle`, or defines `_apply`.
+    """The way in which one module is parallelised. A style of your own derives from `ModuleStyle`, or defines `_apply`.
 
     Attributes:
         src_data_rank: rank of the mesh whose parameters count; None communicates nothing.
@@ -157,7 +157,7 @@ class ModuleStyle(ParallelStyle):
     use_local_output: bool = True
 
     def parameter_placements(self, module: Any, mesh: DeviceMesh) -> Mapping[str, Placement]:
-        """How the style places parameters that ``module`` itself holds, by name; all others are replicated."""
+        """The placements of parameters that ``module`` itself holds, by name; all others are replicated."""
         return self.placements
 
     def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:

@@ -130,7 +130,7 @@ class WeightParallel(ModuleStyle):
         return kind.out_dim if self._splits_outputs else 1 - kind.out_dim
 
     def features(self, module: Any, platform: Platform) -> int:
-        """How many features are split."""
+        """The number of features that are split."""
         return _weight_shape(module, platform)[self._split_dim(platform.kind_of(module))]
 
     def parts(self, module: Any, platform: Platform, where: str | None = None) -> tuple[int, ...] | None:
@@ -150,7 +150,7 @@ class WeightParallel(ModuleStyle):
 
 
 def linear_sizes(module: Any, platform: Platform) -> tuple[int, int]:
-    """How many features a linear module takes, and how many it gives, on all ranks together."""
+    """The number of features that a linear module takes, and of those that it gives, on all ranks together."""
     shape, out_dim = _weight_shape(module, platform), platform.kind_of(module).out_dim
     return shape[1 - out_dim], shape[out_dim]
 

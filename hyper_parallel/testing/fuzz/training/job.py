@@ -261,7 +261,7 @@ class Job:
             self.see(f"{what} of {self._at}", y, None if isinstance(y, DTensor) else rows)
 
     def _reshard_all(self) -> None:
-        """Before parameters change, units made whole by hand are resharded."""
+        """Reshard the units that were made whole by hand, before parameters change."""
         units, self.by_hand = self.by_hand, []
         for unit in units:
             unit.reshard()

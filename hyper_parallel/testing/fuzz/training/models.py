@@ -125,7 +125,7 @@ def _own(module: Any) -> list[Any]:
 
 
 def parameters(module: Any) -> dict[str, Any]:
-    """By name, each once."""
+    """The parameters by name, each once."""
     platform, seen, found = get_platform(), set(), {}
     for path, sub in platform.named_modules(module):
         for name, p in platform.named_parameters(sub):
@@ -136,7 +136,7 @@ def parameters(module: Any) -> dict[str, Any]:
 
 
 def buffers(module: Any) -> dict[str, Any]:
-    """By name."""
+    """The buffers by name."""
     platform = get_platform()
     return {
         f"{path}.{name}".lstrip("."): b

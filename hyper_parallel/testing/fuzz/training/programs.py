@@ -53,7 +53,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is distributed.
+    """The distribution of a model.
 
     Attributes:
         shape, names: of the mesh: ``"rep"`` and ``"shard"`` of `fully_shard`, ``"copy"`` of `replicate`, ``"tp"``.
@@ -78,7 +78,7 @@ class Setup:
 
     @property
     def data_ranks(self) -> int:
-        """How many parts of a batch there are."""
+        """The number of parts of a batch."""
         return int(np.prod([n for n, name in zip(self.shape, self.names, strict=True) if name != "tp"], dtype=int))
 
 

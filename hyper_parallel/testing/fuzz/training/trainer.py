@@ -165,7 +165,7 @@ class Trainer(Job):
             self._set(values, how == "whole")
 
     def _set(self, values: dict[str, np.ndarray], whole: bool) -> None:
-        """By `set_model_state_dict`, of whole values or of shards."""
+        """Set values by `set_model_state_dict`, of whole tensors or of shards."""
         state: dict[str, Any] = {}
         own = dict(self.platform.saved_tensors(self.root))
         names = {id(x): name for name, x in models.held(self.root).items()}
@@ -292,7 +292,7 @@ class Trainer(Job):
 
 
 def directory(program: Program) -> Path:
-    """Where the checkpoints of a program lie, the same on all ranks."""
+    """The directory of a program's checkpoints, the same on all ranks."""
     place = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     return Path(place) / f"hyper-parallel-training-{os.getppid()}-{program.seed}"
 
