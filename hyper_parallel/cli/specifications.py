@@ -33,7 +33,7 @@ def mesh_of(text: str) -> dict[str, int]:
         if not sign or re.fullmatch("[0-9]{1,18}", size) is None or not name:
             raise UsageError(f"--mesh {text!r}: write a number of ranks, or sizes by name such as dp=64,tp=8")
         if name in found:
-            raise UsageError(f"--mesh {text!r}: the dimension {name} stands twice")
+            raise UsageError(f"--mesh {text!r}: the dimension {name} appears twice")
         if int(size) < 1:
             raise UsageError(f"--mesh {text!r}: a dimension has at least 1 rank")
         found[name] = int(size)
@@ -44,7 +44,7 @@ def bytes_of(text: str) -> float:
     """``"80GB"``, ``"64GiB"`` or a number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match.group(2).lower() not in _UNITS:
-        raise UsageError(f"{text!r} is no size: write 80GB, 64GiB or a number of bytes")
+        raise UsageError(f"{text!r} is not a size: write 80GB, 64GiB or a number of bytes")
     return float(match.group(1)) * _UNITS[match.group(2).lower()]
 
 

@@ -270,7 +270,7 @@ def errors() -> None:
     refused(ValueError, r"h\.0\.attn' has 5 heads, which the 2 ranks.*1, 5 ranks", f"gpt2, {odd}")
     misspelt = {"model.nrom": "replicate"}
     refused(ValueError, "no such module or parameter; the nearest paths are 'model.norm'", plan=misspelt)
-    refused(ValueError, "no name of one; the nearest are 'colwise'", plan={"lm_head": "colwize"})
+    refused(ValueError, "not the name of one; the nearest are 'colwise'", plan={"lm_head": "colwize"})
     refused(ValueError, "parameter 'model.norm.weight' the style", plan={"model.norm.weight": "sequence_parallel"})
     refused(ValueError, "src_data_rank=2", src_data_rank=2)
     refused(ValueError, "gather_logits=False is for", plan={"lm_head": None}, gather_logits=False)

@@ -153,7 +153,7 @@ def refused(mesh: Any) -> None:
     if type(layer).__name__ == "Adapted":  # peft has a property of that name
         expect("unmerge_adapter", model)
     del layer._modules["lora_A"]
-    expect("none of LoRA on a linear layer", model)
+    expect("not LoRA on a linear layer", model)
     model = build("llama")
     model.lm_head.modules_to_save = torch.nn.ModuleDict()
     expect("a copy of its own", model)

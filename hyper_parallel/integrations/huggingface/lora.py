@@ -176,7 +176,7 @@ def _check(path: str, module: Any, style: ParallelStyle) -> None:
         return  # each rank computes the adapter in whole, and adds it to a whole output
     if not len(getattr(module, "lora_A", ())) or not hasattr(module, "lora_B"):
         raise ValueError(
-            f"the plan shards {path!r}, whose adapter ({kind}) is none of LoRA on a linear layer: the part of it to "
+            f"the plan shards {path!r}, whose adapter ({kind}) is not LoRA on a linear layer: the part of it to "
             f"shard is unknown; {take_out}"
         )
     for variant in ("lora_magnitude_vector", "lora_variant"):

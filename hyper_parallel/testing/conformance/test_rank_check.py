@@ -156,7 +156,7 @@ def test_different_plans_and_models_are_named(pool: Any) -> None:
         for case, text in expected.items():
             kind, message, ranks = result[case]
             if case == "refused" and rank == 2:
-                assert kind == "TypeError" and "which is no ParallelStyle" in message
+                assert kind == "TypeError" and "which is neither a ParallelStyle" in message
             else:
                 assert (kind, ranks) == ("RankMismatchError", (2,)) and text in message, f"{case}: {result[case]}"
 

@@ -88,7 +88,7 @@ def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> lis
         style = style_by_name(given, pattern) if isinstance(given, str) else given
         if not isinstance(style, ParallelStyle):
             raise TypeError(
-                f"the plan gives {pattern!r} {style!r}, which is no ParallelStyle and no name of one"
+                f"the plan gives {pattern!r} {style!r}, which is neither a ParallelStyle nor the name of one"
                 f"{import_hint(style)}"
             )
         found = [(path, modules[path], style) for path in paths.matching(pattern)]
