@@ -130,8 +130,8 @@ def described(title: str) -> tuple[Walk, list[str]]:
     block = re.search(rf"```text\n{re.escape(title)}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert block is not None, f"no walk {title!r} in {PAGE}"
     walk = {file: names.split(", ") for file, names in (line.split(": ") for line in block[1].strip().splitlines())}
-    aside = walk.pop("aside", [])
-    return walk, aside
+    beside = walk.pop("beside", [])
+    return walk, beside
 
 
 def check(pool: Any, folder: str) -> None:
@@ -139,6 +139,6 @@ def check(pool: Any, folder: str) -> None:
     for title, walked in (("parallelize_module to the all-reduce in backward", of_a_plan), ("x + x", of_an_operation)):
         wanted = described(f"{title}, {folder}")
         assert len(wanted[0]) <= MOST[folder]
-        for walk, aside in pool.run(2, walked, folder):
-            lines = [f"{file}: {', '.join(names)}" for file, names in (*walk.items(), ("aside", aside))]
-            assert (walk, aside) == wanted, "\n".join(lines)
+        for walk, beside in pool.run(2, walked, folder):
+            lines = [f"{file}: {', '.join(names)}" for file, names in (*walk.items(), ("beside", beside))]
+            assert (walk, beside) == wanted, "\n".join(lines)

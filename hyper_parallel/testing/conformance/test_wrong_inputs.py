@@ -224,7 +224,9 @@ def refused(mesh: Any) -> None:
         distribute_tensor(x, mesh, [derived])
     style = type("ColwiseParallel", (), {"__module__": "other.styles"})
     for given in (style, style()):
-        with fails(TypeError, "'up'", "neither a ParallelStyle", "ColwiseParallel of other.styles", "import ColwiseParallel`"):
+        with fails(
+            TypeError, "'up'", "neither a ParallelStyle", "ColwiseParallel of other.styles", "import ColwiseParallel`"
+        ):
             parallelize_module(adapter.Mlp(4, 8), mesh, {"up": given})
         with fails(TypeError, "parallelize_plan", "ColwiseParallel of other.styles"):
             parallelize_module(adapter.Mlp(4, 8), mesh, given)
