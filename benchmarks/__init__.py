@@ -1,1 +1,1 @@
-"""What parallel models cost against hand-written code: ``python -m benchmarks``, explained in README.md."""
+"""Costs of parallel models against hand-written code: ``python -m benchmarks``, explained in README.md."""

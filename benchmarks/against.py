@@ -1,9 +1,9 @@
 """Whether this tree is slower than another commit: ``python -m benchmarks.against REVISION [--pairs 9]``.
 
-Each pair is two fresh processes, one with the package ``hyper_parallel`` of the other commit and one with that of this
-tree, which take turns on one core; everything else, the benchmark itself too, is this tree's. A pair gives one number
+Each pair is two fresh processes, which take turns on one core. One has the package ``hyper_parallel`` of the other
+commit, and one that of this tree. Everything else, the benchmark itself too, is this tree's. A pair gives one number
 for each step: the median over its rounds of the ratio of two turns that follow one another. The table has the median
-over the pairs, and the interval between two of their order statistics that holds the true median with at least 95 %
+over the pairs, and an interval between two of their order statistics. This holds the true median with at least 95 %
 confidence, whatever the distribution. Exits with 1 where an interval does not lie below 1.05.
 """
 
@@ -101,7 +101,8 @@ def _ask(side: subprocess.Popen[str], name: str = "") -> str:
 
 
 def interval(values: list[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The narrowest pair of order statistics, alike from both ends, that holds the median with this confidence.
+    """The narrowest pair of order statistics, at equal distances from both ends, that holds the median with this
+    confidence.
 
     Raises:
         ValueError: for so few values that not even the smallest and the largest do.

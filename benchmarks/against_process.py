@@ -1,7 +1,7 @@
 """The side of `benchmarks.against` that measures: ``python -m benchmarks.against_process``, one for each commit.
 
-Prints the names of what it can time as one line of JSON. Then it answers each name that it reads with the microseconds
-of one turn, a line each, until there is nothing more to read.
+Prints the names of the steps that it can time as one line of JSON. For each name that it reads, it then prints the
+microseconds of one turn, one line each. It stops at the end of its input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TURN = 0.01
 
 
 def steps() -> dict[str, Step]:
-    """What is timed: the default plans of the benchmark's cases `mlp` and `llama`."""
+    """The steps to time: the default plans of the benchmark's cases `mlp` and `llama`."""
     models = {
         "MLP": mlp_versions(MlpSizes()),
         "Llama block": llama_versions(LlamaSizes()),

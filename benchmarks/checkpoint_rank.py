@@ -32,9 +32,9 @@ from benchmarks.timing import ratios, spread
 from hyper_parallel import DTensor, Shard, init_device_mesh
 from hyper_parallel.checkpoint import load, save
 
-#: Megabytes of a large tensor, and how many small ones there are beside each.
+#: Megabytes of a large tensor, and how many small ones accompany each.
 LARGE, SMALL = 64, 4
-#: Seconds between a save and a load from the disk: a disk may still be at work on what it has taken.
+#: Seconds between a save and a load from the disk: the disk may still be flushing its cache.
 SETTLING = 10
 OURS, UNSUMMED = "hyper_parallel", "hyper_parallel without checksums"
 DCP, PLAIN, DD = "torch DCP", "safetensors of each shard", "dd of all of it"
@@ -68,12 +68,12 @@ def locals_of(megabytes: int, ranks: Ranks, seed: int) -> dict[str, torch.Tensor
 
 
 def checksum(tensors: dict[str, torch.Tensor]) -> int:
-    """Of all bytes: equal values have equal ones."""
+    """A checksum of all bytes: equal values have equal checksums."""
     return sum(int(x.view(torch.int32).sum(dtype=torch.int64)) * (i + 1) for i, x in enumerate(tensors.values()))
 
 
 class RssAnon:
-    """The largest size of this process's own memory meanwhile, beyond what it was, in bytes."""
+    """The peak size of this process's own memory in the block, above its size at entry, in bytes."""
 
     def __enter__(self) -> RssAnon:
         gc.collect()
@@ -101,7 +101,7 @@ class RssAnon:
 
 
 def forget(path: Path) -> None:
-    """Let the system forget what it keeps of files in memory: the next load reads the disk."""
+    """Drop the system's cached pages of these files: the next load reads the disk."""
     for file in path.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)

@@ -51,7 +51,7 @@ def main(rank: int, ranks: int, folder: str, rounds: int) -> None:
 
 
 def _output_after_a_step(version: Version) -> torch.Tensor:
-    """What the model gives once its parameters have taken a step: so gradients are compared too."""
+    """The model's output after its parameters have taken a step: so gradients are compared too."""
     version.forward_and_backward()
     torch.optim.SGD(version.model.parameters(), lr=0.1).step()
     version.clear()

@@ -33,7 +33,7 @@ LAYERS, VOCABULARY = 4, 16000
 
 @dataclass(frozen=True)
 class _Task:
-    """What is to be loaded.
+    """The model and the values to load.
 
     Attributes:
         build: makes the model.
@@ -111,7 +111,7 @@ def main(folder: str, weights: str, way: str) -> None:
             lambda name: torch.from_numpy(np.load(f"{weights}/{name}.npy")),
         )
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # from now on, VmHWM is the peak of what follows
+        Path("/proc/self/clear_refs").write_text("5")  # from now on, VmHWM is the peak of the code below
         before, start = _memory("VmRSS"), time.perf_counter()
         model = WAYS[way](task)
         seconds, peak = time.perf_counter() - start, _memory("VmHWM") - before

@@ -13,7 +13,7 @@ __all__ = ["describe", "pin"]
 
 
 def describe() -> dict[str, str | int | float]:
-    """What a reader needs to know to compare results."""
+    """Facts about the machine that a reader needs to compare results."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     versions = {package: _version(package) for package in ("torch", "mindspore", "numpy")}
     return {

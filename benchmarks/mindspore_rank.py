@@ -41,8 +41,8 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Version:
-    """A model, its inputs, what its output is multiplied with to give the loss, how gradients are completed, and in
-    which context they are computed."""
+    """A model with its inputs and its cotangent. The other fields say how its gradients are completed, and in which
+    context it runs."""
 
     name: str
     model: nn.Cell
@@ -104,7 +104,7 @@ def _llama_versions(sizes: LlamaSizes, sequence_parallel: bool, rank: int, ranks
         return Tensor(np.ascontiguousarray(np.split(array, ranks, 1)[rank]) if sequence_parallel else array)
 
     def summed(gradients: tuple) -> tuple:
-        """Of the norms, in one all-reduce."""
+        """Sum the gradients of the norms in one all-reduce."""
         mine = {i: g for i, g in enumerate(gradients) if len(g.shape) == 1}
         flat = all_reduce(mint.cat(list(mine.values())))
         parts = dict(zip(mine, mint.split(flat, sizes.features), strict=True))

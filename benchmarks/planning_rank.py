@@ -1,4 +1,4 @@
-"""One rank of the case `planning`: a real step beside its dry run.
+"""One rank of the case `planning`: a real step next to its dry run.
 
 ``python -m benchmarks.planning_rank RANK RANKS FOLDER``
 """
@@ -38,7 +38,7 @@ def _size(tensors: Any) -> int:
 
 
 def _bytes(rank: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Of a real step on dp=2 x tp=2, and of its dry run."""
+    """The bytes of a real step on dp=2 x tp=2, and those of its dry run."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ours, tokens = model(), TOKENS[:2]
     foreseen = dry_run(ours, mesh, llama_plan(), tokens, rank=rank)
@@ -60,7 +60,7 @@ def _bytes(rank: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _peak() -> tuple[int, int]:
-    """The most that a real step on one rank takes besides what was there, and what was foreseen."""
+    """The peak that a real step on one rank adds to the memory before it, and the prediction."""
     ours = model()
     memory = dry_run(ours, 1, None, TOKENS).memory
     with UsageMode() as used:
@@ -80,9 +80,9 @@ def main() -> None:
     peak, foreseen = _peak()
     table = Table(f"Foreseen and real, bytes of rank 0 of {ranks}", ["what", "foreseen", "real"])
     table.rows += [[what, said[what], real[what]] for what in real]
-    table.rows.append(["peak of a step on one rank, besides what is there", foreseen, peak])
+    table.rows.append(["peak of a step on one rank, beyond the memory held before it", foreseen, peak])
     goals = [
-        Goal(f"{what}: bytes foreseen beside those of a real step", abs(said[what] - real[what]), 0.0, strict=True)
+        Goal(f"{what}: bytes foreseen against those of a real step", abs(said[what] - real[what]), 0.0, strict=True)
         for what in real
     ]
     goals.append(Goal("peak: share that was foreseen wrongly", abs(peak - foreseen) / peak, 0.05, strict=True))

@@ -42,7 +42,8 @@ def _text(x: float, y: float, text: str, **attributes: Any) -> str:
 
 
 def _panel(table: Mapping[str, Any], y: float) -> tuple[list[str], float]:
-    """A title and one bar a version, from 1 to its ratio, with its quartiles; and where the next panel begins."""
+    """A title and one bar a version, from 1 to its ratio, with its quartiles. The second value is where the next panel
+    begins."""
     parts = [_text(8, y + TITLE - 10, table["title"], font_weight="bold")]
     y += TITLE
     column = table["columns"].index(COLUMN)

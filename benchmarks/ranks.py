@@ -1,4 +1,4 @@
-"""Starting the ranks of a case, each a process of its own, and what they need to agree on."""
+"""Starting the ranks of a case, each a process of its own, and the facts that they agree on."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _TIMEOUT = 900
 
 
 def launch(module: str, ranks: int, *arguments: str, environment: dict[str, str] | None = None) -> list[Result]:
-    """Run ``python -m module RANK RANKS FOLDER ARGUMENTS`` for each rank; what rank 0 wrote with `write_result`.
+    """Run ``python -m module RANK RANKS FOLDER ARGUMENTS`` for each rank; returns the results that rank 0 wrote with
+    `write_result`.
 
     Raises:
-        RuntimeError: when a rank fails, with what it printed.
+        RuntimeError: when a rank fails, with the output of that rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", module]
@@ -70,7 +71,7 @@ def write_result(folder: str, results: list[Result]) -> None:
 
 
 def read(folder: Path) -> list[Result]:
-    """What `write_result` wrote."""
+    """The results that `write_result` wrote."""
     return [Result.from_dict(data) for data in json.loads((folder / "results.json").read_text())]
 
 
@@ -78,10 +79,10 @@ def wall_times(
     steps: dict[str, Step], rounds: int, meet: Callable[[], object], slowest: Callable[[list], list]
 ) -> dict[str, list[float]]:
     """Milliseconds of the slowest rank: of each step, one call a round. Steps take turns, in an order drawn anew for
-    each round, the same on all ranks: what comes first can take longer than what follows.
+    each round, the same on all ranks: the first one can take longer than the others.
 
     Args:
-        steps: what is timed.
+        steps: the functions to time.
         rounds: turns of each step, after one to warm up.
         meet: waits for all ranks, before each turn.
         slowest: from this rank's numbers to the largest of all ranks, element by element.

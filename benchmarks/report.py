@@ -1,7 +1,7 @@
-"""What a case returns, and how it is written.
+"""The result of a case, and how it is written.
 
-A file of JSON holds the whole run, and one of Markdown beside it a summary. ``python -m benchmarks.report NAME.json``
-prints the whole run as Markdown.
+A file of JSON holds the whole run, and a Markdown file of the same name a summary. ``python -m benchmarks.report
+NAME.json`` prints the whole run as Markdown.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Goal:
 
 @dataclass
 class Result:
-    """What a case measured.
+    """The measurements of a case.
 
     Attributes:
         case: its name on the command line.
-        how: what was measured, in a few sentences.
+        how: the measurement, in a few sentences.
     """
 
     case: str
@@ -116,12 +116,12 @@ def as_markdown(environment: dict[str, Any], results: list[Result]) -> str:
 
 
 def as_summary(environment: dict[str, Any], results: list[Result]) -> str:
-    """The goals that were missed; and of each case the medians, one row a table where tables are alike."""
+    """The missed goals, and the medians of each case: one row a table where the tables have equal columns."""
     goals = [goal for result in results for goal in result.goals]
     lines = [
         "# Benchmark",
         "",
-        "A summary. The file of JSON beside this one holds every figure, with quartiles over rounds; `python -m "
+        "A summary. The file of JSON next to this one holds every figure, with quartiles over rounds; `python -m "
         "benchmarks.report` prints it. Cases: `benchmarks/README.md`.",
         "",
     ]
@@ -148,7 +148,7 @@ def _median(cell: Any) -> Any:
 
 
 def as_json(value: Any, indent: str = "") -> str:
-    """JSON with numbers to six digits; what is longer than a line has one item a line."""
+    """JSON with numbers to six digits; a value longer than a line is written one item a line."""
     if isinstance(value, float):
         return json.dumps(float(f"{value:.6g}"))
     if isinstance(value, dict):

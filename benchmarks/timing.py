@@ -18,10 +18,10 @@ Clock = Callable[[], int]
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed.
+    """A function to time.
 
     Attributes:
-        run: what is timed.
+        run: the function to time.
         clear: called after each reading of the clock, untimed.
         repeats: how often it runs between two readings, which disturb the processor's caches.
     """
@@ -51,7 +51,7 @@ QUICK = Effort(rounds=10, turn=0.003)
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """What lives by now is not looked at again by the garbage collector, which makes its runs short."""
+    """Exclude the objects that live now from the garbage collector, which makes its runs short."""
     gc.collect()
     gc.freeze()
     try:
@@ -72,7 +72,7 @@ def no_collection() -> Iterator[None]:
 
 
 def _cost_of(clock: Clock) -> float:
-    """What two readings lie apart by themselves."""
+    """The time between two readings of the clock with nothing in between."""
     readings = [clock() for _ in range(1001)]
     return statistics.median(b - a for a, b in itertools.pairwise(readings))
 

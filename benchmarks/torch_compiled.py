@@ -1,4 +1,4 @@
-"""Compiled models: tensor parallelism written by hand for a compiler, and what Inductor makes of a model."""
+"""Compiled models: tensor parallelism written by hand for a compiler, and Inductor's program for a model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def generated_code() -> Iterator[list[str]]:
 
 
 def operations_in(code: str) -> Counter[str]:
-    """What a program of Inductor's calls: generated kernels, kernels of torch, and collectives by name."""
+    """The calls of a program of Inductor: generated kernels, kernels of torch, and collectives by name."""
     calls = code[code.index("def call(") :]
     generated = re.findall(r"^\s+(?:cpp_fused|triton_|kernels\.cpp|cpp_)\w*", calls, re.M)
     found = Counter({"generated kernels": len(generated)})

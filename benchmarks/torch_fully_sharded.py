@@ -29,8 +29,8 @@ _INIT_MESH: dict[str, Any] = {HYPER_PARALLEL: hyper_parallel.init_device_mesh, T
 
 
 def fully_sharded(sizes: LlamaSizes, dp: int, tp: int = 1, device: str = "cpu") -> list[Version]:
-    """Every version of `LAYERS` blocks whose parameters are fully sharded over ``dp`` rows of ``tp`` ranks, which are
-    tensor parallel, without sequence parallelism. Each row has a batch of its own."""
+    """Every version of `LAYERS` blocks whose parameters are fully sharded over ``dp`` rows of ``tp`` ranks. The ranks
+    of a row are tensor parallel, without sequence parallelism. Each row has a batch of its own."""
     shape, names = ((dp,), ("dp",)) if tp == 1 else ((dp, tp), ("dp", "tp"))
     row = dist.get_rank() // tp
     generator = torch.Generator().manual_seed(2 + row)

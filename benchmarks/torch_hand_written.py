@@ -22,7 +22,7 @@ __all__ = ["Collectives", "Textbook", "Tuned", "hand_written_block", "hand_writt
 
 # --------------------------------------------------------------------------------------------------------- collectives
 class Collectives(Protocol):
-    """What the autograd functions call."""
+    """The collectives that the autograd functions call."""
 
     rank: int
     size: int
@@ -37,7 +37,7 @@ class Collectives(Protocol):
         """This rank's part, along dimension 0, of the sum of all ranks' ``x``."""
 
     def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
-        """`all_gather` that goes on until ``wait()`` of what is returned."""
+        """`all_gather` that runs until ``wait()`` of the returned handle."""
 
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Any:
         """The same for `reduce_scatter`."""
@@ -226,8 +226,9 @@ def hand_written_mlp(model: Mlp, collectives: Collectives) -> Mlp:
 def hand_written_block(
     block: LlamaBlock, collectives: Collectives, sequence_parallel: bool
 ) -> tuple[LlamaBlock, Callable[[], None] | None]:
-    """Parallelise ``block`` in place. With sequence parallelism its input and output are shards of the sequence, and
-    the second value is to be called after backward: the norms' gradients of all ranks are summed, in one collective."""
+    """Parallelise ``block`` in place. With sequence parallelism its input and output are shards of the sequence. The
+    second value then is a function to call after backward: it sums the norms' gradients of all ranks, in one
+    collective."""
     rank, size = collectives.rank, collectives.size
     enter, leave = (gather_and_scatter if sequence_parallel else column_and_row)(collectives)
     attention, feed_forward = block.attention, block.feed_forward

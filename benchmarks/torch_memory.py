@@ -1,4 +1,4 @@
-"""How much memory a step takes, by what torch's profiler sees of allocations."""
+"""How much memory a step takes, by the allocations that torch's profiler sees."""
 
 from __future__ import annotations
 

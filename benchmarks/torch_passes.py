@@ -32,7 +32,7 @@ def step_of(version: Version, name: str, device: str = "cpu") -> Step:
 def time_pass(title: str, name: str, versions: list[Version], effort: Effort, device: str = "cpu") -> Table:
     """One table: microseconds of each version, and ratios to the hand-written ones.
 
-    On CPU it is the processor time of the process; on a device it is wall time until the device is done.
+    On CPU it is the processor time of the process. On a device it is wall time until the device is done.
     """
     clock = time.process_time_ns if device == "cpu" else time.perf_counter_ns
     steps = {version.name: step_of(version, name, device) for version in versions}

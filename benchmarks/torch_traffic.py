@@ -15,7 +15,7 @@ from benchmarks.traffic import Traffic
 
 __all__ = ["count_collectives", "count_passes"]
 
-#: What the native names are called in tables, by what they begin with.
+#: Names of the native collectives in tables, by the beginning of the native name.
 _NAMES = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
@@ -31,10 +31,10 @@ _NAMES = {
     "scatter": "scatter",
 }
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-#: The argument that holds what this rank gives.
+#: The argument that holds this rank's operand.
 _GIVEN = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensors")
 _BACKEND_METHODS = {
-    # name -> position of the argument that holds what this rank gives
+    # name -> position of the argument that holds this rank's operand
     "allreduce": 0,
     "allreduce_coalesced": 0,
     "_allgather_base": 1,
@@ -65,7 +65,7 @@ def _bytes(given: Any) -> int:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees what goes through torch's dispatcher: functions and process groups, called from wherever."""
+    """Sees all calls through torch's dispatcher: functions and process groups, called from wherever."""
 
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()
@@ -106,7 +106,8 @@ def _watch_backends(traffic: Traffic) -> Iterator[None]:
 
 @contextmanager
 def count_collectives() -> Iterator[Traffic]:
-    """Count what this rank issues inside. Models must not keep methods of a backend that they looked up before."""
+    """Count the collectives that this rank issues inside. Models must not keep methods of a backend that they looked up
+    before."""
     traffic = Traffic()
     with _watch_backends(traffic), _Watch(traffic):
         yield traffic

@@ -54,10 +54,10 @@ class Version:
     """A model with its inputs.
 
     Attributes:
-        name: what tables call it.
+        name: its name in tables.
         model: the module.
         inputs: positional arguments; those that need gradients are leaves.
-        cotangent: what backward starts from, laid out as the output.
+        cotangent: the start of backward, laid out as the output.
         finish: to be called after backward.
         block: makes the context manager in which backward runs.
     """

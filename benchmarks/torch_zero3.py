@@ -1,14 +1,14 @@
 """Fully sharded data parallelism written by hand: ZeRO-3 (Rajbhandari et al. 2020).
 
-The parameters of a module are one flat vector, of which each rank keeps a part. It is gathered for the forward of the
-module, freed after it, gathered again when backward comes to the module, and its gradient is reduce-scattered. While a
-module computes, the vector of the next one is gathered, in backward that of the one before, and the gradient of the
-module after it is reduced: without that, training would wait for the network. What a library has to offer besides is
-left out: parameters by name, each with an optimizer's settings of its own, sizes that do not divide, dtypes, frozen
-parameters, parameters that were not used, another order of modules than the first one.
+The parameters of a module form one flat vector, of which each rank keeps a part. The vector is gathered before the
+module's forward, freed after it, and gathered again when backward reaches the module. Then its gradient is
+reduce-scattered. While a module computes, forward prefetches the vector of the next module. Backward prefetches that of
+the module before, and reduces the gradient of the module after it. Without that overlap, training would wait for the
+network. The other duties of a library are left out. These are parameters by name, each with its own optimizer settings,
+sizes that do not divide, and dtypes. So are frozen parameters, unused parameters, and a changing order of modules.
 
-The first of these is there too, as a version of its own: each rank keeps a part of each parameter, which has a
-gradient of its own. Then what is gathered has to be put in order, and gradients have to be put in rows.
+The first of these is there too, as a version of its own: each rank keeps a part of each parameter, which has a gradient
+of its own. Then gathered values have to be put in order, and gradients have to be put in rows.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Unit:
         self.whole_parameters, self.before_backward = self._functions()
 
     def keep(self, module: nn.Module, parameters: list[Any], padded: Tensor) -> tuple[Tensor, list[nn.Parameter]]:
-        """What this rank sends when parameters are gathered, and what of it are parameters."""
+        """The tensor that this rank sends when parameters are gathered, and the parameters in it."""
         own = padded.chunk(self.collectives.size)[self.collectives.rank].clone()
         module.shard = nn.Parameter(own)
         return own, [module.shard]
@@ -105,7 +105,7 @@ class _Unit:
             self.finish()
 
     def rows_of(self, gradients: Sequence[Tensor]) -> Tensor:
-        """What is reduced, rank by rank."""
+        """The gradients to reduce, rank by rank."""
         flat = [g.reshape(-1) for g in gradients]
         if len(self.whole) > self.length:
             flat.append(flat[0].new_zeros(len(self.whole) - self.length))

@@ -1,4 +1,4 @@
-"""What one rank communicates."""
+"""The communication of one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Traffic:
 
 
 def differences(mine: Sequence[Traffic], theirs: Sequence[Traffic]) -> int:
-    """Of how many kinds of collectives there are more or fewer, or with more or fewer bytes, pass by pass."""
+    """Count the kinds of collectives that differ in number or in bytes, pass by pass."""
     return sum(
         a.counts.get(name) != b.counts.get(name) or a.sizes.get(name) != b.sizes.get(name)
         for a, b in zip(mine, theirs, strict=True)

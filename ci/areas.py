@@ -21,7 +21,7 @@ COVERAGE_OF = "coverage of "
 
 
 def measure(tests: Tests, row: Row, config: Path, part: Part) -> None:
-    """Combine what the unit tests and this backend's tests reached, and compare it with the thresholds.
+    """Combine the coverage of the unit tests and of this backend's tests, and compare it with the thresholds.
 
     Where too little was reached, a report goes to the log and the terminal, and one for browsers to
     ``build/gate/<backend>/html``. Each of them takes half a minute, which a run that reached enough is spared.
@@ -67,8 +67,8 @@ def thresholds_in(config: Path) -> dict[str, float]:
 
 
 def reached(files: dict, path: str) -> float:
-    """Percentage of the lines and branches of the file ``path``, or below the folder, or of the files that a pattern
-    such as ``folder/*.py`` names, that ran; 0 when nothing there was measured."""
+    """Percentage of the lines and branches that ran, of the file ``path``, or below the folder. It may also be a
+    pattern of files such as ``folder/*.py``. The result is 0 when nothing there was measured."""
 
     def within(name: str) -> bool:
         return name == path or name.startswith(path + "/") or ("*" in path and PurePosixPath(name).match(path))

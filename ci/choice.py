@@ -27,7 +27,7 @@ def checked(root: Path, entries: Iterable[str], parts: Mapping[str, list[str]], 
         asked: those of the parts that shall run.
 
     Raises:
-        ValueError: where an entry is no file, or no part that shall run has it; it says what to do.
+        ValueError: where an entry is no file, or no part that shall run has it; it names the remedy.
     """
     found, asked = [], list(asked)
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Devices of the backends: the real one, or what stands in for it here, and the folders of tests for either."""
+"""Devices of the backends: the real one, or its stand-in here, and the folders of tests for either."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAKES = {
         "raise SystemExit(platform.unavailable_reason())",
     )
 }
-#: backend -> what the table calls its device: the real one, and what stands in for it
+#: backend -> the table's name for its device: the real one, and its stand-in
 DEVICES = {"torch-cuda": ("GPU", "fake GPU"), "torch-npu": ("NPU", "simulated NPU")}
 
 
@@ -56,7 +56,7 @@ def is_faked(root: Path, backend: str, python: str, part: Part) -> bool:
 
 
 def device_of(backend: str, command: list[str], faked: bool) -> str:
-    """What the table says the tests of ``backend`` run on."""
+    """The table's name for the device on which the tests of ``backend`` run."""
     if backend == "mindspore":  # MindSpore takes the Ascend wherever CANN is set up
         return "NPU" if os.environ.get("ASCEND_HOME_PATH") else "CPU"
     real, stand_in = DEVICES.get(backend, ("CPU", "CPU"))

@@ -1,7 +1,7 @@
-"""Hooks of mkdocs: what lies outside of `docs/` becomes pages too, and links lead to where things are on the site.
+"""Hooks of mkdocs: files outside of `docs/` become pages too, and links lead to their places on the site.
 
-Links in the repository are relative to the file that has them, so that they work wherever it is looked at. A link to a
-file that is no page of the site is left out there, and its text stays.
+Links in the repository are relative to the file that has them. So they work wherever it is looked at. A link to a file
+that is no page of the site is left out there, and its text stays.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def relinked(markdown: str, page: str) -> str:
     """The text of a page of the site, with links that hold there. Code is left alone."""
     source = next((path for path, name in PAGES.items() if name == page), f"docs/{page}")
     parts = re.split(r"(```.*?```|`[^`\n]*`)", markdown, flags=re.DOTALL)
-    # Code in the text of a link must not be split off: join what has an open bracket.
+    # Code in the text of a link must not be split off: join a piece with an open bracket.
     whole, code = "", []
     for i, part in enumerate(parts):
         if i % 2:

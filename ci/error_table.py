@@ -2,7 +2,7 @@
 
     python -m ci.error_table
 
-What varies in a text stands as an ellipsis.
+Parts of a text that vary stand as an ellipsis.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hyper_parallel"
-#: Folders whose errors users see, and what the table calls them. The kit for tests is left out.
+#: Folders whose errors users see, and the table's name for each. The kit for tests is left out.
 AREAS = {
     "cli": "Command line",
     "planning": "Explain, dry run, search",
@@ -46,7 +46,8 @@ class ErrorText:
 
 @cache
 def texts() -> list[ErrorText]:
-    """Of every error that is made with a text, raised there or handed to what raises it, in the order of the files."""
+    """List every error that is made with a text, in the order of the files. The text may be raised there, or handed to
+    a function that raises it."""
     found: dict[tuple[str, str], ErrorText] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
@@ -82,7 +83,7 @@ def _errors(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def text_of(node: ast.expr) -> str:
-    """The text that an expression makes, with an ellipsis for what is not written in it."""
+    """The text that an expression makes, with an ellipsis for each part that is known only at run time."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):

@@ -116,7 +116,7 @@ def _with_gradients(title: str) -> bool:
 
 
 def speed(root: Path) -> str:
-    """A sentence for the README: times of the host beside those of hand-written code."""
+    """A sentence for the README: times of the host against those of hand-written code."""
     run, ours, theirs = _Benchmarks(root), "hyper_parallel", "torch.distributed.tensor"
     plain = [
         run.ratios("mlp", ours, _with_gradients),
@@ -134,7 +134,7 @@ def speed(root: Path) -> str:
 
 
 def home(root: Path) -> str:
-    """A paragraph for the home page: a Llama block beside hand-written code and torch's styles."""
+    """A paragraph for the home page: a Llama block against hand-written code and torch's styles."""
     run = _Benchmarks(root)
     ours, theirs = (
         run.ratios("llama", version, lambda title: _with_gradients(title) and "sequence" not in title)
@@ -148,7 +148,7 @@ def home(root: Path) -> str:
 
 
 def aims(root: Path) -> str:
-    """The goals of the small models and what was reached; and the ratios at real sizes."""
+    """The goals of the small models and their results; and the ratios at real sizes."""
     run = _Benchmarks(root)
     cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for goal in (goal for case in ("mlp", "llama") for goal in run.cases[case]["goals"]):
@@ -161,7 +161,7 @@ def aims(root: Path) -> str:
         for name, goals in cells.items()
     ]
     link = f"[the last run](../../{Path(BENCHMARKS).with_suffix('.md').as_posix()})"
-    first = f"Medians of ratios, forward and then with backward, in {link} ({run.stamp}). Bold is what misses its aim."
+    first = f"Medians of ratios, forward and then with backward, in {link} ({run.stamp}). Bold ones miss their aim."
     torchs = [run.ratios("gloo", f"torch.distributed.tensor{more}") for more in ("", ", DTensors between modules")]
     last = (
         "At real sizes over gloo, 2 and 4 ranks, the same models take "
@@ -174,12 +174,12 @@ def aims(root: Path) -> str:
 
 
 def _cells(goals: list[dict[str, Any]]) -> tuple[str, str]:
-    """(what was reached, what was to be reached), the latter once where it is the same."""
+    """(results, goals), the latter once where they are the same."""
     reached = (f"**{g['value']:.2f}**" if g["value"] > g["limit"] else f"{g['value']:.2f}" for g in goals)
     return ", ".join(reached), ", ".join(dict.fromkeys(f"{goal['limit']:.2f}" for goal in goals))
 
 
-#: name -> (page, what makes its section).
+#: name -> (page, function that makes its section).
 SECTIONS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "speed": ("README.md", speed),
     "home": ("docs/index.md", home),
@@ -190,7 +190,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Path], str]]] = {
 
 
 def renewed(root: Path) -> dict[Path, str]:
-    """The pages below ``root`` that have other sections than they must, and what they must have."""
+    """The pages below ``root`` with outdated sections, and their right text."""
     pages: dict[Path, str] = {}
     for name, (page, make) in SECTIONS.items():
         path = root / page

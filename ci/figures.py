@@ -30,11 +30,11 @@ __all__ = ["Figure", "age", "pages", "stamps", "unstamped"]
 ROOT = Path(__file__).resolve().parent.parent
 #: Where pages are, besides the root.
 FOLDERS = ("benchmarks", "ci", "docs", "examples", "platform")
-#: Pages that are no documentation of what is so now, or have the stamp of a whole run in them.
+#: Pages that do not document the present state, or have the stamp of a whole run in them.
 LEFT_OUT = ("CHANGELOG.md", "benchmarks/results/")
 STAMP = re.compile(r"(?P<date>\d{4}-\d{2}-\d{2}),?\s\(?`(?P<commit>[0-9a-f]{7,40})(?:\+changes)?`")
 COMMENT = re.compile(rf"<!--\s*{STAMP.pattern}\s*-->")
-#: Units of what is measured; and those of what may be set as well, with a word which says that it is measured.
+#: Units of measured numbers; and those of settings as well, with a word which says that the number is measured.
 UNIT = re.compile(r"\d (?:ms|us|µs|GiB/s|(?:micro|milli)seconds)\b")
 OTHER_UNIT = re.compile(r"\d (?:s|GB|seconds|minutes|hours)\b")
 WORD = re.compile(r"\b(?:takes?|took|costs?|measured|medians?)\b", re.IGNORECASE)
@@ -42,7 +42,7 @@ WORD = re.compile(r"\b(?:takes?|took|costs?|measured|medians?)\b", re.IGNORECASE
 RATIO = re.compile(r"\d\.\d+ (?:\([^)]*\) )?(?:times|of the time|of its time|of torch's time)\b")
 ROW = re.compile(r"^\|(?:.*\| ?\**\d+\.\d\d?\b(?!\.)){2}", re.MULTILINE)
 DATED = re.compile(r"(?<![\w#-])20\d\d-\d\d-\d\d\b")
-#: (page, words) that look like a measured figure and are none -> what they are.
+#: (page, words) that look like a measured figure and are none -> their kind.
 NO_FIGURE: dict[tuple[str, str], str] = {
     ("benchmarks/README.md", "a turn is about 10 ms"): "a setting of the benchmarks",
     ("docs/faults.md", "30 minutes"): "a time-out of torch's",
@@ -50,7 +50,7 @@ NO_FIGURE: dict[tuple[str, str], str] = {
     ("docs/mindspore.md", "after 30 s"): "a time-out of MindSpore's",
     ("docs/mindspore.md", "below 30 s"): "a time-out of msrun's",
 }
-#: What is made by a program and held up by a test, and what is code.
+#: Text that a program makes and a test checks, and code.
 MADE = re.compile(r"<!-- (?:made by|begin).*?<!-- end.*?-->|^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -83,7 +83,7 @@ def stamps(name: str, text: str) -> list[Figure]:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of what empty lines divide, without what programs make."""
+    """(line, text) of the blocks between empty lines, without text made by programs."""
     text = MADE.sub(lambda made: "\n" * made[0].count("\n"), text)
     for found in re.finditer(r"\S.*?(?=\n\s*\n|\Z)", text, re.DOTALL):
         yield text.count("\n", 0, found.start()) + 1, found[0]

@@ -5,14 +5,14 @@
 
 The unit tests run once, `WITHOUT_FAST_FILES` on torch-cpu also without `Platform.fast`. Each backend gets a pytest
 process of its own, with ``HYPER_PARALLEL_PLATFORM`` set, for the conformance suite and its own tests; its coverage is
-what these and the unit tests reach together, lines and branches.
-Several of these parts run at a time, because ranks spend a third of their time waiting for one another. A line every
-ten seconds says how far each is (`ci/reporter.py`), and a failure is printed at once; what a part prints besides is in
-``build/gate/logs``. On many cores the files of tests of a part are shared out over several processes of pytest.
-``platform/<backend>/coverage.ini`` names the areas that count, each with the least that is accepted. Where less was
-reached, a report for browsers is in ``build/gate/<backend>/html``. Ends with the slowest files and a table, also in
-``build/gate/table.{json,md}``, and exits non-zero if any test failed, a part ran no test or an area is under its
-threshold, or, where all backends ran, the library raises an error that no test of any came to (``ci/raises.py``).
+that of these and the unit tests together, lines and branches. Several of these parts run at a time, because ranks spend
+a third of their time waiting for one another. A line every ten seconds says how far each is (`ci/reporter.py`), and a
+failure is printed at once; the rest of a part's output is in ``build/gate/logs``. On many cores the files of tests of a
+part are shared out over several processes of pytest. ``platform/<backend>/coverage.ini`` names the areas that count,
+each with the least that is accepted. Where less was reached, a report for browsers is in ``build/gate/<backend>/html``.
+Ends with the slowest files and a table, also in ``build/gate/table.{json,md}``, and exits non-zero if any test failed,
+a part ran no test or an area is under its threshold, or, where all backends ran, the library raises an error that no
+test of any came to (``ci/raises.py``).
 
 With ``--files`` these tests run alone, each in the parts that it belongs to. Nothing is measured then, and the table is
 only printed: it says nothing about a backend.
@@ -125,7 +125,7 @@ def without_fast_places(nightly: bool = False) -> list[str]:
 
 
 def without_fast_row(tests: Tests, python: str, nightly: bool, part: Part) -> Row:
-    """The row of the conformance suite on a platform that has no short ways. Nothing counts what it covers."""
+    """The row of the conformance suite on a platform that has no short ways. Its coverage does not count."""
     row = Row(WITHOUT_FAST, "CPU")
     environment = {"HYPER_PARALLEL_PLATFORM": TWICE, "HYPER_PARALLEL_FAST": "0"}
     places = without_fast_places(nightly)
@@ -169,7 +169,7 @@ def run_parts(
         tests: how they run.
         backends: name -> interpreter.
         at_once: how many parts run at a time.
-        reporter: for what is printed.
+        reporter: for printed lines.
         only: the names of the parts that run; None for all.
         more: further parts, by name.
         ended: called with each row as soon as it is there.
@@ -235,7 +235,7 @@ def missed_errors(tests: Tests, rows: list[Row], whole: bool) -> bool:
 
 
 def finish(tests: Tests, rows: list[Row], missed: bool) -> int:
-    """Print what the run has found, the table last; returns the exit status.
+    """Print the results of the run, the table last; returns the exit status.
 
     Args:
         tests: how they have run.
@@ -254,7 +254,7 @@ def finish(tests: Tests, rows: list[Row], missed: bool) -> int:
     print("\n" + results.terminal(rows))
     passed, failed, skipped = (sum(getattr(row, key) for row in rows) for key in ("passed", "failed", "skipped"))
     if missed:
-        print(f"\nFAIL: {MISSED}{'; what failed may come to them' if failed else ''}")
+        print(f"\nFAIL: {MISSED}{'; the failed tests may reach them' if failed else ''}")
     nowhere = sorted(set(tests.files or ()) - tests.ran)
     if nowhere:
         print(f"\nFAIL: no part has run {', '.join(nowhere)}: see the table, leave PLATFORM out or choose another")

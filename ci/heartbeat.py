@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", help="which folder's size to print")
     parser.add_argument("--every", type=float, default=10, metavar="SECONDS", help="how often to print a line")
-    parser.add_argument("title", help="what is being done")
+    parser.add_argument("title", help="name of the command in the lines")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="a program and its arguments")
     arguments = parser.parse_args(argv)
     if not arguments.command:

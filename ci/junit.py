@@ -70,7 +70,7 @@ def reports(folder: Path) -> Iterator[Path]:
 
 
 def seconds_of_files(root: Path, folder: Path) -> dict[str, float]:
-    """Return file of tests -> how long it took in the part that has run in ``folder`` last; empty where none has."""
+    """Return file of tests -> how long it took in the last part that ran in ``folder``. Empty where none has."""
     total: dict[str, float] = defaultdict(float)
     for path in reports(folder):
         with suppress(ElementTree.ParseError):  # of a run that was cut off

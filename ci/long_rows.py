@@ -24,7 +24,7 @@ from ci.progress import Events
 from hyper_parallel.testing.pool import JobError, WorkerPool
 from tests.support.data_parallel_table import full_set, title
 
-#: backend -> the module whose ``run`` runs a row, and whose ``settle`` knows what there is.
+#: backend -> the module whose ``run`` runs a row, and whose ``settle`` knows the choices.
 ROWS = {"torch-cpu": "tests.torch.data_parallel_rows", "mindspore": "tests.mindspore.data_parallel_rows"}
 #: The same of compiled models, with the list ``ROWS``, each row ending on how many ranks it is for.
 COMPILED = {"torch-cpu": "tests.torch.compiled_rows"}
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="the table of torch.compile")
     parser.add_argument("--limit", type=int, metavar="N", help="the first rows only")
     parser.add_argument("--progress", default=os.devnull, metavar="FILE", help="write events as lines of JSON")
-    parser.add_argument("--report", default=os.devnull, metavar="FILE", help="write what was found as JSON")
+    parser.add_argument("--report", default=os.devnull, metavar="FILE", help="write the results as JSON")
     arguments = parser.parse_args()
     os.environ["HYPER_PARALLEL_PLATFORM"] = arguments.backend
     if arguments.compiled and arguments.backend not in COMPILED:

@@ -57,7 +57,7 @@ class Recorder:
         # Of the beginning: the record and the page are changed while the run goes on, and by a run that was cut off.
         written = [path.as_posix() for path in (nightly_table.RECORD, nightly_table.PAGE)]
         self._commit, self._date = results.commit_of(tests.root, but=written), results.today()
-        #: Part -> what a table says of its rows.
+        #: Part -> the results of its rows in a table.
         self.rows: dict[str, dict[str, Any]] = {}
 
     def add(self, row: Row) -> None:
@@ -120,7 +120,9 @@ def main() -> int:
     parser = gate.options(__doc__.splitlines()[0])
     parser.add_argument("--more", type=int, default=100, metavar="N", help="how many rows at random a table has")
     parser.add_argument("--seed", type=int, help="of the rows at random; the day's by default")
-    parser.add_argument("--parts", nargs="+", metavar="PART", help="run these alone, and what their coverage needs")
+    parser.add_argument(
+        "--parts", nargs="+", metavar="PART", help=("run these alone, and the parts that their coverage needs")
+    )
     arguments = parser.parse_args()
     root = arguments.root.resolve()
     backends, known = gate.backends_of(parser, arguments)

@@ -3,7 +3,7 @@
     python3 ci/nightly_table.py [--check]
 
 `ci/nightly.py` adds each part that has ended, and writes the table anew. Each part keeps its last run. ``--check``
-changes nothing and ends with an error when the page is not what it would be.
+changes nothing and ends with an error when the page is out of date.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECORD = Path("ci") / "last_nightly.json"
 PAGE = Path("docs") / "gates.md"
 BEGIN = "<!-- made by ci/nightly_table.py from ci/last_nightly.json: do not edit -->"
 END = "<!-- end of what ci/nightly_table.py made -->"
-#: Part -> what it runs, in the order of the table.
+#: Part -> its tests, in the order of the table.
 PARTS = {
     "unit": "`tests/unit`",
     "torch-cpu": "conformance suite, `tests/torch`",
@@ -80,7 +80,7 @@ def section(known: dict[str, dict[str, Any]]) -> str:
         known: of ``ci/last_nightly.json``.
     """
     lines = [
-        "| part | what runs | passed | failed | skipped | seconds | last run | |",
+        "| part | tests | passed | failed | skipped | seconds | last run | |",
         "|---|---|---:|---:|---:|---:|---|---|",
     ]
     names = []

@@ -1,4 +1,4 @@
-"""Plugin of pytest that writes down what happens while it happens, for the lines of progress of `ci/reporter.py`.
+"""Plugin of pytest that writes events while they happen, for the lines of progress of `ci/reporter.py`.
 
     python -m pytest -p ci.progress --progress FILE ...
 

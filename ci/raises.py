@@ -1,11 +1,11 @@
-"""Which errors the last run of the gates did not come to: ``raise`` statements that no test of any backend reached.
+"""Errors that the last run of the gates did not reach: ``raise`` statements that no test of any backend ran.
 
     python -m ci.raises [build/gate]
 
 `make test` asks after all gates, and fails where it lists one: write a test that is refused so, in a table of wrong
-uses (docs/gates.md names them), or, where nothing can lead there, take the statement out. What has to stay is in
-`KEPT`, with the reason. Errors that files of the library raise for each other count too. What runs in a subprocess that
-no coverage measures, or on a rank that measures none (tests/support/measured_ranks.py), does not count as reached.
+uses (docs/gates.md names them), or, where nothing can lead there, take the statement out. Statements that have to stay
+are in `KEPT`, with the reason. Errors that files of the library raise for each other count too. Lines that run in an
+unmeasured subprocess, or on an unmeasured rank (tests/support/measured_ranks.py), do not count as reached.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _statements(package: Path) -> Iterator[tuple[str, int, str]]:
 def unreached(
     package: Path, lines: Mapping[str, set[int]], kept: Mapping[tuple[str, str], str] = KEPT
 ) -> tuple[int, list[str]]:
-    """How many statements there are below ``package``, and those that are not among ``lines`` and that no reason keeps,
-    as ``path:line: text``.
+    """The number of statements below ``package``, and the unreached ones as ``path:line: text``. Unreached are those
+    not among ``lines`` for which `KEPT` has no reason.
 
     Args:
         package: folder.
@@ -79,7 +79,7 @@ def outdated(
 
 
 def reached(folder: Path) -> dict[str, set[int]]:
-    """What the parts of the gates have reached together, from the files of coverage that they have left."""
+    """The lines that all parts of the gates have reached together, from their files of coverage."""
     found: dict[str, set[int]] = {}
     for path in (*folder.glob("*/combined/coverage"), *folder.glob("*/coverage.*.*")):
         data = CoverageData(str(path))

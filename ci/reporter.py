@@ -1,4 +1,4 @@
-"""Lines of progress for a terminal: which parts of the gate run, how far they are, and what has failed so far.
+"""Lines of progress for a terminal: the parts of the gate that run, how far they are, and the failures so far.
 
 A part is a row of the table, such as the tests of one backend. `Reporter` prints a line every ten seconds, and the text
 of a failure as soon as a test has failed. The rest of the output of a part goes to its log alone.
@@ -137,7 +137,7 @@ class Reporter:
     """
 
     def __init__(self, every: float = EVERY) -> None:
-        #: What is done while no part runs.
+        #: The activity while no part runs.
         self.besides = "no part runs"
         self._waiting = 0
         self._every = every

@@ -1,4 +1,4 @@
-"""What gates found: one row a backend, kept as JSON, shown as a table in a terminal and in Markdown.
+"""Results of gates: one row a backend, kept as JSON, shown as a table in a terminal and in Markdown.
 
 `ci/gate.py` writes ``build/gate/table.{json,md}``; `ci/table.py` and `ci/hardware/report.py` read the JSON.
 """
@@ -33,7 +33,7 @@ __all__ = [
     "write",
 ]
 
-#: What a row is about.
+#: The subjects of a row.
 PACKAGE = "hyper_parallel"
 CORE = "hyper_parallel/core"
 TENSOR_PARALLEL = "hyper_parallel/core/tensor_parallel"
@@ -44,7 +44,7 @@ COLUMNS = ["backend", "passed", "failed", "skipped", *AREAS, "at_least", "second
 
 
 def is_own(path: str) -> bool:
-    """Whether an area is of the backend itself, not of what all backends share."""
+    """Whether an area is of the backend itself, not of the code that all backends share."""
     return path.startswith(OWN) and "*" not in path and path != OWN + "/contract"
 
 
@@ -64,14 +64,14 @@ class Area:
 
 @dataclass
 class Row:
-    """What a gate found about one backend.
+    """The result of a gate for one backend.
 
     Attributes:
         backend: name of the backend, or ``"unit"``.
-        device: what its tests ran on: ``"CPU"``, ``"GPU"``, ``"fake GPU"``, ``"NPU"``, ``"simulated NPU"``.
+        device: the device of its tests: ``"CPU"``, ``"GPU"``, ``"fake GPU"``, ``"NPU"``, ``"simulated NPU"``.
         passed, failed, skipped: numbers of tests.
         seconds: that they took.
-        areas: what is measured.
+        areas: coverage of each measured area.
         problem: why the gate failed.
         left_out: why nothing was run.
         failed_tests: test that failed -> its error in a line, or nothing where that is not known.
@@ -104,7 +104,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """What the last column says."""
+        """The text of the last column."""
         return f"FAIL: {self.problem}" if self.problem else f"LEFT OUT: {self.left_out}" if self.left_out else "ok"
 
     def area(self, column: str) -> Area | None:
@@ -182,14 +182,14 @@ def committed_tree(root: Path) -> str:
 
 
 def stamp(root: Path, rows: Iterable[Row], begun: str | None = None) -> None:
-    """Write into rows which commit and which code of the project in ``root`` they are about, and the date of today.
+    """Write into rows the commit, the code of the project in ``root`` that they are about, and today's date.
 
     ``make test TORCH=2.14.1`` hands its ``TORCH`` to the gate in the environment: such rows name the release.
 
     Args:
         root: the project.
         rows: of a run that has just ended.
-        begun: what `tree` gave when the run began. Where the code is another one by now, rows name none.
+        begun: the result of `tree` when the run began. Where the code is another one by now, rows name none.
     """
     code, commit, date = tree(root), commit_of(root), today()
     code = code if begun in (None, code) else ""
@@ -205,7 +205,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """Read what `write` wrote.
+    """Read a file of `write`.
 
     Raises:
         SystemExit: when there is no such file.

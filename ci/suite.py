@@ -75,7 +75,7 @@ class Tests:
 
     Attributes:
         ran: folders and files that pytest was given, in any part.
-        stopped: whether somebody has interrupted the run.
+        stopped: whether the run was interrupted.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Tests:
         shares = self._shares(folders, environment, command, seconds, part)
         reports = [output / f"junit-{n}.xml" for n in range(len(shares))]
         part.watch([report.with_suffix(".events") for report in reports])
-        # One log at a time, so that what several processes print does not mix.
+        # One log at a time, so that the output of several processes does not mix.
         log = part.log if len(shares) == 1 else None
         with ThreadPoolExecutor(len(shares)) as threads:
             problems = threads.map(partial(self._pytest, environment, command, log), shares, reports)
@@ -160,7 +160,7 @@ class Tests:
     def _pytest(
         self, environment: dict[str, str], command: list[str], log: TextIO | None, tests: list[str], report: Path
     ) -> str:
-        """Run ``tests`` in one process of pytest, with ``log`` or one of its own. Returns what went wrong."""
+        """Run ``tests`` in one process of pytest, with ``log`` or one of its own. Returns the problem."""
         events = ["-p", "ci.progress", "--progress", str(report.with_suffix(".events"))]
         pytest = ["-m", "pytest", "-q", *events, f"--junitxml={report}", *tests]
         own = report.with_suffix(".txt")

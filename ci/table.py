@@ -1,4 +1,4 @@
-"""Write the README's table of what works on which backend from what the gates found.
+"""Write the README's table of features by backend from the results of the gates.
 
     make test && make readme-table        # or: ci/torch-cpu && python3 ci/table.py
 
@@ -7,9 +7,8 @@ its last run, and writes the section between the two markers in README.md from t
 ``ci/hardware/``. Both are committed. Rows are not taken over of gates that failed or were left out, of runs of some
 tests only, and of a ``hyper_parallel/`` that is not the committed one: the command then ends with an error that names
 them. So it does when a row that stays is of other code than the commit. Rows of real devices are shown from their
-reports only, which name the device.
-Rows of ``make test TORCH=``, with another release of torch than the pinned one, make a table in docs/gates.md.
-``--check`` changes nothing and ends with an error when one of the pages is not what it would be.
+reports only, which name the device. Rows of ``make test TORCH=``, with another release of torch than the pinned one,
+make a table in docs/gates.md. ``--check`` changes nothing and ends with an error when one of the pages is out of date.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ REMEDY = (
     "The README's table has to be of the committed hyper_parallel/. Commit its changes, or undo them, and run the "
     "gates again: make test && make readme-table"
 )
-#: What is shown, in this order: (backend, device) -> how it runs there.
+#: The rows that are shown, in this order: (backend, device) -> how it runs there.
 SHOWN = {
     ("torch-cpu", "CPU"): "gloo; conformance suite on 1 to 4 ranks, `tests/torch`",
     ("mindspore", "CPU"): "mccl; conformance suite on 1 to 4 ranks, `tests/mindspore`",
@@ -52,7 +51,7 @@ SHOWN = {
         "dtypes, placements, collectives; `tests/fake_cuda`"
     ),
 }
-#: What only hardware can show: (backend, device) -> how it would run there.
+#: Features that only hardware can show: (backend, device) -> how it would run there.
 ON_HARDWARE = {
     ("torch-cuda", "GPU"): "nccl, and gloo where ranks share a GPU; conformance suite, `tests/torch`, `tests/cuda`",
     ("torch-npu", "NPU"): "hccl; conformance suite, `tests/torch`, `tests/npu`",
@@ -61,8 +60,8 @@ ON_HARDWARE = {
 
 
 def merge(last: list[Row], new: list[Row]) -> list[Row]:
-    """The rows of ``last``, those replaced that ``new`` has too; only what `SHOWN` names, and in its order. Those of
-    other releases of torch come after them, the newest first."""
+    """The rows of ``last``, those replaced that ``new`` has too; only those named in `SHOWN`, and in its order. Those
+    of other releases of torch come after them, the newest first."""
     found = {(row.backend, row.device, row.torch): row for row in [*last, *new]}
     others = [row for row in found.values() if row.torch and (row.backend, row.device) in SHOWN]
     others.sort(key=lambda row: [int(number) for number in row.torch.split(".")], reverse=True)
@@ -201,7 +200,7 @@ def _pages(root: Path, rows: list[Row]) -> dict[Path, str]:
 
 
 def _renewed(root: Path, last: list[Row]) -> tuple[list[Row], list[str]]:
-    """What ``last`` becomes by the last run of the gates, and what is wrong with it."""
+    """The rows that result from ``last`` and the last run of the gates, and the problems of that run."""
     committed = results.committed_tree(root)
     new = results.read(root / "build" / "gate" / "table.json")
     refused = {row.name: reason for row in new if (reason := refusal(row, committed))}

@@ -1,5 +1,5 @@
 """The names of ``torch.distributed.tensor.experimental``: `context_parallel`, `implicit_replication`, `local_map`,
-`register_sharding`; and what belongs to long sequences."""
+`register_sharding`; and further functions for long sequences."""
 
 from hyper_parallel.core.dtensor.context_parallel import (
     context_parallel,

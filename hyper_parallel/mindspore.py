@@ -1,8 +1,8 @@
 """Gradients on MindSpore as DTensors, `value_and_grad` and `grad`, and `scaled_dot_product_attention`.
 
-`mindspore.value_and_grad` and `mindspore.grad` work on distributed parameters too, and give each rank its local part of
-a gradient as a plain tensor. These two give DTensors, placed as the parameter is (with ``Replicate`` for ``Partial``),
-of which norms and sums are those of a single device. MindSpore is imported when one of them is called.
+`mindspore.value_and_grad` and `mindspore.grad` work on distributed parameters too. They give each rank its local part
+of a gradient as a plain tensor. These two give DTensors, placed as the parameter is (with ``Replicate`` for
+``Partial``). Their norms and sums are those of a single device. MindSpore is imported when one of them is called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def value_and_grad(
     sens_param: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """A function that computes ``fn`` and its gradients. As `mindspore.value_and_grad`, with DTensors as gradients of
-    what is distributed.
+    distributed inputs and parameters.
 
     Args:
         fn: function or cell. Its first output is differentiated, or the sum of its elements where it has several. A
@@ -32,14 +32,14 @@ def value_and_grad(
         grad_position: which inputs of ``fn`` to differentiate by: an index, several, or None for none.
         weights: which parameters to differentiate by.
         has_aux: whether ``fn`` has further outputs, which are not differentiated.
-        return_ids: whether each gradient comes with the position or the name of what it is the gradient of, for
+        return_ids: whether each gradient comes with the position of its input or the name of its parameter, for
             `mindspore.get_grad`.
         sens_param: whether the last input of the function that is returned, or its ``sens``, is the sensitivity. It is
             distributed if the output is.
 
     Returns:
         A function of the inputs of ``fn`` that gives (outputs of ``fn``, gradients). Gradients are nested as MindSpore
-        nests them, each with the global shape and the dtype of what it is the gradient of.
+        nests them, each with the global shape and the dtype of its input or parameter.
 
     Raises:
         PlatformError: when the platform of this process is not ``mindspore``.
@@ -61,15 +61,15 @@ def grad(
     return_ids: bool = False,
     sens_param: bool = False,
 ) -> Callable[..., Any]:
-    """A function that computes the gradients of ``fn`` alone. As `mindspore.grad`, with DTensors as gradients of what
-    is distributed.
+    """A function that computes the gradients of ``fn`` alone. As `mindspore.grad`, with DTensors as gradients of
+    distributed inputs and parameters.
 
     Args:
         fn: as in `value_and_grad`, and so are the other arguments.
         grad_position: which inputs of ``fn``; None for none.
         weights: which parameters.
         has_aux: whether ``fn`` has further outputs.
-        return_ids: whether each gradient comes with what it is the gradient of.
+        return_ids: whether each gradient comes with the position of its input or the name of its parameter.
         sens_param: whether the last input is the sensitivity.
 
     Returns:

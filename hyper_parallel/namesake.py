@@ -1,7 +1,7 @@
 """Another package has this one's import name: mindspore-ai/hyper-parallel. Both cannot be used in one environment.
 
-Where both are installed into one folder, the later one replaces files of the earlier one and leaves others; where they
-lie in two folders of ``sys.path``, the first is imported, which may be another on each machine. Nothing else fails.
+Where both are installed into one folder, the later one replaces files of the earlier one and leaves others. In two
+folders of ``sys.path``, the first is imported, which may be another on each machine. Nothing else fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def refuse_namesake(paths: Iterable[str] | None = None) -> None:
     """Raise if the other package is in one of the folders from which Python imports (those of ``sys.path``).
 
     Raises:
-        ImportError: with the folder, and what to do.
+        ImportError: with the folder, and the remedy.
     """
     for path in sys.path if paths is None else paths:
         folder = os.path.join(path or os.curdir, "hyper_parallel")

@@ -2,7 +2,8 @@
 
 For code that takes torch's DTensors: its own operations, `torch.distributed.checkpoint`, other libraries. Nothing is
 copied and nothing communicated, and gradients pass. Meshes have methods for the same, `DeviceMesh.from_torch` and
-`DeviceMesh.to_torch`. docs/torch_interop.md shows what becomes what. Torch is imported when one of them is called.
+`DeviceMesh.to_torch`. docs/torch_interop.md shows the pairs of placements. Torch is imported when one of them is
+called.
 """
 
 from __future__ import annotations

@@ -26,28 +26,28 @@ PLATFORMS_OF = {
     "cuda": ("torch-cuda",),
     "fake_cuda": ("torch-cuda",),
 }
-# Files of tests/torch that speak about the CPU, or about what is the same on every device and takes long to try.
+# Files of tests/torch that test the CPU, or features that are the same on every device and take long to try.
 ON_CPU_ONLY = {
-    "test_against_torch.py": "what torch's own DTensor does",
+    "test_against_torch.py": "the behaviour of torch's own DTensor",
     "test_checkpoint.py": "optimizers of plain modules on the CPU, and a rank that gloo loses",
-    "test_checkpoint_crashes.py": "what is left in files, whichever device the tensors come from",
+    "test_checkpoint_crashes.py": "the contents of files, whichever device the tensors come from",
     "test_docstrings.py": "examples with a mesh of CPUs",
     "test_faults.py": "how gloo fails",
     "test_forward_writes.py": "training in float64, which not every device has",
     "test_fully_shard_overlap.py": "which collectives gloo starts, and when",
     "test_fully_shard_pairs.py": "pairs of options in float64, which not every device has",
     "test_fully_shard_training.py": "every optimizer in float64, which not every device has",
-    "test_gpu_bodies.py": "what tests/cuda does, where there is no GPU",
+    "test_gpu_bodies.py": "the jobs of tests/cuda, where there is no GPU",
     "test_huggingface.py": "models of a library",
     "test_huggingface_files.py": "models of a library",
     "test_nested_parameters.py": "every optimizer in float64, which not every device has",
     "test_operator_table.py": "every operator, with torch's samples on the CPU",
     "test_optimizer_matrix.py": "every optimizer in float64, which not every device has",
     "test_pages.py": "programs of the documentation, for CPUs",
-    "test_pictures.py": "what is drawn, whichever device draws",
+    "test_pictures.py": "pictures, whichever device draws",
     "test_replicate.py": "optimizers in float64, which not every device reduces",
     "test_replicate_features.py": "float64, and layers that simulated NPUs have no kernels for",
-    "test_styles_against_torch.py": "what torch's own styles do with gloo",
+    "test_styles_against_torch.py": "torch's own styles with gloo",
     "test_trainer.py": "training in float64, which not every device has",
     "test_walks.py": "functions that run with gloo",
     "test_without_samples.py": "layers in float64, which not every device has",
@@ -55,23 +55,23 @@ ON_CPU_ONLY = {
 }
 #: Those of them that simulated NPUs run all the same: torch's own DTensor over HCCL is a reference too.
 ALSO_ON_NPU = {"test_against_torch.py", "test_huggingface.py"}
-#: Files of tests/torch that would say of a simulated NPU, which computes on the CPU, what they say of the CPU, and take
-#: long. Real devices run them.
+#: Files of tests/torch that would repeat their results of the CPU on a simulated NPU, which computes on the CPU, and
+#: take long. Real devices run them.
 NOT_SIMULATED = {
     "test_clipping.py": "norms over several meshes",
-    "test_compile_guards.py": "what makes torch compile again; test_compile.py is run",
+    "test_compile_guards.py": "causes of recompilation by torch; test_compile.py is run",
     "test_compile_models.py": "more models; test_compile.py is run",
     "test_compile_uneven.py": "more layouts; test_compile.py is run",
     "test_costs_against_torch.py": "numbers of messages",
     "test_dry_run.py": "worlds without devices",
     "test_fuzz_finds.py": "whether random programs find planted bugs",
     "test_huggingface_zoo.py": "models of a library; test_huggingface.py is run",
-    "test_patches.py": "what is patched in torch",
+    "test_patches.py": "the patches in torch",
     "test_rules_page.py": "a page",
     "test_torch_fully_shard.py": "torch's own fully_shard around models of this library",
 }
-#: What the gate leaves to the nightly run on simulated NPUs, which compute on the CPU: name of a file, or of a test in
-#: it -> why the gate of torch-cpu, on the same code, is enough.
+#: Tests that the gate leaves to the nightly run on simulated NPUs, which compute on the CPU: name of a file, or of a
+#: test in it -> why the gate of torch-cpu, on the same code, is enough.
 _FILES = "files of checkpoints, whichever device the tensors come from; test_checkpoint_state.py is run"
 NIGHTLY_ON_SIMULATED_NPU = {
     "test_checkpoint.py": _FILES,
@@ -87,7 +87,7 @@ NIGHTLY_ON_SIMULATED_NPU = {
     "test_checkpoint_tool.py": _FILES,
     "test_compile.py::test_decoder": "a larger model; test_mlp is run",
     "test_compile.py::test_inside_of_units": "more models; test_mlp is run",
-    "test_compile.py::test_outside": "what leaves compiled code",
+    "test_compile.py::test_outside": "operations that leave compiled code",
     "test_compile.py::test_styles": "more styles; test_mlp is run",
     "test_compile.py::test_ways": "more ways to compile; test_mlp is run",
     "test_compile_depth.py": "stacks of blocks; test_compile.py is run",
@@ -95,15 +95,15 @@ NIGHTLY_ON_SIMULATED_NPU = {
     "test_fuzz.py": "random programs, of operations that have tests here",
     "test_huggingface.py": "models of a library",
     "test_large_plans.py": "plans of many keys",
-    "test_launch.py": "what launchers set",
+    "test_launch.py": "variables of launchers",
     "test_own_style.py": "a program of the documentation",
     "test_random_states.py": "files of random states; test_random.py is run",
     "test_readme.py": "programs of the README; tests/npu starts programs",
-    "test_training_features.py": "what training loops do around the library",
+    "test_training_features.py": "features of training loops around the library",
 }
 #: Files of tests/torch that no NPU can run.
 NOT_ON_NPU = {"test_flex_attention.py": "an operator that torch refuses on NPUs"}
-#: What ranks that share a GPU cannot try, since they talk over gloo: name of a file, or of a test in it -> why.
+#: Tests that ranks that share a GPU cannot run, since they talk over gloo: name of a file, or of a test in it -> why.
 _FUNCTIONAL = "over gloo, functional collectives of torch on a GPU end the process (segmentation fault, torch 2.15)"
 NEEDS_NCCL = {
     "test_comm_mode_torch.py::test_counted": _FUNCTIONAL,
@@ -148,7 +148,7 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out what speaks about other backends. It is not reported as skipped: their own run reports it."""
+    """Leave out tests of other backends. It is not reported as skipped: their own run reports it."""
     here = Path(__file__).parent
     if collection_path.parent.parent == here and f"{collection_path.parent.name}/{collection_path.name}" in left_out():
         return True

@@ -1,4 +1,4 @@
-"""Saving and loading a checkpoint, beside torch's distributed checkpoint, plain files of safetensors, and ``dd``."""
+"""Saving and loading a checkpoint, against torch's distributed checkpoint, plain files of safetensors, and ``dd``."""
 
 from __future__ import annotations
 

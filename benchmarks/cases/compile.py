@@ -1,4 +1,4 @@
-"""A compiled Llama block beside compiled hand-written code, and beside torch's styles where these compile."""
+"""A compiled Llama block against compiled hand-written code, and against torch's styles where these compile."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _compare(title: str, sequence_parallel: bool, sizes: LlamaSizes, effort: Eff
     kernels = {name: seen["generated kernels"] + seen["kernels of torch"] for name, seen in operations.items()}
     if not sequence_parallel:  # there ours sums the norms' gradients in the graph
         result.goals.append(
-            Goal(f"{title}: kernels beside {FUNCTIONAL}", kernels[HYPER_PARALLEL], kernels[FUNCTIONAL], strict=True)
+            Goal(f"{title}: kernels against {FUNCTIONAL}", kernels[HYPER_PARALLEL], kernels[FUNCTIONAL], strict=True)
         )
     for passes in (FORWARD, FORWARD_AND_BACKWARD):
         times = interleaved({name: step_of(version, passes) for name, version in found.items()}, effort)
@@ -75,8 +75,8 @@ def _compare(title: str, sequence_parallel: bool, sizes: LlamaSizes, effort: Eff
 
 
 def _versions(sizes: LlamaSizes, sequence_parallel: bool) -> list[Version]:
-    """Those that are compiled. What is to be called after backward - the sum of the norms' gradients - is left out:
-    in ours it is in the graph."""
+    """The compiled versions. They leave out the call after backward that sums the norms' gradients: ours has that sum
+    in the graph."""
     versions = {version.name: version for version in llama_versions(sizes, sequence_parallel)}
     again: Any = {version.name: version for version in llama_versions(sizes, sequence_parallel)}[TEXTBOOK]
     enter, leave = functional_pair(sequence_parallel)

@@ -1,4 +1,4 @@
-"""`fully_shard` beside torch's FSDP2 and hand-written ZeRO-3: time of the host, collectives, memory, and over gloo."""
+"""`fully_shard` against torch's FSDP2 and hand-written ZeRO-3: time of the host, collectives, memory, and over gloo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.torch_versions import HYPER_PARALLEL, TEXTBOOK, TORCH, UNSHARDED
 
 __all__ = ["run"]
 
-#: Large enough that parameters are most of what is allocated.
+#: Large enough that parameters are most of the allocated memory.
 LARGE = LlamaSizes(batch=1, sequence=8, features=256, hidden=512, heads=4)
 
 
@@ -25,7 +25,7 @@ def run(effort: Effort) -> Result:
     result = Result(
         "fully_shard",
         f"{LAYERS} Llama blocks ({sizes}), each a unit, 4 ranks of a fake process group, float32. Memory: with "
-        f"{LARGE}; what a step allocates at most, gradients included, beside what was there before.",
+        f"{LARGE}; the peak that a step allocates, gradients included, above the memory held before it.",
     )
     with fake_group(4):
         for dp, tp in ((4, 1), (2, 2)):

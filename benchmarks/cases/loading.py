@@ -34,7 +34,7 @@ def _save(folder: Path) -> tuple[int, int]:
 
 def _launch(folder: str, way: str) -> list[float]:
     """Bytes of own shards, bytes of the peak, seconds."""
-    # Else malloc keeps what was freed for later, the more of it the larger the tensors were.
+    # Else malloc keeps freed memory for later, the more of it the larger the tensors were.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     results = launch("benchmarks.loading_process", 1, folder, way, environment=environment)
     row: list[float] = results[0].tables[0].rows[0]

@@ -14,7 +14,7 @@ RANKS = 2
 
 
 def run(effort: Effort) -> Result:
-    """Beside hand-written MindSpore code."""
+    """Compare with hand-written MindSpore code."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

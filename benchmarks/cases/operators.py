@@ -1,4 +1,4 @@
-"""What an operation on distributed activations costs above the same operation on plain tensors."""
+"""The overhead of an operation on distributed activations over the same operation on plain tensors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _operands(library: Any | None) -> Operands:
 
 
 def run(effort: Effort) -> Result:
-    """Forward with gradients enabled, each operation beside the plain one on the local tensors."""
+    """Forward with gradients enabled: each operation next to the plain one on the local tensors."""
     result = Result(
         "operators",
         f"Forward of one operation with gradients enabled, on local tensors of about 256 elements; {RANKS} ranks of a "

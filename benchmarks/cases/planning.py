@@ -1,4 +1,4 @@
-"""What dry runs, `search` and `check_plan` take, and how what they foresee compares with a real step."""
+"""The time of dry runs, `search` and `check_plan`, and how their predictions compare with a real step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hyper_parallel.platform.dry import dry_world
 __all__ = ["run"]
 
 LARGE, FEW, MANY = "llama-3-70b", 512, 16384
-#: Seconds in which somebody who asks still waits.
+#: Seconds that a person at a terminal still waits for an answer.
 PATIENCE = 60.0
 
 
@@ -38,9 +38,9 @@ def run(effort: Effort) -> Result:
     repeats = 3 if effort.rounds > 50 else 1
     result = Result(
         "planning",
-        f"{LARGE} without data, forward and backward; every way to spread it over {FEW} ranks; a Llama of four layers "
-        "compared with the single device on two ranks; and bytes of a real step of that Llama on 4 ranks, dp=2 x tp=2, "
-        "over gloo, beside what was foreseen. The peak is that of one rank, by the counting of storages.",
+        f"{LARGE} without data, forward and backward; every way to spread it over {FEW} ranks; a Llama of four "
+        "layers compared with the single device on two ranks; and bytes of a real step of that Llama on 4 ranks, "
+        "dp=2 x tp=2, over gloo, next to the prediction. The peak is that of one rank, by the counting of storages.",
     )
     with dry_world(1) as platform, platform.without_data():
         large = platform.make_decoder(MODELS[LARGE])
@@ -55,12 +55,12 @@ def run(effort: Effort) -> Result:
         )
         return min(seconds for _, seconds in runs)
 
-    dry(FEW)  # what is made once in a process is made
+    dry(FEW)  # things that are made once per process are made now
     few, many = dry(FEW), dry(MANY)
     plans = {"tp": llama_plan(False), "tp + sequence": llama_plan()}
     ways, searched = _seconds(lambda: search(large, FEW, plans, batch, mixed_precision=True))
     report, checked = _seconds(lambda: check_plan(model(), 2, llama_plan(), TOKENS, loss=_loss))
-    table = Table("What it takes", ["what", "seconds"])
+    table = Table("Time taken", ["what", "seconds"])
     table.rows += [
         [f"dry_run of {LARGE} on {FEW} ranks", few],
         [f"dry_run of {LARGE} on {MANY} ranks", many],

@@ -1,4 +1,4 @@
-"""Data parallelism: `replicate` beside torch's DistributedDataParallel and torch's own `replicate`."""
+"""Data parallelism: `replicate` against torch's DistributedDataParallel and torch's own `replicate`."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def versions(sizes: LlamaSizes, device: str = "cpu", ranks: int = RANKS) -> dict
 def _ddp(model: Any, **options: bool) -> Any:
     ddp = DistributedDataParallel(copy.deepcopy(model), **options)
     if dist.get_backend() == "fake":
-        # What an all-reduce of the fake group returns has no result, which torch asks for. A lambda has no annotations,
-        # which it would look at.
+        # The future of an all-reduce of the fake group has no result, which torch asks for. A lambda has no
+        # annotations, which it would look at.
         ddp.register_comm_hook(None, lambda _, bucket: _reduced(bucket.buffer()))  # type: ignore[arg-type]
     return ddp
 

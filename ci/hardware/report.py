@@ -2,9 +2,9 @@
 
     make test PLATFORM=torch-cuda && .venv/torch-cuda/bin/python ci/hardware/report.py torch-cuda
 
-Run it on the same machine, with the same interpreter, so that what it asks the framework is what the gate had. The
-report holds the name of the device, versions, commit, date, numbers of tests and coverage. Commit it and run ``make
-readme-table``, which shows it in the README. A row that ran on something else than hardware, or failed, is refused.
+Run it on the same machine, with the same interpreter, so that it asks the same framework as the gate. The report holds
+the name of the device, versions, commit, date, numbers of tests and coverage. Commit it and run ``make readme-table``,
+which shows it in the README. A row that ran on something else than hardware, or failed, is refused.
 
 ``--facts FILE`` takes the facts about the device from a JSON file in place of asking.
 """
@@ -30,7 +30,7 @@ __all__ = ["PROBES", "file_name", "make_report", "to_markdown"]
 ROOT = Path(__file__).resolve().parents[2]
 #: Devices that are hardware, as the gate's table calls them.
 REAL = ("GPU", "NPU")
-#: What every report says about the device.
+#: The facts about the device in every report.
 FACTS = ("device name", "number of devices", "driver")
 #: backend -> program that prints facts as JSON. It runs in a process of its own: this file knows no framework.
 PROBES = {

@@ -3,9 +3,9 @@
     python -m ci.mutants [--count 200] [--seed 1] [--backend torch-cpu] [--gate-only]
 
 Samples mutations of `hyper_parallel/core` and of the backends, runs the tests that reach each, the closest first, and
-names those that survive. What came out is added to ``build/mutants/results.jsonl``: the same command goes on where it
-was cut off. Each mutant is tried with torch-cpu, and with mindspore if it is in core and survived, or in that backend.
-The tests of the gate come first. Mutants that survive them with every backend get all tests, as at night.
+names those that survive. Outcomes are added to ``build/mutants/results.jsonl``: the same command goes on where it was
+cut off. Each mutant is tried with torch-cpu, and with mindspore if it is in core and survived, or in that backend. The
+tests of the gate come first. Mutants that survive them with every backend get all tests, as at night.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from ci.mutants.trial import Outcome, Place
 #: Seconds that the tests of each round are estimated to take, and at most take with all around. A test that takes
 #: longer than a round waits for the next.
 ROUNDS = ((25.0, 60.0), (60.0, 150.0), (180.0, 420.0))
-#: Tests that run the code in processes of their own, where nothing records what they reach: for all that is left.
+#: Tests that run the code in processes of their own, where nothing records the lines that they reach: for all that is
+#: left.
 UNRECORDED = ("tests/torch/test_costs.py::", "tests/mindspore/test_costs.py::")
 #: So many mutations are tried before the tests that noticed them are run without any.
 PART = 16
@@ -62,7 +63,7 @@ class Trials:
         self.lock = threading.Lock()
 
     def run(self, mutations: list[Mutation], at_once: int) -> None:
-        """Try mutations, ``at_once`` at a time, and add what comes out to the results."""
+        """Try mutations, ``at_once`` at a time, and add their outcomes to the results."""
         places: Queue[Place] = Queue()
         for number in range(at_once):
             places.put(Place(self.root, self.backend, number, self.night))
@@ -92,7 +93,7 @@ class Trials:
                 future.result()
 
     def doubted(self, mutations: list[Mutation], places: Queue[Place]) -> list[Mutation]:
-        """Those of the mutations that were noticed by a test that fails without any too: to be tried again."""
+        """The mutations that were noticed only by a test that also fails without any: they are to be tried again."""
         noticed = {m: self.results.test_of(m, self.backend, self.night) for m in mutations}
         while suspects := sorted({test for test in noticed.values() if test} - self.sound - self.unsound):
             place = places.get()
@@ -155,8 +156,8 @@ class Trials:
             self.sound.update(outcome.passed)
             if outcome.verdict in ("passed", "failed"):
                 return outcome  # whether the test fails without the mutation too, `doubted` asks of many at once
-            # Without a test to blame, as when an import fails, any of them will show whether it is the mutation. What
-            # hangs may only be slow, on a machine that others use too.
+            # Without a test to blame, as when an import fails, any of them will show whether it is the mutation. A
+            # hanging test may only be slow, on a machine that others use too.
             suspect = outcome.test or tests[0]
             place.mutate(None, undo=mutation)
             again = place.run([suspect], self.reach, time.monotonic() + 120)
@@ -182,7 +183,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="try those again that survived")
     parser.add_argument("--gate-only", action="store_true", help="no nightly tests for those that the gate misses")
     parser.add_argument("--old-map", action="store_true", help="do not make the map anew when sources changed")
-    parser.add_argument("--report", action="store_true", help="try nothing, sum up what came out so far")
+    parser.add_argument("--report", action="store_true", help="try nothing, sum up the outcomes so far")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="the project")
     arguments = parser.parse_args()
     root = arguments.root.resolve()
@@ -194,7 +195,7 @@ def main() -> int:
         reach = reach_of(backend)
         wanted = (m for m in mutations if TRIES[backend](m.path) and arguments.only in m.path)
         todo = [m for m in wanted if results.is_open(m, backend, arguments.again, night)]
-        # What one backend noticed needs no other one; those that only this backend can notice come first.
+        # A mutation that one backend noticed needs no other one; those that only this backend can notice come first.
         todo.sort(key=lambda m: "/core/" in m.path)
         print(f"{backend}{' at night' if night else ''}: {len(todo)} mutants", flush=True)
         Trials(root, backend, reach, results, arguments.tests, night).run(todo, arguments.at_once)

@@ -1,7 +1,7 @@
-"""Which one-line mutations a file has, by its syntax tree.
+"""The one-line mutations of a file, by its syntax tree.
 
-Not mutated: docstrings and other strings, annotations, what stands in a ``raise`` or a warning (tests should not depend
-on every word of a message), ``__all__``, and what only type checkers read.
+Not mutated: docstrings and other strings, annotations, ``__all__``, and code that only type checkers read. The
+arguments of a ``raise`` or a warning are not mutated either: tests should not depend on every word of a message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
 }
-#: What fails at once with its arguments swapped, on every line that runs.
+#: Functions that fail at once with their arguments swapped, on every line that runs.
 _ORDERED = {"getattr", "hasattr", "isinstance", "issubclass", "setattr", "zip"}
 _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
@@ -54,10 +54,10 @@ class Mutation:
         path: the file, from the root of the project.
         line: its line, from 1.
         start: where the change begins in the line, in bytes of UTF-8.
-        before: what stands there.
-        after: what is put there.
-        kind: what is done, in words.
-        text: the line as it is, without indentation: what finds the place again when lines above it change.
+        before: the text there.
+        after: the text that replaces it.
+        kind: the change, in words.
+        text: the line as it is, without indentation: it finds the place again when lines above it change.
     """
 
     path: str
@@ -79,7 +79,7 @@ class Mutation:
         line = lines[self.line - 1].encode()
         end = self.start + len(self.before.encode())
         if line[self.start : end].decode() != self.before:
-            raise ValueError(f"{self.path}:{self.line} is not what it was: {line.decode()}")
+            raise ValueError(f"{self.path}:{self.line} has changed since the mutation was made: {line.decode()}")
         lines[self.line - 1] = (line[: self.start] + self.after.encode() + line[end:]).decode()
         return "\n".join(lines)
 
@@ -107,8 +107,8 @@ def mutations_of(path: str, source: str) -> list[Mutation]:
 def sample(root: Path, count: int, seed: int, areas: tuple[str, ...] = AREAS) -> list[Mutation]:
     """``count`` mutations of the project at ``root``, no two of one line, the same for the same sources and seed.
 
-    Every line draws for itself, so that a change elsewhere leaves the rest of the sample as it is. Of a line's
-    mutations first a kind is drawn, so that kinds with many ways do not crowd out the others.
+    Every line draws for itself, so that a change elsewhere leaves the rest of the sample as it is. A line first draws a
+    kind of mutation, so that kinds with many ways do not crowd out the others.
     """
     drawn: list[tuple[float, Mutation]] = []
     sources: dict[str, str] = {}
@@ -139,9 +139,10 @@ def _drawn_of(path: str, source: str, seed: int) -> Iterator[tuple[float, Mutati
 
 
 def function_at(source: str, line: int) -> tuple[str, int, int] | None:
-    """Name, first and last line of the innermost function around a line; None on the level of the module or a class.
+    """Name, first and last line of the innermost function around a line. None for a line at the level of the module or
+    a class.
 
-    What stands in a decorator or a default value belongs to what is around the function: it runs when that is imported.
+    A decorator or a default value belongs to the scope around the function: it runs when that is imported.
     """
     innermost = None
     for node in ast.walk(ast.parse(source)):
@@ -161,7 +162,7 @@ def _is_valid(source: str) -> bool:
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
-    """(what is replaced, by which text, what that is called) for each mutation."""
+    """(node to replace, new text, name of the change) for each mutation."""
     for node in _mutable(tree):
         if isinstance(node, ast.expr):
             for after, kind in _of_expression(node):
@@ -171,7 +172,7 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
 
 
 def _mutable(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and what is below it, without what the module's docstring leaves out."""
+    """The node and its descendants, without the parts that the module's docstring leaves out."""
     yield node
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "type_params"):

@@ -1,4 +1,4 @@
-"""Which tests reach which line: made from a whole run of a backend's tests, kept outside git.
+"""A map from lines to the tests that reach them: made from a whole run of a backend's tests, kept outside git.
 
 `record` runs tests under coverage with `ci.mutants.recording`, the nightly ones too: all of a backend once, and later
 those files of tests that changed. A recording keeps the sources it was made with: a line is looked up where it stood
@@ -31,13 +31,13 @@ FOLDERS = {
 }
 #: The checks that the files of tests/conformance collect, under the same names.
 CHECKS = Path("hyper_parallel") / "testing" / "conformance"
-#: Seconds that one test costs beside its own, so that a few tests are preferred to many.
+#: Seconds that one test costs in addition to its own time, so that a few tests are preferred to many.
 EACH = 0.02
 
 
 @dataclass
 class Recording:
-    """What one run of tests reached.
+    """The lines that each test of one run reached.
 
     Attributes:
         seconds: test -> how long it took. Tests that failed are left out.
@@ -128,7 +128,7 @@ class Reach:
         return rounds
 
     def _closest_first(self, tests: set[str], words: set[str]) -> list[str]:
-        """In turn one test of each test function: the cases of one function are much alike."""
+        """In turn one test of each test function: the cases of one function are very similar."""
         functions: dict[str, list[str]] = {}
         for test in sorted(tests, key=lambda test: (-_shared(words, test), self.seconds[test], test)):
             functions.setdefault(test.partition("[")[0], []).append(test)
@@ -164,8 +164,8 @@ def environment(root: Path, backend: str, night: bool) -> dict[str, str]:
 
 
 def up_to_date(root: Path, backend: str, old_sources: bool = False) -> Reach:
-    """What is recorded, after running what is not: everything when a source changed (unless ``old_sources``), else the
-    files of tests that changed or are new."""
+    """The recording after running the tests that it lacks. These are all tests when a source changed (unless
+    ``old_sources``), else the files of tests that changed or are new."""
     folder = root / BUILD / backend
     found = [_read(folder / f"{name}.json") for name in ("all", "changed")]
     recordings = [recording for recording in found if recording is not None]
@@ -210,7 +210,7 @@ def record(root: Path, backend: str, name: str, tests: Iterable[str], python: st
 
 
 def take(root: Path, backend: str, run: Path) -> Recording:
-    """What a run of tests under coverage has left in the folder ``run``."""
+    """Make a recording from a run of tests under coverage that left its files in the folder ``run``."""
     import coverage
 
     combined = run / "combined" / "coverage"

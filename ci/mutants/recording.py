@@ -24,7 +24,7 @@ SWITCH = "ci.mutants.recording:switch"
 
 
 def switch(test: str) -> None:
-    """Count what this process runs from now on as reached by ``test``."""
+    """Count the lines that this process runs from now on as reached by ``test``."""
     coverage = sys.modules.get("coverage")
     measurement = coverage.Coverage.current() if coverage else None
     # A rank that was told not to measure (tests/support/measured_ranks.py) refuses a context.

@@ -1,4 +1,4 @@
-"""What came out of the trials: kept line by line while they run, and summed up in ``ci/last_mutants.json``."""
+"""The outcomes of the trials: kept line by line while they run, and summed up in ``ci/last_mutants.json``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Results:
     def add(
         self, mutation: Mutation, backend: str, verdict: str, test: str, ran: int, seconds: float, night: bool = False
     ) -> None:
-        """Add what came out of a trial, and print it."""
+        """Add the outcome of a trial, and print it."""
         entry = {
             "key": mutation.key,
             "backend": backend,

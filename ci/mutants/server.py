@@ -1,12 +1,11 @@
-"""A process that has imported a framework and forks for each run of tests: what a run costs beside its tests is halved.
+"""A process that has imported a framework and forks for each run of tests: this halves the overhead of a run.
 
     python -m ci.mutants.server FRAMEWORK
 
-It reads runs from its input, one JSON list a line: the file that lists the tests, the file that gets the log, the file
-that gets what happens, after how many failures to stop. The child writes what happens, a JSON list a line:
-``["begins", test]`` and ``["ends", test, passed]``. To its output the server writes the child's process id when it
-begins, and its exit status when it ends. Nothing of the library is imported here: each run imports the sources as they
-are then.
+It reads runs from its input, one JSON list a line: the list of tests, the file for the log, the file for the events,
+after how many failures to stop. The child writes the events, a JSON list a line: ``["begins", test]`` and ``["ends",
+test, passed]``. To its output the server writes the child's process id when it begins, and its exit status when it
+ends. Nothing of the library is imported here: each run imports the sources as they are then.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ class Follower:
 
 
 def run_tests(tests: str, log: str, events: str, failures: int) -> None:
-    """What the child does; it does not return."""
+    """Run the tests in the child process; it does not return."""
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(out, stream)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - what a killed process wrote is of interest
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - a killed process leaves its output
     arguments = [f"--maxfail={failures}", "-q", "-p", "no:cacheprovider", "--tb=short", f"@{tests}"]
     status = int(pytest.main(arguments, plugins=[Follower(events)]))
     sys.stdout.flush()

@@ -16,23 +16,24 @@ from pathlib import Path
 from ci.mutants.mutations import Mutation
 from ci.mutants.reach import BUILD, Reach, environment
 
-#: What of the project the tests need: all that is not made by building or running it.
+#: The parts of the project that the tests need: all that is not made by building or running it.
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache", ".coverage*", "*.egg-info")
-#: A test hangs when it takes longer than this, or than so many times what it took when the map was made.
+#: A test hangs when it takes longer than this, or than so many times its duration in the map.
 HANG_SECONDS, HANG_TIMES = 15.0, 5.0
-#: Beside its tests, a run may take this long: to import, to collect, to start workers, which the first test waits for.
+#: In addition to its tests, a run may take this long: to import, to collect, to start workers, which the first test
+#: waits for.
 AROUND = 40.0
 
 
 @dataclass
 class Outcome:
-    """What a run of tests came to.
+    """The outcome of a run of tests.
 
     Attributes:
         verdict: "passed", "failed", "hung" or "broken", when no test could run.
         test: the one that failed or hung.
         passed: those that passed.
-        log: the end of what pytest wrote.
+        log: the end of pytest's output.
     """
 
     verdict: str
@@ -42,7 +43,8 @@ class Outcome:
 
 
 class Place:
-    """A copy of the project with a server that runs tests in it, with the amounts of the gate or of the ``night``."""
+    """A copy of the project with a server that runs tests in it. The amounts are those of the gate or of the
+    ``night``."""
 
     def __init__(
         self, root: Path, backend: str, number: int, night: bool = False, python: str = sys.executable
@@ -155,6 +157,6 @@ def _load() -> float:
 
 
 def _entries(events: Path) -> list[list]:
-    """What the child wrote so far; the last line may be unfinished."""
+    """The events that the child has written so far; the last line may be unfinished."""
     whole = events.read_text(encoding="utf-8").rpartition("\n")[0]
     return [json.loads(line) for line in whole.splitlines()]

@@ -1,4 +1,4 @@
-"""What is particular to MindSpore: loading, one training step, and numpy at the border."""
+"""The part of the example that is particular to MindSpore: loading, one training step, and numpy at the border."""
 
 from __future__ import annotations
 

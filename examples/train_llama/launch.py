@@ -28,8 +28,8 @@ def _shares(processes: int) -> list[set[int]]:
 def launch(processes: int) -> int:
     """Run this very command once per rank; return 0, or the exit status of the rank that failed first.
 
-    Ranks stay on cores of their own: MindSpore hands every operation from thread to thread, which costs twice as much
-    when the threads are spread over cores that other ranks use as well.
+    Ranks stay on cores of their own. MindSpore hands every operation from thread to thread. That costs twice as much
+    when the threads share cores with other ranks.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the ranks end as well
     shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

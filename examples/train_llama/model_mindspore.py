@@ -1,6 +1,6 @@
 """Llama in MindSpore, with Hugging Face's module, parameter and configuration names.
 
-Nothing in it knows about processes or shards: attention works on however many heads the projections return, so that
+Nothing in it knows about processes or shards: attention works on however many heads the projections return. So
 `hyper_parallel.parallelize_module` spreads it by the strings of Hugging Face's plans (``base_model_tp_plan``).
 """
 
@@ -58,7 +58,7 @@ class LlamaRMSNorm(nn.Cell):
 class KeyValueCache:
     """Keys and values (batch, length, heads, head_dim) of the tokens seen so far, for each layer.
 
-    They are what the projections gave: sharded by heads, each rank keeps its own.
+    They are the outputs of the projections: sharded by heads, each rank keeps its own.
     """
 
     def __init__(self, layers: int) -> None:

@@ -2,10 +2,10 @@
 
 Along the mesh dimension "tp" it is tensor parallel. The residual stream is split along the sequence (dimension 1 of
 (batch, length, hidden_size)). It is gathered in front of attention and feed-forward, whose weights are split over heads
-and hidden units, and what they return is summed and split along the sequence again.
+and hidden units. Their outputs are summed and split along the sequence again.
 
-Along the mesh dimension "dp" each row of processes has its own part of the batch, and its own part of every parameter:
-`fully_shard` gathers a layer when it is needed, and averages its gradients.
+Along the mesh dimension "dp" each row of processes has its own part of the batch. It also has its own part of every
+parameter: `fully_shard` gathers a layer when it is needed, and averages its gradients.
 """
 
 from __future__ import annotations

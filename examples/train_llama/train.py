@@ -42,7 +42,7 @@ GRADIENT_TOLERANCE = 1e-5
 
 
 class Trainer(Protocol):
-    """What `backend_torch` and `backend_mindspore` both offer, with numpy at the border."""
+    """The methods that `backend_torch` and `backend_mindspore` both offer, with numpy at the border."""
 
     model: Any
     optimizer: Any
@@ -60,7 +60,7 @@ class Trainer(Protocol):
 
 @dataclasses.dataclass
 class Record:
-    """What one run measured; written as JSON."""
+    """The measurements of one run; written as JSON."""
 
     platform: str
     processes: int
@@ -122,8 +122,8 @@ def bits_per_byte(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray, bat
 def generate(trainer: Trainer, run: RunConfig, prompts: Sequence[bytes], show: bool) -> list[bytes]:
     """Continue every prompt. Every process must call it; all draw the same bytes.
 
-    The window keeps its full length, so that it divides among the processes; what follows the
-    last byte is padding, which causal attention never looks at.
+    The window keeps its full length, so that it divides among the processes. The tokens after the last byte are
+    padding, which causal attention never looks at.
     """
     generator = np.random.Generator(np.random.Philox(run.seed))
     texts = [bytearray(prompt) for prompt in prompts]
@@ -149,8 +149,8 @@ def train(
     until: int,
     after: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Train both models step by step on the same batches, and call ``after`` with the number of steps that are done.
-    Only rank 0 has the unsharded one."""
+    """Train both models step by step on the same batches. After each step ``after`` is called with the number of
+    completed steps. Only rank 0 has the unsharded one."""
     length = run.model.max_position_embeddings
     show = unsharded is not None
     validation = validation_windows(corpus, run.validation_windows, length)
@@ -215,7 +215,7 @@ def report(record: Record, samples: Sequence[bytes], out: Path) -> bool:
 
 
 def show_bytes(sharded: Trainer, unsharded: Trainer | None, mesh: DeviceMesh) -> None:
-    """Print what each process holds. Every process must call it."""
+    """Print the bytes of each process. Every process must call it."""
     held = [sharded.bytes_held()]
     for mesh_dim in reversed(range(mesh.ndim)):
         if mesh.shape[mesh_dim] > 1:
@@ -236,8 +236,8 @@ def save_run(folder: Path, trainer: Trainer, step: int) -> None:
 def resume(folder: Path, sharded: Trainer, unsharded: Trainer | None) -> int:
     """Load the newest checkpoint in a folder; returns how many steps were trained before it.
 
-    It is loaded twice: by all processes, of which each reads its shards, and by the first one, as a mesh of its own,
-    into the unsharded model.
+    All processes load it, each its own shards. The first process also loads it into the unsharded model, on a mesh of
+    its own.
     """
     path = latest(folder)
     if path is None:

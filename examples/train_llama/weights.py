@@ -13,7 +13,7 @@ from config import LlamaConfig
 
 
 def initial_weights(config: LlamaConfig, seed: int) -> dict[str, np.ndarray]:
-    """Llama's usual initialisation: normals scaled by fan-in, smaller for what feeds the residual."""
+    """Llama's usual initialisation: normals scaled by fan-in, smaller for layers that feed the residual."""
     generator = np.random.Generator(np.random.Philox(seed))
     weights = {}
     for name, shape in config.parameter_shapes().items():
@@ -30,8 +30,8 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, np.ndarray]:
 def write_initial_weights(folder: Path, config: LlamaConfig, seed: int) -> Path:
     """Write the initial weights as safetensors, unless that file is there already; return its path.
 
-    The name is a digest of the content and the file appears atomically, so any number of processes
-    may call this at the same time.
+    The name is a digest of the content and the file appears atomically. So any number of processes may call this at the
+    same time.
     """
     content = save(initial_weights(config, seed))
     path = folder / f"initial-{hashlib.sha256(content).hexdigest()[:12]}.safetensors"

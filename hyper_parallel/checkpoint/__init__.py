@@ -1,7 +1,7 @@
 """Checkpoints: saved once, loaded anywhere, on any mesh, with any placements, on any framework.
 
-A checkpoint is a directory with files of tensors in the format of safetensors and an index in JSON, which says which
-rectangle of which tensor lies where. Mesh, placements, framework and number of ranks mean nothing for loading.
+A checkpoint is a directory with files of tensors in the format of safetensors and an index in JSON. The index says
+where each rectangle of each tensor is stored. Mesh, placements, framework and number of ranks mean nothing for loading.
 """
 
 from hyper_parallel.checkpoint.directories import latest

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "python -m hyper_pa
     command.add_argument("path", type=Path)
     command.add_argument("--to", choices=["huggingface", "one-file"], required=True)
     command.add_argument("--out", type=Path, required=True, help="the new directory, or the new file")
-    command.add_argument("--part", help="what to convert, such as model; default: the only module, or everything")
+    command.add_argument("--part", help="the part to convert, such as model; default: the only module, or everything")
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)

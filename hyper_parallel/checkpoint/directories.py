@@ -17,7 +17,7 @@ from hyper_parallel.platform.terminal import printable
 
 __all__ = ["Draft", "checkpoints_in", "latest", "locate", "remove_old", "run_of", "set_run"]
 
-#: What hidden directories end with: of one that is being replaced, and of one through which ranks talk.
+#: Endings of hidden directories: of one that is being replaced, and of one through which ranks talk.
 _REPLACED, _EXCHANGE = ".replaced", ".ranks"
 #: directory -> the run of this process whose checkpoints are there: that of a checkpoint it has loaded, or a new one.
 _RUNS: dict[Path, str] = {}
@@ -34,10 +34,10 @@ def set_run(directory: Path, run: str) -> None:
 
 
 def checkpoints_in(directory: Path) -> list[tuple[Path, Index]]:
-    """The whole checkpoints in a directory, the oldest first. What is damaged is left out."""
+    """The whole checkpoints in a directory, the oldest first. Damaged ones are left out."""
     found = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        # Of what is hidden, one that was being replaced counts until the new one has its name.
+        # Among hidden directories, one that was being replaced counts until the new one has its name.
         if path.name.startswith(".") and not _is_in_use(path):
             continue
         try:
@@ -56,7 +56,7 @@ def _is_in_use(path: Path) -> bool:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return what tells a checkpoint from another one that takes its place; None where there is nothing."""
+    """Return a key that tells a checkpoint from another one that takes its place; None where there is nothing."""
     return disk.stamp(path / INDEX) or disk.stamp(path)
 
 
@@ -96,13 +96,14 @@ def latest(directory: str | os.PathLike[str], run: str | None = None) -> Path | 
 
 
 def locate(path: Path) -> Path:
-    """Where the checkpoint of that name is: there, or beside, where a crash came while another one took its place.
+    """The place of the checkpoint of that name: at the path, or next to it, where a crash came while another one took
+    its place.
 
     Raises:
-        CheckpointError: for what a save has left that was cut short.
+        CheckpointError: for the remains of an interrupted save.
     """
     if path.name.startswith(".") and path.name.endswith(DRAFT):
-        raise CheckpointError(f"{path} is what a save has left that was cut short: it is no checkpoint")
+        raise CheckpointError(f"{path} is the rest of a save that was interrupted: it is no checkpoint")
     if not os.path.exists(path):  # also where the system takes no such name
         for beside in hidden_in(path.parent, _REPLACED, name=path.name):
             return beside.path
@@ -110,10 +111,10 @@ def locate(path: Path) -> Path:
 
 
 class Draft:
-    """A checkpoint that is being written beside its place.
+    """A checkpoint that is being written next to its final place.
 
     Args:
-        path: what it will be called.
+        path: its final name.
         token: that no other draft has; the same on all ranks.
     """
 
@@ -125,11 +126,11 @@ class Draft:
         self._before: tuple[int, int] | None = None
 
     def open(self, exchange: bool, overwrite: bool) -> None:
-        """Make the directories, on one rank, and remove what saves have left whose writers are gone.
+        """Make the directories, on one rank, and remove those of saves whose writers have ended.
 
         Args:
             exchange: whether to make the one through which ranks talk, too.
-            overwrite: whether what is at the path now is to be replaced.
+            overwrite: whether to replace the checkpoint that is at the path now.
         """
         self._before = _stamp(self.path) if overwrite else None
         disk.make_directory(self.directory)
@@ -138,18 +139,18 @@ class Draft:
         writers.remove_abandoned(self.path.parent, self._now(), DRAFT, _EXCHANGE)
 
     def _now(self) -> float:
-        """Return the time of the file system, by what this save has just made."""
+        """Return the time of the file system, by the directory that this save has just made."""
         return self.directory.stat().st_mtime
 
     def check(self) -> None:
-        """Raise CheckpointError where this rank does not see what another one has made."""
+        """Raise CheckpointError where this rank does not see the directory that another one has made."""
         if not self.directory.is_dir():
             raise CheckpointError(
                 f"{self.path.parent} is not the same directory on this rank: save to a file system that all ranks share"
             )
 
     def publish(self, files: Mapping[str, int]) -> None:
-        """Give it its name, on one rank: all of it is on the disk.
+        """Give the complete draft its name, on one rank: all of it is on the disk.
 
         Args:
             files: of the checkpoint, with the sizes that were written.
@@ -176,7 +177,7 @@ class Draft:
         writers.remove_abandoned(self.path.parent, now, _REPLACED, name=self.path.name)
 
     def _replace(self) -> None:
-        """Give it the name of the checkpoint that was there when this save began."""
+        """Give the draft the name of the checkpoint that was there when this save began."""
         self._check_is_before(self.path)
         disk.rename(self.path, self._replaced)
         try:
@@ -208,7 +209,7 @@ class Draft:
         return writers.others_in(self.path.parent, self._token, DRAFT)
 
     def discard(self, exchange: bool) -> None:
-        """Remove what was written, on one rank; ``exchange``: also the directory through which ranks talk."""
+        """Remove the written files, on one rank; ``exchange``: also the directory through which ranks talk."""
         for directory in (self.directory, self.exchange) if exchange else (self.directory,):
             if directory.exists():
                 disk.remove_tree(directory)
@@ -220,7 +221,7 @@ def remove_old(path: Path, run: str, keep: int) -> None:
     stamps = {place: _stamp(place) for place in directory.iterdir()}
     older = [place for place, index in checkpoints_in(directory) if index.run == run and place != path]
     for place in older[: max(len(older) - keep + 1, 0)]:
-        # First the name: what is half removed must not be found.
+        # First the name: a half-removed checkpoint must not be found.
         hidden = place.with_name(hidden_name(place.name, new_token(), DRAFT))
         with suppress(FileNotFoundError):  # another save of the run has removed it
             disk.rename(place, hidden)

@@ -1,4 +1,4 @@
-"""Everything that a save does to the disk, a function each: what a crash may come between."""
+"""Everything that a save does to the disk, a function each: a crash may come between any two."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def step(kind: str, path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that is not there yet, with those above it; all these names are on the disk when it returns."""
+    """Make a missing directory, with those above it. All these names are on the disk when it returns."""
     if not path.parent.is_dir():
         make_directory(path.parent)
     step("make", path)
@@ -62,7 +62,7 @@ def make_directory(path: Path) -> None:
 DIRECT_FROM = 32 << 20
 #: Bytes that are read or written by one call. A system reads ahead of calls of this size, and not of much larger ones.
 BLOCK = 8 << 20
-#: What blocks, and their places in memory and in the file, must be multiples of.
+#: Blocks, and their places in memory and in the file, must be multiples of this.
 ALIGNMENT = 4096
 
 
@@ -102,8 +102,8 @@ class NewFile:
 
     Args:
         path: of the file.
-        size: bytes that will be written, where that is known. A large file gets its place at once, and is written past
-            the cache of the system, which would only copy what is to be on the disk at once.
+        size: bytes that will be written, where that is known. A large file gets its space at once. It is written past
+            the cache of the system, which would only add a copy.
 
     Raises:
         CheckpointError: when it cannot be written; names the file.
@@ -169,7 +169,7 @@ class NewFile:
                     raise
                 continue
             if count % ALIGNMENT and self._block is not None:
-                self._set_direct(False)  # what is left does not begin at a place where it could
+                self._set_direct(False)  # the rest does not begin at an aligned place
             left = left[count:]
 
     def _set_direct(self, on: bool) -> bool:
@@ -209,7 +209,7 @@ class NewFile:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a directory or a file, which is whole, its name. What has that name already must not be there."""
+    """Give a directory or a file, which is whole, its name. No other one may have that name already."""
     step("rename", old)
     if new.exists():
         raise FileExistsError(f"{new} is there already")
@@ -217,7 +217,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def stamp(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file or a directory from another one that takes its place; None where there is nothing."""
+    """Return a key that tells a file or directory from another one in its place; None where there is nothing."""
     try:
         found = os.stat(path)
     except OSError:
@@ -264,7 +264,7 @@ def read_at(path: Path, file: int, start: int, memory: memoryview, entry: str) -
 
     Args:
         path, file, start, entry: as in `read_some`.
-        memory: what is filled.
+        memory: the memory to fill.
 
     Raises:
         CheckpointError: when the file ends before, or the disk does not give them.
@@ -329,7 +329,7 @@ _PATIENCE = 5.0
 def alone_in(directory: Path) -> Iterator[bool]:
     """Keep out the other threads and processes that call this for the same directory.
 
-    It is no promise: other machines need not see the lock. Nobody waits for ever: False is given where another one
+    It is no promise: other machines need not see the lock. There is no endless wait: False is given where another one
     keeps it.
     """
     try:

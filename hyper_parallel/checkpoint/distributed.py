@@ -15,7 +15,7 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["CheckpointException", "Stateful", "async_save", "load", "save"]
 
-#: What a failed save or load raises, under torch's name.
+#: The error of a failed save or load, under torch's name.
 CheckpointException = CheckpointError
 
 
@@ -31,7 +31,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what was saved."""
+        """Go on with the saved state."""
         ...
 
 

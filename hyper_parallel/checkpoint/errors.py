@@ -8,10 +8,10 @@ __all__ = ["CheckpointError"]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or what is there is not whole: the message names the file and the entry.
+    """A checkpoint could not be written, or an existing one is not whole: the message names the file and the entry.
 
-    The same on all ranks. What is wrong with the call itself is a ValueError or a TypeError. Control characters of
-    names are written out.
+    The same on all ranks. An error of the call itself is a ValueError or a TypeError. Control characters of names are
+    written out.
     """
 
     def __init__(self, message: str) -> None:

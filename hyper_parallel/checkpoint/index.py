@@ -98,7 +98,7 @@ class Index:
         return name if name in self.tensors else self.aliases.get(name)
 
     def to_json(self) -> str:
-        """As the file has it."""
+        """Return the text of the index file."""
         files = {name: at for at, name in enumerate(self.files)}
         tensors = {
             name: {
@@ -173,14 +173,14 @@ def _missing(directory: Path) -> str:
         return f"{directory} is a file: a checkpoint of hyper_parallel is a directory"
     if any((directory / name).exists() for name in (".metadata", "model.safetensors.index.json", "model.safetensors")):
         return (
-            f"{directory} has no {INDEX}: it is a checkpoint of another kind. What torch.distributed.checkpoint has "
-            "saved is loaded with that"
+            f"{directory} has no {INDEX}: it is a checkpoint of another kind. Load checkpoints of "
+            "torch.distributed.checkpoint with that"
         )
     inside = sorted(p.parent.name for p in directory.glob(f"*/{INDEX}"))
     if inside:
         return (
-            f"{directory} holds {len(inside)} checkpoint(s), such as {inside[-1]}: give one of them, or what "
-            "latest() of the directory gives"
+            f"{directory} holds {len(inside)} checkpoint(s), such as {inside[-1]}: give one of them, or the result "
+            "of latest() of the directory"
         )
     return f"{directory} has no {INDEX}: it is no checkpoint, or one that was never completed"
 

@@ -1,7 +1,8 @@
 """Steps of each rank in a save. They are the same whether the caller waits or trains on meanwhile.
 
-`prepare`: all ranks take their nest apart, compare what they have, and work out who writes what. `write`: each writes
-its file and the first one the index, beside the place of the checkpoint; when all is on the disk it gets its name.
+`prepare`: all ranks take their nest apart, compare their parts, and work out which rank writes which. `write`: each
+writes its file and the first one the index, next to the place of the checkpoint. When all is on the disk, it gets its
+name.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Job:
     draft: Draft
     index: Index
     entries: list[Entry]  # of this rank
-    own: list[dict[str, Any]]  # of all ranks, what each alone has
+    own: list[dict[str, Any]]  # of all ranks, the values that each alone has
     keep: int | None
     checksums: bool
 
@@ -75,7 +76,7 @@ def prepare(
         keep: see there.
         overwrite: see there.
         checksums: see there.
-        exchange: whether ranks will talk through files, beside the training: then all is copied, and the place for
+        exchange: whether ranks will talk through files, parallel to the training: then all is copied, and the place for
             these files made.
 
     Raises:
@@ -133,12 +134,12 @@ def _check_name(path: Path) -> None:
     if len(os.fsencode(path.name)) > LONGEST:
         raise ValueError(
             f"a checkpoint cannot be called {path.name[:40]!r}...: its name has {len(os.fsencode(path.name))} bytes, "
-            f"and drafts beside it have longer ones. Choose a name of at most {LONGEST} bytes"
+            f"and drafts next to it have longer ones. Choose a name of at most {LONGEST} bytes"
         )
 
 
 def _check_place(path: Path, overwrite: bool) -> None:
-    """Raise ValueError where something is in the way."""
+    """Raise ValueError where a file or directory at the place blocks the save."""
     if not path.exists():
         return
     if not overwrite:
@@ -177,7 +178,8 @@ def _facts(flat: Flat, platform: Platform) -> dict[str, str]:
 
 
 def _place(layout: Any) -> str:
-    """How a tensor lies: the same on all ranks that hold it, and on those of other slices of the same mesh."""
+    """The layout of a tensor as text: the same on all ranks that hold it, and on those of other slices of the same
+    mesh."""
     if layout is None:
         return "plain"
     mesh = layout.mesh
@@ -192,7 +194,7 @@ def _leaves(values: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _difference(all_facts: list[dict[str, str]], ranks: Ranks) -> ValueError:
-    """The first thing in which a rank differs from the first one: what it saves, or the order."""
+    """The first difference between a rank and the first one: a saved value, or the order."""
     first = all_facts[0]
     for rank, facts in zip(ranks.members, all_facts, strict=True):
         for name in {**first, **facts}:
@@ -200,8 +202,8 @@ def _difference(all_facts: list[dict[str, str]], ranks: Ranks) -> ValueError:
             if mine != other:
                 return ValueError(
                     f"ranks {ranks.members[0]} and {rank} do not save the same: {name} is {_short(mine)} on the one, "
-                    f"{_short(other)} on the other. Save what all ranks have alike, DTensors, and objects with "
-                    "`per_rank`, such as RandomState()"
+                    f"{_short(other)} on the other. Save values that are equal on all ranks, DTensors, and objects "
+                    "with `per_rank`, such as RandomState()"
                 )
     rank, names = next((r, [*facts]) for r, facts in zip(ranks.members, all_facts, strict=True) if [*facts] != [*first])
     mine, other = next((x, y) for x, y in zip(first, names, strict=True) if x != y)
@@ -262,7 +264,7 @@ def _entry(name: str, x: Any, writer: Writer, platform: Platform) -> Entry:
 
 
 def _copied(entry: Entry) -> Entry:
-    """The same with the bytes that there are now."""
+    """Return the entry with a copy of its present bytes."""
     data = bytearray(entry.read())
     return entry._replace(read=lambda: memoryview(data))
 
@@ -272,7 +274,7 @@ def write(job: Job, ranks: Ranks) -> None:
     """Write this rank's file; the first rank also the index. The checkpoint has its name when this returns.
 
     Raises:
-        CheckpointError: on all ranks, when one could not; what was there before is there.
+        CheckpointError: on all ranks, when one could not; the checkpoint of before is there.
     """
     draft, is_first = job.draft, ranks.rank == ranks.members[0]
 
@@ -308,7 +310,7 @@ def write(job: Job, ranks: Ranks) -> None:
 def _remove_old(path: Path, run: str, keep: int) -> None:
     try:
         directories.remove_old(path, run, keep)
-    except OSError as error:  # the new one is there, which is what was asked for
+    except OSError as error:  # the new one is there, and that was the task
         warnings.warn(
             f"{printable(path)} is saved, and an older checkpoint could not be removed: {error}. Remove it by hand",
             stacklevel=2,
@@ -322,7 +324,8 @@ def _time(directory: Path, run: str) -> int:
 
 
 def _with_own(values: Any, own: list[dict[str, Any]]) -> Any:
-    """``values`` with what each rank alone has: each different value once, and for every rank which it is."""
+    """``values`` with those that each rank alone has: each different value once, and for every rank the index of its
+    own."""
     if isinstance(values, list):
         return [_with_own(value, own) for value in values]
     if not isinstance(values, dict):
@@ -338,7 +341,7 @@ def _with_own(values: Any, own: list[dict[str, Any]]) -> Any:
 def share(
     state: Any, what: str, ranks: Ranks, platform: Platform
 ) -> tuple[Flat, dict[str, list[tuple[Writer, Entry]]]]:
-    """All ranks take a nest apart and compare what they have.
+    """All ranks take a nest apart and compare their parts.
 
     Args:
         state: as in `save`.

@@ -1,4 +1,4 @@
-"""`load`: fill what there is with what a checkpoint has, each rank with its own parts."""
+"""`load`: fill a state from a checkpoint, each rank with its own parts."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ def load(
     verify: bool | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Any:
-    """Fill a training job with what `save` has saved. All ranks of the world call it with the same arguments, or
-    all of ``mesh``.
+    """Fill a training job from a checkpoint of `save`. All ranks of the world call it with the same arguments, or all
+    of ``mesh``.
 
     Modules, optimizers, tensors and DTensors are filled where they are: they stay the same objects, with their dtypes,
     placements and ties. Mesh, placements, number of ranks and framework need not be those of the save. Each rank reads
     the bytes of its own shards.
 
     Args:
-        state: the nest that was saved, or a part of it by the same keys. What is no tensor, module, optimizer or object
-            with ``load_state_dict()`` only says what to return. An optimizer need not have stepped.
+        state: the nest that was saved, or a part of it by the same keys. A value other than a tensor, module, optimizer
+            or object with ``load_state_dict()`` only marks a value to return. An optimizer need not have stepped.
         path: of the checkpoint.
         strict: whether every tensor of ``state`` must be in the checkpoint, and every one that the checkpoint has
             below a module or an optimizer in ``state``.
         convert_dtypes: whether tensors that were saved in another dtype are converted; otherwise they are an error.
         verify: whether to compare data with the checksums that `save` has stored, before anything is changed. Ranks
-            share the work. None compares the data of what ``state`` asks for, where there are checksums; True compares
-            all data of the checkpoint; False compares none. The index has a checksum of its own, always compared.
+            share the work. None compares the data of the entries that ``state`` asks for, where there are checksums.
+            True compares all data of the checkpoint; False compares none. The index has a checksum of its own, always
+            compared.
         mesh: whose ranks load; None is all of the world.
 
     Returns:
@@ -121,7 +122,7 @@ def compare_sums(
     """Compare data with its checksums, on all ranks together.
 
     Args:
-        filling: what is to be filled.
+        filling: the tensors and objects to fill.
         files: that it is filled from.
         ranks: that load.
         what: is done, for messages.
@@ -135,7 +136,7 @@ def compare_sums(
 
     def compare() -> None:
         wanted = [*index.tensors] if verify else [*dict.fromkeys(target.stored for target in filling.targets)]
-        # Ranks that fill different tensors, such as stages of a pipeline, compare what they fill.
+        # Ranks that fill different tensors, such as stages of a pipeline, compare their own.
         alike = verify or len({*asked}) == 1
         share = (ranks.members.index(ranks.rank), len(ranks.members)) if alike else (0, 1)
         files.compare((index.tensors[name] for name in wanted), *share)
@@ -201,7 +202,7 @@ def read_into(target: Target, there: StoredTensor, files: Any, platform: Platfor
     """Fill a tensor of this rank, or its part of a DTensor.
 
     Args:
-        target: what to fill.
+        target: the tensor to fill.
         there: the tensor in the checkpoint.
         files: has ``read(part, box, target)``, as `Files`.
         platform: of the tensor.
@@ -251,7 +252,7 @@ def _with_dims_of(values: tuple[int, ...], dim: int, there: StoredTensor, fill: 
 
 
 def _copy_overlap(r: Rectangle, local: np.ndarray, part: Part, files: Any) -> None:
-    """Read what a rectangle of this rank and a part of the checkpoint have in common."""
+    """Read the intersection of a rectangle of this rank and a part of the checkpoint."""
     source, target = [], []
     for offset, size, at, part_offset, part_size in zip(
         r.offsets, r.sizes, r.local_offsets, part.offsets, part.sizes, strict=True
@@ -261,5 +262,5 @@ def _copy_overlap(r: Rectangle, local: np.ndarray, part: Part, files: Any) -> No
             return
         source.append(slice(first - part_offset, last - part_offset))
         target.append(slice(at + first - offset, at + last - offset))
-    place: Any = (*target, ...)  # a view also of what has no dimensions
+    place: Any = (*target, ...)  # a view also of a tensor without dimensions
     files.read(part, tuple(source), local[place])

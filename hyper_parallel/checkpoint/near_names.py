@@ -7,14 +7,15 @@ from collections.abc import Sequence
 
 __all__ = ["near_name"]
 
-#: How alike two names are, as difflib has it, for one to be named beside the other.
+#: How similar two names are, as difflib computes it, for one to be named in the message about the other.
 _NEAR = 0.8
 
 
 def near_name(name: str, names: Sequence[str]) -> str:
-    """Return what a message says of the nearest name, which is that of `difflib.get_close_matches`.
+    """Return the part of a message about the nearest name, which is that of `difflib.get_close_matches`.
 
-    That compares each name in full which may be near enough; this one each that may be nearer than those before it.
+    That function compares each name in full that may be near enough. This one compares each that may be nearer than
+    those before it.
 
     Args:
         name: that is missing.

@@ -16,7 +16,8 @@ from hyper_parallel.platform import Platform
 
 __all__ = ["Flat", "Kinds", "check_depth", "flatten", "joined", "layout_of"]
 
-#: Containers inside of each other, at most: what takes a nest apart calls itself for each, and Python has a limit.
+#: Containers inside of each other, at most: the functions that take a nest apart call themselves for each, and Python
+#: has a limit.
 DEEPEST = 100
 
 
@@ -37,8 +38,8 @@ def check_depth(state: Any) -> None:
         x, depth = left.pop()
         if depth > DEEPEST:
             raise ValueError(
-                f"the state is nested more than {DEEPEST} deep, or a container in it has itself: put what is deep into "
-                "one dict, by names"
+                f"the state is nested more than {DEEPEST} deep, or a container in it has itself: put the deep part "
+                "into one dict, by names"
             )
         if isinstance(x, (Mapping, list, tuple)):
             left += [(value, depth + 1) for value in (x.values() if isinstance(x, Mapping) else x)]
@@ -123,7 +124,7 @@ class Flat:
         tensors: by name.
         aliases: further names of the same tensors -> the name in ``tensors``.
         values: the nest as JSON.
-        own: path -> what this rank alone has there, of objects with ``per_rank``.
+        own: path -> the value that this rank alone has there, of objects with ``per_rank``.
     """
 
     def __init__(self) -> None:

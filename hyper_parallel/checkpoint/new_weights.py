@@ -24,8 +24,8 @@ from hyper_parallel.checkpoint.writers import DRAFT, hidden_in, hidden_name, new
 
 __all__ = ["NewWeights"]
 
-#: What hidden names end with of files that are written, and of old ones while their names go to new ones. Readers of
-#: Hugging Face know files by this ending.
+#: Endings of hidden names: of files that are being written, and of old ones while their names go to new ones. Readers
+#: of Hugging Face know files by this ending.
 _INCOMPLETE, _ASIDE = ".incomplete", ".safetensors"
 #: In the hidden name of an index of old weights whose files are set aside.
 _OLD_INDEX = f"old-{INDEX}"
@@ -36,7 +36,7 @@ class NewWeights:
 
     Args:
         directory: of the files.
-        contents: name of a file -> what is in it.
+        contents: name of a file -> its entries.
         checksums: whether the files say those of their data.
 
     Attributes:
@@ -54,7 +54,7 @@ class NewWeights:
         # Only the first rank writes headers; others need their length.
         save = secrets.token_hex(8)
         for name, entries in contents.items():
-            # Hugging Face's own reader wants to know what wrote a file; "pt" are the names and layouts of torch.
+            # Hugging Face's own reader wants to know the format of the writer; "pt" are the names and layouts of torch.
             metadata = {"format": "pt"} | (room_for(len(entries), save) if checksums else {})
             self._headers[name], places = header_of(entries, metadata)
             self._sizes[name] = places[-1]
@@ -64,7 +64,8 @@ class NewWeights:
         return self._directory / hidden_name(name, self.token, _INCOMPLETE)
 
     def make(self) -> str:
-        """Make the files with their headers, on one rank, and remove what the dead have left. Returns the token."""
+        """Make the files with their headers, on one rank, and remove files whose writers have ended. Returns the
+        token."""
         self.token = new_token()
         for name, header in self._headers.items():
             self._write(name, header)
@@ -133,7 +134,7 @@ class NewWeights:
     def publish(self, sums: Mapping[str, int]) -> None:
         """Give the files their names, on one rank, and remove those of other weights that were there.
 
-        A reader meanwhile, or after a crash in between, finds all of the old weights or all of the new ones.
+        A reader at that time finds all of the old weights or all of the new ones. So does one after a crash in between.
 
         Args:
             sums: of all tensors, as `compute_sums` of all ranks gives them.

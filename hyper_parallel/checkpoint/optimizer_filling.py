@@ -36,7 +36,7 @@ def fill_optimizer(filling: Any, optimizer: Any, saved: dict[str, Any], path: st
             name = names.get(id(p), str(count))
             count += 1
             row, new = next(rows), {}
-            # Without the module beside it, an optimizer's parameters have numbers for names.
+            # Without the module next to it, an optimizer's parameters have numbers for names.
             source = name if name in known or (id(p) in names and not by_place.isdigit()) else by_place
             if source not in known:
                 filling.lacks(joined(path, name))

@@ -1,6 +1,6 @@
 """Weights as Hugging Face keeps them: files of whole tensors in the format of safetensors, one or several.
 
-Each rank reads what it holds, and writes what it holds into files that all ranks share: nobody has a whole tensor.
+Each rank reads its own shards, and writes them into files that all ranks share: no rank has a whole tensor.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def load_pretrained(
     """Fill a model with weights in files of whole tensors. All ranks of the world call it with the same arguments, or
     all of ``mesh``.
 
-    Parameters and buffers stay the same objects, with their placements and ties. Those that are on meta (on MindSpore:
-    made under ``no_init_parameters``) get memory for what this rank holds of them, one after the other.
+    Parameters and buffers stay the same objects, with their placements and ties. Parameters on meta (on MindSpore: made
+    under ``no_init_parameters``) get memory for this rank's part of them, one after the other.
 
     Args:
         model: a module of which some, all or no parameters are distributed, or a dict of names and tensors.
@@ -147,7 +147,7 @@ class _WholeFiles(Files):
 
 
 def _read_names(path: Path, rename: Callable[[str], str | None] | None) -> tuple[Path, Index, dict[str, TensorFile]]:
-    """Return where the files are, what is in them, and the open files by their names."""
+    """Return the directory of the files, their index, and the open files by their names."""
     directory, files = _open_files(path)
     index = Index("", 0, {}, {}, {}, {})
     of_name: dict[str, str] = {}
@@ -225,8 +225,8 @@ def save_pretrained(
     where that would be larger than ``max_shard_size``, several files and ``model.safetensors.index.json``. All ranks of
     the world call it with the same arguments, or all of ``mesh``.
 
-    Every rank writes what it holds into the files, which all share; tensors are not gathered. Tied parameters are
-    written once, under their first name. On MindSpore the names are torch's, such as ``weight`` for ``gamma``.
+    Every rank writes its shards into the files, which all share; tensors are not gathered. Tied parameters are written
+    once, under their first name. On MindSpore the names are torch's, such as ``weight`` for ``gamma``.
 
     Args:
         model: a module, or a dict of names and tensors or DTensors.

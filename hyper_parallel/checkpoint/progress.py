@@ -1,4 +1,4 @@
-"""A bar on rank 0 for what takes longer than two seconds."""
+"""A bar on rank 0 for work that takes longer than two seconds."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["assign", "groups_alike", "groups_saved"]
 
 
 def groups_alike(ranks: Sequence[int]) -> list[int]:
-    """For each of the global ``ranks`` the place of the first one that is to draw the same: of its group.
+    """For each of the global ``ranks``, the index of the first one that must draw the same numbers: its group.
 
     The ranks of each mesh that a plan is for are a group, which several meshes make larger.
     """
@@ -27,14 +27,15 @@ def groups_alike(ranks: Sequence[int]) -> list[int]:
 
 
 def groups_saved(states: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The same of the ranks that have saved; in a checkpoint from before they said so, those of one state."""
+    """Groups of the ranks that have saved. A checkpoint of an older version does not say them: there, ranks of one
+    state are a group."""
     said = [_numbers(x) if "alike" not in x else tuple(x["alike"]) or i for i, x in enumerate(states)]
     return [said.index(x) for x in said]
 
 
 def assign(states: Sequence[Mapping[str, Any]], now: Sequence[int]) -> tuple[list[int | None], bool]:
-    """For each rank that loads the place of the state that it goes on with, or None for a new seed, and whether random
-    numbers go on as they would have without a load.
+    """For each rank that loads: the index of the state that it goes on with, or None for a new seed. The second value
+    says whether random numbers go on as they would have without a load.
 
     Args:
         states: of the ranks that saved.

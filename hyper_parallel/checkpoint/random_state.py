@@ -25,13 +25,13 @@ class RandomState:
     """The states of the default generators of each rank: those of the framework, of NumPy and of Python.
 
     Put one into the state that is saved and loaded. On the mesh on which it was saved each rank goes on with its own
-    numbers. The ranks of a plan (`parallelize_module`) get one state in any case: what they compute alike they draw
-    alike. On another mesh each such group of ranks goes on with that of a group, where as many have saved as load, and
-    all with the one state that all have saved. Otherwise the first ones go on with theirs and each further one gets a
+    numbers. The ranks of a plan (`parallelize_module`) get one state in any case: they compute the same, so they draw
+    the same. On another mesh, each such group of ranks goes on with the state of a group, if as many saved. All go on
+    with one state where all have saved that one. Otherwise the first ones go on with theirs. Each further one gets a
     seed of its own, with a warning.
 
-    What is drawn by counter (`manual_seed`) goes on too, since its keys come from these generators. That it is drawn so
-    is for the program to say again; where it does not, or has not before, a warning says so.
+    Draws by counter (`manual_seed`) go on too, since their keys come from these generators. The program has to ask for
+    draws by counter again. A warning says so where it does not, or where it did not when saving.
 
     Example:
         >>> import tempfile, torch
@@ -87,7 +87,7 @@ class RandomState:
                 put(generator)
 
     def load_state_of_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
-        """Put the state of this rank back, of those of all ranks that saved.
+        """Restore this rank's state from the states of all ranks that saved.
 
         Args:
             states: of the ranks that saved.
@@ -109,10 +109,10 @@ class RandomState:
         if not goes_on and rank == 0:
             warnings.warn(
                 f"random numbers will be others than if the program had gone on: {len(states)} ranks in "
-                f"{len(set(groups_saved(states)))} groups that draw alike have saved the states of their generators, "
-                f"and {world_size} load, in {len(set(now))}. The ranks of a plan of parallelize_module draw alike. "
-                "Where each data-parallel rank is to draw numbers of its own, call manual_seed(seed + "
-                "mesh['dp'].get_local_rank(), mesh['tp']) after the load",
+                f"{len(set(groups_saved(states)))} groups that draw the same numbers have saved the states of their "
+                f"generators, and {world_size} load, in {len(set(now))}. The ranks of a plan of parallelize_module "
+                "draw the same numbers. Where each data-parallel rank is to draw numbers of its own, call "
+                "manual_seed(seed + mesh['dp'].get_local_rank(), mesh['tp']) after the load",
                 stacklevel=2,
             )
 
@@ -123,7 +123,7 @@ def _are_known(members: Sequence[int] | None, world_size: int, platform: Platfor
 
 
 def _ranks_alike(platform: Platform) -> list[int]:
-    """The ranks that are to draw what this one draws, itself among them; none where there is no plan."""
+    """The ranks that must draw the same numbers as this one, itself among them; none where there is no plan."""
     world = platform.world_size() if platform.world() is not None else 1
     first = groups_alike(range(world))
     own = first[platform.rank()] if world > 1 else 0

@@ -1,4 +1,4 @@
-"""How the ranks of a save or a load tell each other how far they are, and what went wrong."""
+"""Communication of the ranks of a save or a load: they tell each other their progress and their errors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["LOADING", "Alone", "Collective", "ThroughFiles", "Ranks", "all_ranks
 T = TypeVar("T")
 #: The global ranks that load a checkpoint, while objects get their state; None outside of that.
 LOADING: ContextVar[tuple[int, ...] | None] = ContextVar("hyper_parallel_loading", default=None)
-#: Seconds to wait for other ranks where nobody has said how long: as torch does.
+#: Seconds to wait for other ranks where the program has set no time-out: as torch does.
 _PATIENCE = 1800.0
-#: Errors that say what is wrong with a call.
+#: Errors of a call.
 _OF_CALLS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -34,14 +34,14 @@ class Ranks(Protocol):
 
     Attributes:
         rank: this one, a global rank.
-        members: all of them, global ranks; the first does what is to be done once.
+        members: all of them, global ranks; the first does the tasks of one rank.
     """
 
     rank: int
     members: tuple[int, ...]
 
     def gather(self, value: Any) -> list[Any]:
-        """A value of each rank (what JSON can hold), in the order of ``members``. All must call it."""
+        """A value of each rank (JSON can hold it), in the order of ``members``. All must call it."""
         ...
 
 
@@ -73,8 +73,8 @@ class Collective:
 
 
 class ThroughFiles:
-    """The same ranks, in a thread beside the training, whose collectives must not be met: by small files in a directory
-    that all see.
+    """Communication of the same ranks in a thread parallel to the training, whose collectives it must not meet. They
+    communicate by small files in a directory that all see.
 
     Args:
         directory: exists, and is empty.
@@ -92,7 +92,7 @@ class ThroughFiles:
         return [self._read(self._directory / f"{self._step}.{rank}", rank) for rank in self.members]
 
     def leave(self) -> None:
-        """Nothing is gathered any more: the first rank removes the directory when all have read what is there."""
+        """End the communication: the first rank removes the directory when all have read its files."""
         if self.rank != self.members[0]:
             with suppress(CheckpointError):  # the save has failed, which was said
                 self._tell(None)
@@ -113,7 +113,7 @@ class ThroughFiles:
                 f"the other ranks have given up an asynchronous save: rank {self.rank} was silent for too long"
             ) from error
         except OSError as error:
-            self._lost = True  # others wait for what cannot be written
+            self._lost = True  # others wait for a file that cannot be written
             raise CheckpointError(f"{mine} cannot be written: {error.strerror or error}") from error
 
     def _read(self, path: Path, rank: int) -> Any:
@@ -142,12 +142,12 @@ def all_ranks(platform: Platform, mesh: DeviceMesh | None) -> Ranks:
 
 
 def together(ranks: Ranks, what: str, action: Callable[[], T]) -> list[T]:
-    """Do something on each rank; returns what each gave, in the order of the ranks.
+    """Do something on each rank; returns the result of each, in the order of the ranks.
 
     Args:
         ranks: that all call this.
         what: it is, for the message: "writing ...".
-        action: gives what JSON can hold.
+        action: gives a value that JSON can hold.
 
     Raises:
         ValueError, TypeError: on all ranks, where all ranks that failed raised it.

@@ -20,20 +20,20 @@ class StatefulDistributedSampler:
     """Sampler of this data-parallel rank's samples, in order. It resumes where it was saved, also with another number
     of ranks.
 
-    The order of an epoch follows from ``seed`` and the epoch alone, and its samples go to the ranks in turn. So what
-    was used up to some moment is the same for any number of ranks, and the state is one number: all ranks have the
-    same, and those that hold parts of one replica (tensor parallelism) take the same samples.
+    The order of an epoch follows from ``seed`` and the epoch alone. Its samples go to the ranks in turn. So the samples
+    used up to some moment are the same for any number of ranks. The state is one number. All ranks have the same state.
+    Ranks that hold parts of one replica (tensor parallelism) take the same samples.
 
     An iteration goes on where the one before it ended, and begins the next epoch where that ended.
 
     Args:
-        dataset: what is sampled, or how many samples it has.
+        dataset: the dataset to sample, or how many samples it has.
         num_replicas: how many data-parallel ranks there are.
         rank: this one of them.
         shuffle: whether the order is a random one.
         seed: of the order; the same on all ranks.
-        drop_last: whether what is left over at the end of an epoch is left out. Otherwise samples from its beginning
-            are added, so that all ranks have as many.
+        drop_last: whether to leave out the rest at the end of an epoch. Otherwise samples from its beginning are added,
+            so that all ranks have as many.
         mesh: of one dimension, over the data-parallel ranks, which says the number of replicas and the rank. With
             neither these nor it, all ranks of the world are replicas.
 
@@ -81,7 +81,7 @@ class StatefulDistributedSampler:
         self._used: int | None = None
 
     def __len__(self) -> int:
-        """How many samples an iteration that began now would give."""
+        """The number of samples that an iteration would give if it began now."""
         left = self._left()
         return left if left else self._share(self.size)
 
@@ -100,8 +100,8 @@ class StatefulDistributedSampler:
             self.epoch, self._start, self._drawn, self._used = epoch, 0, 0, None
 
     def set_used(self, count: int) -> None:
-        """Say how many of the samples of this iteration the program has used, for a loader that draws ahead of it (with
-        workers): the state counts these, else those that were drawn.
+        """Set how many of the samples of this iteration the program has used. It is for a loader with workers, which
+        draws ahead. The state then counts these, else the drawn ones.
 
         Args:
             count: samples of this rank since the iteration began.

@@ -31,18 +31,18 @@ def save(
     or all of ``mesh``.
 
     Every rank writes the shards that it alone holds, and ranks that hold the same share the work. The checkpoint
-    appears under its name when all of it is on the disk; until then, and after a crash, what was there before is there.
-    It can be loaded on any mesh, by any number of ranks, with other placements, and on the other framework.
+    appears under its name when all of it is on the disk. Until then, and after a crash, the checkpoint of before is
+    there. It can be loaded on any mesh, by any number of ranks, with other placements, and on the other framework.
 
     Args:
         state: a module, an optimizer, or a nest (dicts, lists, tuples) of these and of tensors, DTensors, numbers,
             strings, None, NumPy's arrays, and objects with ``state_dict()`` and ``load_state_dict()``, such as
-            schedulers and samplers. All must be the same on all ranks, but for what has the attribute ``per_rank``,
+            schedulers and samplers. All must be the same on all ranks, except objects with the attribute ``per_rank``,
             such as `RandomState`.
         path: of a directory that does not exist yet, on a file system that all ranks share. Directories above it are
             made.
         keep: how many checkpoints of this run to keep in the directory above; older ones are removed. None keeps all.
-        overwrite: whether a checkpoint at ``path`` is replaced; what is no checkpoint there never is.
+        overwrite: whether a checkpoint at ``path`` is replaced. Any other file or directory there never is.
         checksums: whether to store the CRC-32 of each piece of data, which `load` compares.
         mesh: whose ranks save; None is all of the world.
 
@@ -75,8 +75,8 @@ def save(
 class AsyncSave:
     """A save that is under way, from `async_save`.
 
-    A program that does not ask for its result learns of a failure from the next `save`, `async_save` or `load`, or by a
-    warning when it ends.
+    Without a call of `result`, the next `save`, `async_save` or `load` raises its failure. At the end of the program a
+    warning tells it.
     """
 
     def __init__(self, run: Callable[[], None], path: Path) -> None:
@@ -86,14 +86,14 @@ class AsyncSave:
         def work() -> None:
             try:
                 run()
-            except BaseException as error:  # told to whoever asks
+            except BaseException as error:  # raised to the caller of `result`
                 self._failure = error
 
         self._thread = threading.Thread(target=work, name="hyper_parallel.checkpoint")
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, well or not."""
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> Path:
@@ -115,7 +115,7 @@ class AsyncSave:
         return self._path
 
 
-#: The save of this process that is under way, or whose end nobody has asked for.
+#: The pending save of this process, or one whose result has not been asked for.
 _UNDER_WAY: list[AsyncSave] = []
 
 
@@ -128,7 +128,7 @@ def async_save(
     checksums: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> AsyncSave:
-    """As `save`, but it returns when all is copied into the memory of the host, and the rest happens beside the
+    """Save as `save` does, but return when all is copied into the memory of the host. The rest happens parallel to the
     training, without collectives. It first waits for the save before it.
 
     Args:
@@ -140,8 +140,8 @@ def async_save(
         mesh: see there.
 
     Raises:
-        TypeError, ValueError, CheckpointError: as `save`, for what is known before writing; also what the save before
-            it has raised, unless its `AsyncSave.result` was asked for.
+        TypeError, ValueError, CheckpointError: as `save`, for problems that are known before writing; also the error of
+            the save before it, unless its `AsyncSave.result` was asked for.
 
     Example:
         >>> import tempfile, torch
@@ -172,7 +172,7 @@ def wait_for_saves() -> None:
     """Return when the save that is under way has ended.
 
     Raises:
-        CheckpointError: what it raised, unless its result was asked for.
+        CheckpointError: the error of that save, unless its result was asked for.
     """
     while True:
         try:

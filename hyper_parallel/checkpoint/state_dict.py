@@ -31,7 +31,7 @@ class IncompatibleKeys(NamedTuple):
         missing_keys: of the model, which the state dict lacks.
         unexpected_keys: of the state dict, which the model lacks.
 
-    Mirrors what ``torch.nn.Module.load_state_dict`` returns.
+    Mirrors the result of ``torch.nn.Module.load_state_dict``.
     """
 
     missing_keys: list[str]
@@ -41,7 +41,7 @@ class IncompatibleKeys(NamedTuple):
 def get_model_state_dict(
     model: Any, *, submodules: None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Parameters and persistent buffers of a model by torch's names. What is tied is there under each name.
+    """Parameters and persistent buffers of a model by torch's names. A tied tensor is there under each name.
 
     Args:
         model: parallelised, fully sharded or neither.
@@ -149,11 +149,11 @@ def set_model_state_dict(
     Args:
         model: as in `get_model_state_dict`.
         model_state_dict: whole plain tensors, or DTensors on the meshes of the model's, of any placements. With
-            ``broadcast_from_rank0`` what other ranks give is not looked at.
-        options: see there; all ranks must call it alike.
+            ``broadcast_from_rank0`` the state dicts of other ranks are ignored.
+        options: see there; all ranks must call it with the same ones.
 
     Returns:
-        What is missing, and what was not expected; both empty unless ``strict=False``.
+        The missing and the unexpected names; both empty unless ``strict=False``.
 
     Raises:
         ValueError: where names or shapes do not fit, or a DTensor is on another mesh; nothing has been changed then.
@@ -206,7 +206,7 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Let an optimizer, which may not have stepped, or several, go on with what `get_optimizer_state_dict` gave.
+    """Let an optimizer, which may not have stepped, or several, go on with the state of `get_optimizer_state_dict`.
 
     Args:
         model: whose parameters they step.

@@ -126,7 +126,7 @@ class Source:
         return distribute_tensor(x, world, [Replicate()], src_data_rank=0).to_local()
 
     def skip(self, name: str) -> None:
-        """Leave a tensor out, which the first rank sends all the same."""
+        """Receive a tensor and drop it, since the first rank sends it all the same."""
         if self.shapes[name] is not None:
             self._value(name)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 __all__ = ["checksum", "room_for", "save_in", "shared_out", "sums_in", "sums_of"]
 
-#: What the metadata of a file calls its checksums: that of the header, computed with zeros in the place of all of them,
+#: The names of a file's checksums in its metadata: that of the header, computed with zeros in the place of all of them,
 #: and that of the data of each tensor in the order of the header. Each is a CRC-32 in eight hexadecimal digits.
 _KEY, _SAVE = "hyper_parallel.crc32", "hyper_parallel.save"
 _DIGITS = 8
@@ -23,7 +23,7 @@ def checksum(read: Callable[[int, memoryview], None], start: int, nbytes: int) -
     """The CRC-32 of a part of a file.
 
     Args:
-        read: ``read(start, memory)`` fills memory with what the file has from a place on.
+        read: ``read(start, memory)`` fills memory with the bytes of the file from a place on.
         start, nbytes: of the part.
     """
     block, found = memoryview(bytearray(min(nbytes, _BLOCK))), 0
@@ -36,7 +36,7 @@ def checksum(read: Callable[[int, memoryview], None], start: int, nbytes: int) -
 
 
 def shared_out(pieces: Iterable[tuple[int, T]], rank: int, size: int) -> Iterator[T]:
-    """Yield what one of several ranks does, the largest first.
+    """Yield the pieces of one of several ranks, the largest first.
 
     Args:
         pieces: bytes of a piece, and the piece; the same on all ranks, in any order. Pieces can be ordered.
@@ -66,7 +66,7 @@ def save_in(metadata: Any) -> str:
 
 
 def sums_of(header: bytes, sums: Sequence[int]) -> tuple[int, bytes]:
-    """Where in a header with room for checksums these begin, and what comes there.
+    """The start of the checksums in a header with room for them, and their bytes.
 
     Args:
         header: of a file, from its first byte.
@@ -81,7 +81,7 @@ def sums_in(header: bytes, metadata: Any, names: Sequence[str]) -> dict[str, int
 
     Args:
         header: of the file, from its first byte.
-        metadata: what is parsed of it.
+        metadata: the parsed metadata of the header.
         names: of the tensors, in the order of the header.
 
     Raises:

@@ -72,7 +72,7 @@ class Filling:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._wrong: list[str] = []
-        self._keys: set[str] = set()  # what the checkpoint has where something is missing
+        self._keys: set[str] = set()  # names that the checkpoint has where something is missing
         self._wanted: dict[int, tuple[Any, list[str]]] = {}  # id of a tensor -> it, and all its names
         self._actions: list[Callable[[], None]] = []
         self._asked: set[str] = set()  # names of the checkpoint that something in the nest stands for
@@ -81,7 +81,8 @@ class Filling:
 
     # ---------------------------------------------------------------------- the nest
     def plan(self, state: Any) -> Any:
-        """Find out what is to be filled with what. Returns what `load` returns, complete once `finish` was called.
+        """Match the parts of the state with the entries of the checkpoint. Returns the result of `load`, complete once
+        `finish` was called.
 
         Raises:
             ValueError: where something does not fit; all of it is listed.
@@ -200,7 +201,7 @@ class Filling:
             self.at_end(lambda: x.load_state_dict(state))
 
     def _visit_object(self, now: Any, saved: Any, path: str) -> Any:
-        """As it was saved; tensors that the object has now are filled."""
+        """Return the object as it was saved; tensors that it has now are filled."""
         if isinstance(saved, dict) and saved.get(KIND) == "tensor" and self.platform.is_tensor(now):
             self._want(now, path)
             return now
@@ -244,7 +245,7 @@ class Filling:
         singleton = self.singleton(x if parameter is None else parameter, shape, there)
         layout = layout_of(x)
         if layout is not None and any(p.is_partial() for p in layout.placements):
-            self._wrong.append(f"{name} is placed {list(layout.placements)}: a sum of what ranks hold cannot be filled")
+            self._wrong.append(f"{name} is placed {list(layout.placements)}: a sum over ranks cannot be filled")
         elif there.shape != shape and singleton is None:
             self._wrong.append(f"{name} has shape {shape} here, {there.shape} in the checkpoint")
         elif there.dtype not in self.platform.dtypes:
@@ -323,7 +324,7 @@ class Filling:
             listed += _some(unexpected, lambda name: f"unexpected: {name}")
         raise ValueError(
             f"the checkpoint{self.place and f' {self.place}'} does not fit the state"
-            + ("" if not self._strict else " (strict=False leaves out what is missing or unexpected)")
+            + ("" if not self._strict else " (strict=False leaves out missing and unexpected entries)")
             + "".join(f"\n  {line}" for line in listed)
         )
 

@@ -1,7 +1,7 @@
 """Files of tensors in the format of safetensors: eight bytes that say how long the header is, then it and the data.
 
-The library of that name reads and writes whole tensors. A checkpoint needs more: slices of any dtype without a
-framework (NumPy has no bfloat16), and data that is written from where it is, buffer by buffer.
+The library of that name reads and writes whole tensors. A checkpoint needs more. It needs slices of any dtype without a
+framework (NumPy has no bfloat16). It also needs data that is written from its place in memory, buffer by buffer.
 
 Source: the documentation of safetensors, https://huggingface.co/docs/safetensors.
 """
@@ -96,7 +96,7 @@ def header_of(
 
     Args:
         entries: in the order in which they lie in it.
-        metadata: what else the header says.
+        metadata: further entries of the header.
         beyond: ``(offset, multiple)``: the data begins ``offset`` bytes after a multiple of so many.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -125,7 +125,7 @@ def write_tensors(
         entries: large ones come to lie first, and those that are no multiple of `disk.ALIGNMENT` last.
         checksums: whether to compute them.
         advance: called with numbers of bytes that have been written.
-        metadata: what the header says besides.
+        metadata: further entries of the header.
 
     Returns:
         The size of the file in bytes, and the CRC-32 of each entry's data if asked for.
@@ -152,7 +152,7 @@ def write_tensors(
 
 
 class TensorFile:
-    """A file of tensors, of which only what is asked for is read.
+    """A file of tensors that reads only the requested parts.
 
     Args:
         path: of the file.
@@ -266,7 +266,7 @@ class TensorFile:
             for i in range(rows):
                 self._fill(name, start + i * stride, strides[1:], target[i])
         else:
-            # Short rows that lie near each other are read with what is between them.
+            # Short rows that are near each other are read with the bytes between them.
             some = _WINDOW // stride
             window = np.empty(min(some * stride, _span(target, strides)), np.uint8)
             for i in range(0, rows, some):

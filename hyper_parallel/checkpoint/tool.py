@@ -50,7 +50,8 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def show(path: Path, width: int | None = None) -> str:
-    """A table of what a checkpoint has: of each tensor its name, shape, dtype, size and placement, and the values.
+    """A table of the contents of a checkpoint: of each tensor its name, shape, dtype, size and placement, and the
+    values.
 
     Args:
         path: of the checkpoint.
@@ -93,7 +94,7 @@ def _bytes_of(index: Index) -> int:
 
 
 def _values(x: Any, path: str) -> Iterator[tuple[str, Any, str]]:
-    """(path, value, the same in short) of what is neither tensor nor module."""
+    """(path, value, the same in short) of each entry that is neither tensor nor module."""
     if isinstance(x, dict) and KIND not in x:
         for name, value in x.items():
             yield from _values(value, joined(path, name))
@@ -119,8 +120,8 @@ def convert(path: Path, to: str, out: Path, part: str | None = None) -> list[Pat
             in a directory as `save_pretrained` of Hugging Face writes it (without ``config.json``), in several files
             and an index where they are large.
         out: the new file or directory.
-        part: of what in the checkpoint; names then go on from there. None is the only module for ``"huggingface"``, and
-            everything for ``"one-file"``.
+        part: name of a part of the checkpoint; names then go on from there. None is the only module for
+            ``"huggingface"``, and everything for ``"one-file"``.
 
     Returns:
         The files.
@@ -162,7 +163,9 @@ def _only_module(index: Index, path: Path) -> str:
     visit(index.values, "")
     if len(found) != 1:
         listed = ", ".join(map(repr, found)) or "none"
-        raise ValueError(f"{printable(path)} has {len(found)} modules ({listed}): say what to convert, --part NAME")
+        raise ValueError(
+            f"{printable(path)} has {len(found)} modules ({listed}): name the part to convert, --part NAME"
+        )
     return found[0]
 
 

@@ -1,4 +1,4 @@
-"""Numbers, strings and what is made of them, as JSON and back. Nothing is evaluated."""
+"""Numbers, strings and containers of them, as JSON and back. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def decode(x: Any, special: Callable[[dict[str, Any]], Any] | None = None) -> An
 
     Args:
         x: JSON.
-        special: gives what stands for an object of a kind that this module does not know.
+        special: gives the value of an object of a kind that this module does not know.
 
     Raises:
-        CheckpointError: for what is nothing that a checkpoint has.
+        CheckpointError: for data that no checkpoint has.
     """
     if isinstance(x, list):
         return [decode(value, special) for value in x]
@@ -106,7 +106,7 @@ _KEYS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 
 def check(x: Any) -> None:
-    """Raise ValueError unless ``x``, read from an index, is made of what `encode` and a nest of modules give."""
+    """Raise ValueError unless ``x``, read from an index, is a result of `encode` or of a nest of modules."""
     if isinstance(x, list):
         for value in x:
             check(value)
@@ -121,7 +121,7 @@ def check(x: Any) -> None:
         if x[KIND] == "dict" and any(not isinstance(pair, list) or len(pair) != 2 for pair in x["items"]):
             raise ValueError(f"a dict is {str(x)[:100]}")
         if x[KIND] == "ranks" and not {*x["of"]} <= {*range(len(x["values"]))}:
-            raise ValueError(f"what each rank has is missing for some: {str(x['of'])[:100]}")
+            raise ValueError(f"the own values of some ranks are missing: {str(x['of'])[:100]}")
         if x[KIND] == "optimizer":
             for group in x["groups"]:
                 if (

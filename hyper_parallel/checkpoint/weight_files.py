@@ -1,4 +1,4 @@
-"""How weights lie in files as Hugging Face has them: in one, or in several with an index."""
+"""Weights in files as Hugging Face has them: in one, or in several with an index."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def in_files(entries: Iterable[Entry], limit: int) -> dict[str, list[Entry]]:
-    """Name of a file -> what is in it, in order.
+    """Name of a file -> its entries, in order.
 
     Args:
         entries: all weights.

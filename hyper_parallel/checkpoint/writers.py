@@ -1,4 +1,4 @@
-"""Hidden names of what is not complete: they say which process writes it, and so whether anybody still does."""
+"""Hidden names of incomplete files: they say which process writes it, and so whether that still runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
     "wrong_file",
 ]
 
-#: What hidden names end with of what is being written, or removed.
+#: The endings of hidden names: of a file that is being written, or removed.
 DRAFT = ".draft"
 #: A visible name, the token (machine, process, when that began, and a number of its own), and the ending.
 _HIDDEN = re.compile(
@@ -54,9 +54,9 @@ class Hidden(NamedTuple):
 
     Attributes:
         path: where it is.
-        name: what it will be called, or was.
+        name: its visible name, later or before.
         token: of the save that made it.
-        ending: what it is for, such as ``".draft"``.
+        ending: its purpose, such as ``".draft"``.
         machine: on which its process runs, with the namespace of process numbers.
         process: its number there.
         began: when that process began, in ticks since the machine did.
@@ -83,7 +83,7 @@ class Hidden(NamedTuple):
         return now - self._last_change(now) > _SILENT
 
     def writer(self) -> str:
-        """Return who writes it, for messages."""
+        """Return a description of the writer, for messages."""
         if self.machine != _machine():
             return "a process of another machine or container"
         return f"process {self.process} of this machine" if self.process != os.getpid() else "another thread"
@@ -97,12 +97,12 @@ class Hidden(NamedTuple):
 
 
 def new_token() -> str:
-    """Return what no other save has in the names of its hidden files: it says which process it is of."""
+    """Return a token that no other save has in the names of its hidden files: it identifies the process."""
     return f"{_this_process()}-{os.urandom(4).hex()}"
 
 
 def hidden_name(name: str, token: str, ending: str) -> str:
-    """Return the hidden name, beside ``name``, of what a save makes."""
+    """Return the hidden name, next to ``name``, of a file of a save."""
     return f".{name}.{token}{ending}"
 
 
@@ -112,7 +112,7 @@ def name_of_process() -> str:
 
 
 def hidden_in(directory: Path, *endings: str, name: str | None = None) -> Iterator[Hidden]:
-    """Yield what is hidden in a directory and belongs to a save.
+    """Yield the hidden files and directories of saves in a directory.
 
     Args:
         directory: need not be there.
@@ -130,7 +130,7 @@ def hidden_in(directory: Path, *endings: str, name: str | None = None) -> Iterat
 
 
 def parse(path: Path) -> Hidden | None:
-    """Return what a hidden name says; None for one that no save has given."""
+    """Return the facts in a hidden name; None for a name that is of no save."""
     found = _HIDDEN.fullmatch(path.name)
     if found is None:
         return None
@@ -174,13 +174,13 @@ def check_whole(path: Path, directory: Path, sizes: Mapping[str, int], others: C
 
 
 def remove_abandoned(directory: Path, now: float, *endings: str, name: str | None = None) -> None:
-    """Remove what is hidden in a directory and has no writer any more.
+    """Remove hidden files and directories of saves that have no writer any more.
 
     Args:
         directory: where to look.
         now: the time of its file system, in seconds.
-        endings: what is removed.
-        name: of what; None is all.
+        endings: the endings of the names to remove.
+        name: visible name of the files; None is all.
     """
     for hidden in hidden_in(directory, *endings, name=name):
         if hidden.is_abandoned(now):
@@ -199,14 +199,14 @@ def remove(path: Path) -> None:
 
 @functools.cache
 def _this_process() -> str:
-    """Return what tokens of this process begin with."""
+    """Return the beginning of the tokens of this process."""
     pid = os.getpid()
     return f"{_machine()}-{pid:x}-{max(_began(pid) or 0, 0):x}"
 
 
 @functools.cache
 def _machine() -> str:
-    """Identify what process numbers mean something in: this machine since it was switched on, and the namespace."""
+    """Identify the scope of process numbers: this machine since it was switched on, and the namespace."""
     try:
         booted = Path("/proc/sys/kernel/random/boot_id").read_text()
         spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time") if os.path.exists("/proc/self/ns")]

@@ -1,1 +1,1 @@
-"""The command ``hyper-parallel``: what is installed, launching, a self-check, and looking ahead."""
+"""The command ``hyper-parallel``: listing the installation, launching, a self-check, and planning."""

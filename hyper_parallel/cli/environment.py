@@ -1,4 +1,4 @@
-"""``hyper-parallel env``: what there is on this machine."""
+"""``hyper-parallel env``: backends, versions and devices of this machine."""
 
 from __future__ import annotations
 

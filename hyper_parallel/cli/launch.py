@@ -26,7 +26,7 @@ from hyper_parallel.testing.pool import free_port
 
 __all__ = ["PORT", "command_of", "run"]
 
-#: Of the first of several nodes, where nobody has chosen another.
+#: Of the first of several nodes, where no other was chosen.
 PORT = 29500
 #: How long msrun may take to end by itself once all ranks have ended well, in seconds.
 SECONDS_TO_END = 5.0
@@ -149,7 +149,8 @@ def _check_counts(arguments: argparse.Namespace) -> None:
 
 
 def _port_of(arguments: argparse.Namespace) -> int:
-    """Where the ranks meet. On one node nobody else has to know it: msrun waits for minutes where its own is taken."""
+    """The port where the ranks meet. On one node no other process has to know it: msrun waits for minutes where its own
+    is taken."""
     if arguments.port is not None:
         return int(arguments.port)
     if arguments.nodes > 1:

@@ -1,7 +1,7 @@
 """The command line: arguments, and which command they mean.
 
-argparse of the standard library parses it: the command works wherever the package does, and `env` can say what is
-missing where nothing else is installed. rich, if it is there, colours what is printed (docs/dependencies.md).
+argparse of the standard library parses it: so the command works wherever the package does. `env` can name missing
+packages even where nothing else is installed. rich, if it is there, colours the output (docs/dependencies.md).
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(
         prog="hyper-parallel",
         description="Tensor parallelism with one API on PyTorch and MindSpore.",
-        epilog="Each command has --help. HYPER_PARALLEL_PLATFORM chooses the backend, HYPER_PARALLEL_LOG=info says "
-        "what is done.",
+        epilog=(
+            "Each command has --help. HYPER_PARALLEL_PLATFORM chooses the backend, HYPER_PARALLEL_LOG=info logs "
+            "each step."
+        ),
     )
     top.add_argument("--version", action="version", version=f"hyper-parallel {hyper_parallel.__version__}")
     commands = top.add_subparsers(dest="command", metavar="command", required=True)
@@ -52,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     test.add_argument("--platform", action="append", help="backend, repeatable; 'all' is every one that can run here")
 
     for name, text in (
-        ("explain", "Show what a plan makes of a model: shards, bytes and collectives of each module."),
+        ("explain", "Show a model under a plan: shards, bytes and collectives of each module."),
         ("dry-run", "Foresee memory, communication and time of a step on any number of ranks."),
     ):
         command = add(name, text)
@@ -72,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
             continue
         command.add_argument("--batch", type=int, default=1, help="sequences of all ranks together")
         command.add_argument("--machine", default="H100", help="H100, H200, Ascend910B, or one that was registered")
-        command.add_argument("--memory", help="limit of --search, such as 64GiB; default: what the machine has")
+        command.add_argument("--memory", help="limit of --search, such as 64GiB; default: the memory of the machine")
         command.add_argument("--optimizer", default="AdamW", help="name of the framework's optimizer")
         command.add_argument("--recompute", nargs="?", const="layers", help="recompute layers, or those of a path")
         command.add_argument("--data-parallel", default="fully_shard", choices=("fully_shard", "replicate", "none"))
@@ -99,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    # Each command imports what it needs when it is asked for: `env` must run where no framework is installed.
+    # Each command imports its modules when it runs: `env` must run where no framework is installed.
     if given.command == "env":
         from hyper_parallel.cli import environment
 

@@ -3,7 +3,7 @@
     python msrun_worker.py FOLDER SCRIPT [ARGUMENT ...]
 
 msrun asks MindSpore's scheduler how a job ended, and to the scheduler a rank that ended by `os._exit(0)` is lost. So
-each rank leaves its status in FOLDER. This module imports nothing of the package: it runs beside each rank.
+each rank leaves its status in FOLDER. This module imports nothing of the package, as it runs in each rank.
 """
 
 from __future__ import annotations

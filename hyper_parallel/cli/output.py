@@ -16,7 +16,7 @@ __all__ = ["Parser", "UsageError", "print_text", "show", "through_pipe"]
 
 
 class UsageError(Exception):
-    """The command cannot do what it was asked for; the message says what to give."""
+    """The command cannot do its task; the message names the missing argument."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,12 +30,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def through_pipe(run: Callable[[Any], int], given: Any) -> int:
-    """``run(given)``, an exit status; 1 where what reads the output has ended before all was written, as head does."""
+    """``run(given)``, an exit status; 1 where the reader of the output has ended before all was written, as head
+    does."""
     try:
         status = run(given)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still wants to write when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the output that Python still wants to write when it ends
         return 1
     return status
 
@@ -49,7 +50,7 @@ def show(text: str, data: Any, as_json: bool) -> None:
 
 
 def print_text(text: str, file: Any = None) -> None:
-    """Print ``text``; on a terminal folded to its width, and where rich is installed, with what it finds to colour."""
+    """Print ``text``; on a terminal folded to its width, and coloured where rich is installed."""
     from hyper_parallel.platform.terminal import printable_lines
 
     out = sys.stdout if file is None else file

@@ -21,7 +21,7 @@ _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """``"dp=64,tp=8"``, or ``"8"`` for one dimension called tp. Data parallelism alone has a tp of one rank.
+    """Parse ``"dp=64,tp=8"``, or ``"8"`` for one dimension called tp. Data parallelism alone has a tp of one rank.
 
     Example:
         >>> mesh_of("dp=64,tp=8"), mesh_of("8"), mesh_of("dp=64")
@@ -33,7 +33,7 @@ def mesh_of(text: str) -> dict[str, int]:
         if not sign or re.fullmatch("[0-9]{1,18}", size) is None or not name:
             raise UsageError(f"--mesh {text!r}: write a number of ranks, or sizes by name such as dp=64,tp=8")
         if name in found:
-            raise UsageError(f"--mesh {text!r}: the dimension {name} stands twice")
+            raise UsageError(f"--mesh {text!r}: the dimension {name} appears twice")
         if int(size) < 1:
             raise UsageError(f"--mesh {text!r}: a dimension has at least 1 rank")
         found[name] = int(size)
@@ -44,7 +44,7 @@ def bytes_of(text: str) -> float:
     """``"80GB"``, ``"64GiB"`` or a number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match.group(2).lower() not in _UNITS:
-        raise UsageError(f"{text!r} is no size: write 80GB, 64GiB or a number of bytes")
+        raise UsageError(f"{text!r} is not a size: write 80GB, 64GiB or a number of bytes")
     return float(match.group(1)) * _UNITS[match.group(2).lower()]
 
 
@@ -75,7 +75,7 @@ def _module_of(file: Path) -> Any:
     if name not in sys.modules:
         specification = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(cast("Any", specification))
-        sys.modules[name] = module  # what it defines looks for its module there
+        sys.modules[name] = module  # classes and functions that it defines look for their module there
         try:
             cast("Any", specification).loader.exec_module(module)
         except BaseException:
@@ -85,7 +85,7 @@ def _module_of(file: Path) -> Any:
 
 
 def model_of(text: str, dtype: str | None) -> Any:
-    """A model by name, or what the function that ``text`` names makes. It has no data where the framework can do
+    """A model by name, or the result of the function that ``text`` names. It has no data where the framework can do
     without."""
     if text not in MODELS and ":" not in text:
         raise UsageError(
@@ -155,5 +155,5 @@ def _dtype(platform: Any, name: str) -> Any:
 
 
 def ranks_of(mesh: dict[str, int]) -> int:
-    """How many ranks a mesh has."""
+    """The number of ranks of a mesh."""
     return math.prod(mesh.values())

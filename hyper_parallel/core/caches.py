@@ -1,4 +1,4 @@
-"""Caches: dictionaries that keep what was worked out for a shape or a layout, and do not grow without end.
+"""Caches: dictionaries that keep results worked out for a shape or a layout, and do not grow without end.
 
 Those that a module owns have a name and are known here: all are emptied together when process groups are gone, and
 `cache_sizes` counts them.
@@ -18,7 +18,7 @@ class Cache(dict):
 
     Args:
         most: how many entries.
-        name: what `cache_sizes` calls it, of one that lives as long as the program; several may share a name.
+        name: its name in `cache_sizes`, of one that lives as long as the program; several may share a name.
     """
 
     def __init__(self, most: int, name: str = "") -> None:
@@ -49,13 +49,13 @@ class Table(Cache):
 
 
 def clear_caches() -> None:
-    """Empty every cache that has a name. What is kept there can be worked out anew."""
+    """Empty every cache that has a name. Cached values can be computed again."""
     for _, cache in _NAMED:
         cache.clear()
 
 
 def cache_sizes() -> dict[str, int]:
-    """How many entries each cache has, by name: to see whether something grows that should not. A cache appears when
+    """The number of entries of each cache, by name: to see whether a cache grows that should not. A cache appears when
     the module that keeps it is first used.
 
     Example:

@@ -12,7 +12,7 @@ _PLACEMENTS = frozenset({"Partial", "Replicate", "Shard", "_StridedShard"})
 
 
 def described_placement(value: Any) -> tuple[Any, ...] | None:
-    """The name of this library's class and its arguments, such as ``("Shard", 0)``, for a placement of the framework's
+    """The name of this library's class and its arguments, such as ``("Shard", 0)``. For a placement of the framework's
     own DTensors. None for everything else.
 
     Example:
@@ -26,9 +26,9 @@ def described_placement(value: Any) -> tuple[Any, ...] | None:
 
 
 def import_hint(value: Any) -> str:
-    """The end of a message about a value that was refused: whose class it is of, and which import gives this library's.
+    """The end of a message about a refused value: the library of its class, and the import that gives this library's.
 
-    Empty unless the class of ``value``, or one that it derives from, has the name of a public class of this library.
+    Empty unless the class of ``value``, or one of its bases, has the name of a public class here.
 
     Example:
         >>> from hyper_parallel.core.lookalikes import import_hint

@@ -1,4 +1,4 @@
-"""Switches that change how operations treat what they have no rule for."""
+"""Switches that change how operations treat arguments that they have no rule for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOSS: ContextVar[bool] = ContextVar("hyper_parallel_loss_parallel", default=Fal
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Inside, what is otherwise only warned of is an error, on all ranks and before any communication.
+    """Inside, cases that otherwise only cause a warning are errors, on all ranks and before any communication.
 
     * An operation without a sharding rule: outside it runs on gathered operands.
     * A key of a plan that matches no module: outside the key is ignored.
@@ -73,9 +73,9 @@ def loss_parallel() -> Iterator[None]:
     """Inside, a classification loss of distributed logits takes plain targets and class weights.
 
     For logits that are sharded over their classes, as a column-parallel head gives them. Targets and class weights of
-    ``cross_entropy`` and ``nll_loss`` (functions and modules) may then be what they are without parallelism: plain
+    ``cross_entropy`` and ``nll_loss`` (functions and modules) may then be as they are without parallelism: plain
     tensors, the same on all ranks that share the samples. A plain target holds either all samples or, where a mesh
-    dimension shards the samples, those of this rank; plain class weights hold all classes. Outside they must be
+    dimension shards the samples, those of this rank. Plain class weights hold all classes. Outside they must be
     DTensors.
 
     That the logits are not gathered does not depend on the context: `softmax`, `log_softmax`, `logsumexp`,

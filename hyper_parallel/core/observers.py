@@ -1,4 +1,4 @@
-"""Checks that are told what ranks are about to do, on whichever floor that is: see `communication.rank_check`."""
+"""Checks that learn of the next steps of the ranks, on whichever floor: see `communication.rank_check`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Observer(Protocol):
     """A check that is on.
 
     Attributes:
-        at_end: what is compared once more when the check ends, by what it is about.
+        at_end: comparisons to repeat when the check ends, by their subject.
     """
 
     at_end: dict[Any, Callable[[], None]]

@@ -7,7 +7,8 @@ from typing import Any
 
 
 class WeakTable:
-    """As ``weakref.WeakKeyDictionary``, for objects that cannot be hashed too, such as modules that compare by value.
+    """A table as ``weakref.WeakKeyDictionary``, for objects that cannot be hashed too, such as modules that compare by
+    value.
 
     Example:
         >>> from hyper_parallel.core.weak_table import WeakTable
@@ -32,6 +33,6 @@ class WeakTable:
         return [value for _, value in list(self._entries.values())]
 
     def set(self, owner: Any, value: Any) -> None:
-        """Keep ``value``, in place of what was kept before."""
+        """Keep ``value``, in place of the value before it."""
         key, entries = id(owner), self._entries
         entries[key] = (weakref.ref(owner, lambda _: entries.pop(key, None)), value)

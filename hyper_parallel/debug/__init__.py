@@ -1,5 +1,6 @@
-"""Looking at what the library does: `CommDebugMode` lists collectives, `check_ranks` compares them over the ranks,
-`ProfilerRanges` names them in profiles, `visualize_sharding` shows who holds what, `cache_sizes` says what is kept."""
+"""Tools that show the work of the library. `CommDebugMode` lists collectives, and `check_ranks` compares them over the
+ranks. `ProfilerRanges` names them in profiles. `visualize_sharding` shows the shards of each rank, and `cache_sizes`
+the sizes of caches."""
 
 from hyper_parallel.core.caches import cache_sizes
 from hyper_parallel.core.communication.rank_check import check_ranks

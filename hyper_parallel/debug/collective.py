@@ -1,4 +1,4 @@
-"""A collective as `CommTrace` has seen it or `explain` foresees it: what it is, where it comes from, what it moves."""
+"""A collective as `CommTrace` has seen it or `explain` foresees it: its kind, its module, and its bytes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Collective:
         return bytes_on_the_wire(self.kind, self.bytes, self.ranks)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return {**asdict(self), "shape": list(self.shape), "wire_bytes": self.wire_bytes}
 
 
@@ -73,8 +73,8 @@ def dtype_name(dtype: Any, dtypes: Mapping[str, Any]) -> str:
 
 
 def bytes_on_the_wire(kind: str, size: int, ranks: int) -> int:
-    """How many bytes each rank sends, of a collective of ``size`` bytes a rank, where nobody sends anything twice: what
-    ring algorithms need.
+    """The bytes that each rank sends, in a collective of ``size`` bytes a rank. No rank sends a byte twice, as in ring
+    algorithms.
 
     Example:
         >>> bytes_on_the_wire("all_reduce", 1024, 4), bytes_on_the_wire("all_gather", 1024, 4)

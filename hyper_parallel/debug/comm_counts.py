@@ -10,7 +10,7 @@ __all__ = ["CommCounts"]
 
 
 class CommCounts(dict[str, int]):
-    """How many collectives there were, by name: ``counts["all_reduce"]``. Where a name is not there, 0.
+    """Numbers of collectives, by name: ``counts["all_reduce"]``. Where a name is not there, 0.
 
     The framework's own operations name them too, as programs for torch have it:
     ``counts[torch.ops.c10d_functional.all_reduce]``, ``counts[mindspore.mint.distributed.all_reduce]``. It equals the
@@ -29,7 +29,7 @@ class CommCounts(dict[str, int]):
         return dict.get(self, _name(key), 0)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As `dict.get`."""
+        """The count of a key, as `dict.get`."""
         return dict.get(self, _name(key), default)
 
     def __contains__(self, key: Any) -> bool:

@@ -24,13 +24,12 @@ class CommDebugMode:
 
     Those of this library, and those that the program issues by itself, with functions of the framework. A collective
     that the backend lacks and that is emulated with another counts once, under its own name. Collectives on a mesh
-    dimension of size 1 are not issued and not counted, and neither are those of this library of values that are
-    pickled.
+    dimension of size 1 are not issued and not counted. Nor are those of this library of pickled values.
 
     Attributes:
         events: the collectives in the order in which they were issued: see `hyper_parallel.debug.CollectiveEvent`.
         comm_module_counts: for each module that was called, by the class of the outermost one and the path from there,
-            ``{"forward": counts, "backward": counts}``, what it contains included; ``"Global"`` is all.
+            ``{"forward": counts, "backward": counts}``, those of its submodules included; ``"Global"`` is all.
 
     Example:
         >>> from hyper_parallel import CommDebugMode
@@ -58,9 +57,9 @@ class CommDebugMode:
         return self.get_comm_counts()
 
     def get_comm_counts(self) -> CommCounts:
-        """Number of collectives by name: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``,
-        ``broadcast``, ``scatter``, of the program's own ``gather`` and ``reduce`` too; and by the framework's
-        operations (see `CommCounts`)."""
+        """Number of collectives by name. The names are ``all_reduce``, ``all_gather``, ``reduce_scatter``,
+        ``all_to_all``, ``broadcast`` and ``scatter``. The program's own ``gather`` and ``reduce`` are there too. The
+        framework's operations are names as well (see `CommCounts`)."""
         return CommCounts(Counter(event.kind for event in self.events))
 
     def get_total_counts(self) -> int:
@@ -109,7 +108,7 @@ class CommDebugMode:
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level), encoding="utf-8")
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
-        """Write what the table has to a file in JSON: an object for each module with its path (``fqn``), class,
+        """Write the content of the table to a file in JSON: an object for each module with its path (``fqn``), class,
         parameters, ``collectives_forward`` and ``collectives_backward``, and ``children`` of the same kind."""
         Path(file_name).write_text(json.dumps(comm_tables.as_tree(self._records(), noise_level), indent=4), "utf-8")
 

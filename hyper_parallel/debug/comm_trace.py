@@ -22,9 +22,9 @@ class CommTrace:
     """Context manager that lists the collectives issued inside it on this rank, forward and backward: from which module
     each comes, how many bytes it moves, how long it takes.
 
-    Those of a backward have the module whose forward made them necessary; where several modules read one input, the
-    first of them. As in `CommDebugMode`, a collective that is emulated counts once, and those of values that are
-    pickled, or without elements, do not count.
+    Those of a backward have the module whose forward made them necessary. Where several modules read one input, it is
+    the first of them. As in `CommDebugMode`, a collective that is emulated counts once. Collectives of pickled values,
+    or without elements, do not count.
 
     Args:
         model: the model that runs. Collectives then have the path of the innermost module, also of one that no plan
@@ -62,7 +62,7 @@ class CommTrace:
         self._stack.close()
 
     def rows(self) -> list[dict[str, Any]]:
-        """See `collective_rows`: those that are alike as one, with their number."""
+        """See `collective_rows`: equal ones are one row, with their number."""
         return collective_rows(self.collectives)
 
     def table(self) -> str:
@@ -70,7 +70,7 @@ class CommTrace:
         return collective_table(self.rows())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: each collective, and the rows."""
+        """The data for JSON: each collective, and the rows."""
         return {"collectives": [c.as_dict() for c in self.collectives], "rows": self.rows()}
 
     def to_json(self) -> str:
@@ -83,7 +83,7 @@ class CommTrace:
 
         Args:
             path: of the file; each rank writes its own.
-            rank: what the process is called; None is this rank, and 0 before there are groups.
+            rank: the name of the process; None is this rank, and 0 before there are groups.
         """
         platform = get_platform()
         name = rank

@@ -59,7 +59,7 @@ class ModuleDescription:
         path: in the model; empty for the model itself.
         kind: its class.
         styles: those that were applied to it, as text.
-        tensors: what the module itself holds.
+        tensors: parameters and buffers that the module itself holds.
     """
 
     path: str
@@ -99,7 +99,7 @@ class Description:
         return sum(module.bytes for module in self.modules)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return {"modules": [asdict(m) for m in self.modules], "bytes": self.bytes, "local_bytes": self.local_bytes}
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ def describe(model: Any) -> Description:
         A `Description`: ``print(describe(model))`` shows a table, ``describe(model).as_dict()`` is for JSON.
 
     Raises:
-        TypeError: for what is no module of the platform.
+        TypeError: for an object that is no module of the platform.
 
     Example:
         >>> import torch

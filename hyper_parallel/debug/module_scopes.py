@@ -11,14 +11,14 @@ __all__ = ["ModuleScopes"]
 
 
 class ModuleScopes:
-    """Context manager: inside, what is recorded has the path of the innermost module of ``model`` that runs, whether a
-    plan names it or not. Its hooks are taken away at the end.
+    """Context manager: inside, events have the path of the innermost module of ``model`` that runs, whether a plan
+    names it or not. Its hooks are taken away at the end.
 
     Args:
         model: of the platform.
         platform: the platform.
         tell: ``tell(path, args, output)`` is called after each forward.
-        around: ``around(path)`` is called before each forward, and what it returns after it, if that is not None.
+        around: ``around(path)`` is called before each forward, and its result after it, if that is not None.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class ModuleScopes:
     ) -> None:
         self._model, self._platform, self._tell, self._around = model, platform, tell, around
         self._handles: list[Any] = []
-        #: For each module that runs: what is outside of it, and what is to be called at its end.
+        #: For each module that runs: the path outside of it, and the function to call at its end.
         self._outside: list[tuple[str, Callable[[], None] | None]] = []
 
     def __enter__(self) -> ModuleScopes:

@@ -10,7 +10,7 @@ from hyper_parallel.platform import Platform
 
 __all__ = ["GLOBAL", "ModuleTree", "SeenModule"]
 
-#: What is outside of all modules, and holds all of them.
+#: The scope outside of all modules, which holds all of them.
 GLOBAL = "Global"
 
 
@@ -32,7 +32,7 @@ class SeenModule:
 
 
 class ModuleTree:
-    """`platform.contract.observation.Observer`: keeps what it is told of modules, and passes collectives on.
+    """`platform.contract.observation.Observer`: keeps reported modules, and passes collectives on.
 
     Attributes:
         modules: those that were called, by name, in the order of their first calls; `GLOBAL` is one of them.

@@ -16,7 +16,8 @@ _SIDE = 120.0
 
 def visualize_plan(model: Any, *, path: str | None = None) -> str:
     """Show how a model lies on its mesh: each module with its style, each parameter with its cuts. In the terminal a
-    tensor cut along dimension 0 is drawn ``=``, along dimension 1 ``|||``; what every rank has whole is ``[]``.
+    tensor cut along dimension 0 is drawn ``=``, and along dimension 1 ``|||``. A tensor that every rank has whole is
+    ``[]``.
 
     Args:
         model: module of the selected platform.
@@ -26,7 +27,7 @@ def visualize_plan(model: Any, *, path: str | None = None) -> str:
         The text; ``print`` shows it.
 
     Raises:
-        TypeError: for what is no module of the platform.
+        TypeError: for an object that is no module of the platform.
 
     Example:
         >>> import torch
@@ -91,7 +92,7 @@ def plan_picture(description: Description) -> str:
 
 
 def _draw(picture: Svg, x: TensorDescription, y: float, colour: str, largest: int) -> float:
-    """One tensor; returns where it ends."""
+    """Draw one tensor; returns where it ends."""
     rows, columns = (*x.shape, 1, 1)[:2] if len(x.shape) > 1 else ((*x.shape, 1)[0], 1)
     local = (*x.local_shape, 1, 1)[:2] if len(x.local_shape) > 1 else ((*x.local_shape, 1)[0], 1)
     height, width = (max(10.0, _SIDE * size / largest) for size in (rows, columns))

@@ -14,13 +14,13 @@ __all__ = ["ProfilerRanges"]
 
 
 class ProfilerRanges:
-    """Context manager inside which the framework's profiler, and that of the device, show each collective of this
-    library as a range: ``"all_reduce over tp, layers.0.attention.wo, forward"``.
+    """Context manager that shows each collective of this library as a range. It is for the framework's profiler, and
+    that of the device. A range is called ``"all_reduce over tp, layers.0.attention.wo, forward"``, for example.
 
-    On torch these are ranges of ``torch.profiler``, on GPUs of NVTX too (Nsight), on NPUs of MSTX (msprof); on
-    MindSpore of MSTX, so on Ascend alone. One of a collective that overlaps with computing lasts until somebody waits
-    for it. A program that cannot be changed gets those of collectives by ``HYPER_PARALLEL_LOG=ranges``. Without
-    either, nothing is done and nothing is paid.
+    On torch these are ranges of ``torch.profiler``, on GPUs of NVTX too (Nsight), and on NPUs of MSTX (msprof). On
+    MindSpore they are ranges of MSTX, so on Ascend alone. The range of a collective that overlaps with computing lasts
+    until the wait for it. A program that cannot be changed gets those of collectives by ``HYPER_PARALLEL_LOG=ranges``.
+    Without either, nothing is done and nothing is paid.
 
     Args:
         model: the model that runs. Its modules are ranges too then, of their forwards, and collectives have the path of

@@ -7,7 +7,7 @@ from html import escape
 
 __all__ = ["COLOURS", "Svg", "svg_of_lines"]
 
-#: Readable on white and beside each other, also for the colour-blind (Okabe and Ito 2008, lightened).
+#: Readable on white and next to each other, also for the colour-blind (Okabe and Ito 2008, lightened).
 COLOURS = ("#9ecae9", "#f6c177", "#a3d9b1", "#f4a6a0", "#cdb7e9", "#f2e08a", "#b8c4ce", "#e5b8d0")
 _FONT = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, monospace' font-size='12'"
 #: Of a character of that font.
@@ -15,7 +15,7 @@ WIDTH, HEIGHT = 7.3, 18
 
 
 class Svg:
-    """A picture that grows with what is put into it."""
+    """A picture that grows with its contents."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["TERMINAL", "fold_lines", "format_bytes", "format_seconds", "format_table"]
 
-#: Columns of a terminal that nobody has made wider.
+#: Columns of a terminal of the default width.
 TERMINAL = 80
 #: The least to which a column is folded.
 _NARROW = 16
@@ -30,7 +30,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Seconds with the unit in which they are a short number; a dash where nobody knows.
+    """Seconds with the unit in which they are a short number; a dash for None.
 
     Example:
         >>> format_seconds(0.00025), format_seconds(1.5), format_seconds(None)
@@ -89,8 +89,8 @@ def _folded(cell: str, width: int, indent: str = "") -> list[str]:
 
 
 def fold_lines(text: str, width: int) -> str:
-    """``text``, of which lines that are longer than ``width`` are folded between words, so that what goes on stands
-    further to the right than all that is below the line. A word that is longer stays whole.
+    """Fold the lines of ``text`` that are longer than ``width`` between words. The continuation is indented further
+    than all lines below the folded one. A word that is longer stays whole.
 
     Example:
         >>> print(fold_lines("weight (8, 4) -> (4, 4), Shard(0) on tp", 32))

@@ -74,7 +74,7 @@ def sharding_picture(layout: Layout, header: str = "") -> str:
     for ((top_row, bottom_row), (first, last)), ranks in sorted(cells.items()):
         left, width = 12 + first * side, (last - first + 1) * side
         y, height = top + top_row * side, (bottom_row - top_row + 1) * side
-        # What every rank has is grey: there is nothing to tell apart.
+        # A part that every rank has is grey: there is nothing to tell apart.
         colour = "#e8e8e8" if len(ranks) == layout.mesh.size() > 1 else COLOURS[min(ranks) % len(COLOURS)]
         picture.box(left, y, width, height, colour, ", ".join(map(str, sorted(ranks))))
         if side >= 12:

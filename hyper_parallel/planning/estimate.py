@@ -29,9 +29,10 @@ class Memory:
     """Bytes of one rank; None where the framework does not tell of its operations (MindSpore).
 
     Attributes:
-        parameters, gradients, buffers: of what this rank holds.
+        parameters, gradients, buffers: of this rank's shards.
         optimizer: its state; None where the framework has no optimizer of the name.
-        activations: what lives between forward and backward, the output and parameters that stay gathered included.
+        activations: tensors that live between forward and backward, the output and parameters that stay gathered
+            included.
         gathered: the largest unit of `fully_shard`, whole.
         peak: of parameters, buffers and optimizer state, and the most that lives in a step besides, gradients included.
     """
@@ -121,7 +122,7 @@ class DryRun:
         return None if self.memory.peak is None else self.memory.peak <= self.memory_limit
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return {
             "mesh": self.mesh,
             "machine": self.machine,
@@ -192,7 +193,7 @@ def dry_run(
 ) -> DryRun:
     """Memory, communication and time of a training step of one rank, without process groups, on tensors without data.
 
-    On MindSpore, which computes nothing on its device meta, the model computes on the CPU, and activations, peak and
+    MindSpore computes nothing on its device meta, so the model computes on the CPU there. Then activations, peak and
     time are not known; everything else is.
 
     Args:
@@ -200,10 +201,10 @@ def dry_run(
         machine: its name in `MACHINES`, or a `Machine`.
         optimizer: name of the framework's optimizer, with its defaults.
         recompute: which modules compute their forward again in backward (activation checkpointing): a path with ``*``
-            for a segment, or True for the layers of the model that are alike.
-        data_parallel: ``"fully_shard"`` or ``"replicate"``, what is done over the mesh dimension ``"dp"`` after the
-            plan: `fully_shard` of the layers that are alike and of the model, or `replicate`. None, and a plan that is
-            a function, do nothing.
+            for a segment, or True for the repeated layers of the model.
+        data_parallel: ``"fully_shard"`` or ``"replicate"``, applied over the mesh dimension ``"dp"`` after the plan:
+            `fully_shard` of the repeated layers and of the model, or `replicate`. None, and a plan that is a function,
+            do nothing.
         mixed_precision: `fully_shard` with bfloat16 parameters in forward and backward, and float32 reductions.
 
     Raises:
@@ -257,7 +258,7 @@ def measure(
     inputs: tuple,
     kwargs: dict[str, Any],
 ) -> DryRun:
-    """Run a step and add up what it takes."""
+    """Run a step and add up its costs."""
     platform, usage = step.platform, step.platform.usage()
     between = forward_ends = 0
     if usage is None:
@@ -332,7 +333,7 @@ def _matching(recompute: str | bool, layers: list[str], model: Any, platform: An
         raise ValueError(
             f"recompute={recompute!r} names no module: give a path such as 'model.layers.*'"
             if recompute is not True
-            else "recompute=True: the model has no list of layers that are alike: give a path such as 'model.layers.*'"
+            else "recompute=True: the model has no list of equal layers: give a path such as 'model.layers.*'"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""`explain`: what a plan makes of a model, and which collectives a training step has."""
+"""`explain`: a model under a plan, and the collectives of a training step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Explanation:
         mesh: sizes by name.
         rank: the rank that is described.
         model: modules, styles, shards and bytes of the rank.
-        outputs: path of a module -> what it gave in each call, the first tensor of each.
+        outputs: path of a module -> its output in each call, the first tensor of each.
         collectives: of a training step, forward and backward.
         setup: those with which the plan was applied.
         unmatched: keys of the plan that match no module, each with the paths that look like it.
@@ -73,7 +73,7 @@ class Explanation:
         ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The collectives of the step; those that are alike as one row with their number."""
+        """The collectives of the step; equal ones as one row with their number."""
         return collective_rows(self.collectives)
 
     def table(self) -> str:
@@ -81,7 +81,7 @@ class Explanation:
         return collective_table(self.rows())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return {
             "mesh": self.mesh,
             "rank": self.rank,
@@ -102,7 +102,7 @@ class Explanation:
         return svg_of_lines(self.lines())
 
     def lines(self, detail: bool = True) -> list[str]:
-        """The tree, a line each, headings with ``#`` in front. Modules that are alike stand once.
+        """The tree, a line each, headings with ``#`` in front. Equal modules stand once.
 
         Args:
             detail: whether to list parameters, outputs and collectives of each module.
@@ -151,8 +151,8 @@ class Explanation:
         return self._by_module.get(_name(module), [])
 
     def _repeated(self) -> Iterator[tuple[ModuleDescription, int]]:
-        """Modules in their order, and how many siblings in a row are like them in all that stands below; those are left
-        out."""
+        """Modules in their order, each with the number of equal siblings that follow it, with equal submodules. Those
+        siblings are left out."""
         modules = self.model.modules
         below: dict[str, list[ModuleDescription]] = {}
         for m in modules:
@@ -247,8 +247,8 @@ def explain(
         mesh: a `DeviceMesh`, of which shape and names count; a number of ranks; sizes; or sizes by name, such as
             ``{"dp": 64, "tp": 8}``.
         plan: as for `parallelize_module`, which gets the dimension ``"tp"`` of a mesh that has several; or a function
-            ``plan(model, mesh)`` that does what a program does, `fully_shard` for example.
-        inputs, kwargs: what one rank calls the model with; values do not matter.
+            ``plan(model, mesh)`` that applies styles as a program does, `fully_shard` for example.
+        inputs, kwargs: the arguments of one rank's call of the model; values do not matter.
         loss: ``loss(output)``, a scalar; by default the sum of the local output.
         backward: whether to differentiate.
         rank: which rank to describe. Of uneven sizes rank 0 has the most.

@@ -1,4 +1,4 @@
-"""The layers of a model that are alike: data parallelism and recomputation take them one by one, `search` cuts them."""
+"""The repeated layers of a model: data parallelism and recomputation take them one by one, `search` cuts them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ __all__ = ["cut_to", "module_at", "repeated_layers"]
 
 
 def repeated_layers(model: Any, platform: Any) -> tuple[str, list[str]]:
-    """The path of the list with the most modules in it that are alike, and the paths of these; nothing where there is
-    none with two.
+    """The path of the largest list of equal modules, and the paths of these. Nothing where no list has two.
 
     Args:
         model: module of the platform.
@@ -42,7 +41,7 @@ def cut_to(model: Any, parent: str, count: int, platform: Any) -> Any:
     """A copy of ``model`` without data, with the first ``count`` layers of the list at ``parent`` alone.
 
     Raises:
-        TypeError: where what is at ``parent`` is no list.
+        TypeError: where the module at ``parent`` is no list.
     """
     new = platform.copy_without_data(model)
     layers = module_at(new, parent, platform)

@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, int]] = {
 
 
 def llama_plan(sequence: bool = True) -> dict[str, ParallelStyle]:
-    """The plan of a Llama with Hugging Face's names of modules, whose attention is called with x and tables of cosines
+    """The plan of a Llama with Hugging Face's names of modules. Its attention is called with x and tables of cosines
     and sines.
 
     Args:

@@ -12,8 +12,8 @@ __all__ = ["MACHINES", "Machine", "machine_of", "register_machine"]
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and how it is connected. All figures are what its maker promises at best: estimates made of them are
-    bounds that no program reaches.
+    """A device and how it is connected. All figures are the maker's best claims: estimates made of them are bounds that
+    no program reaches.
 
     Attributes:
         name: of the device.
@@ -42,7 +42,7 @@ class Machine:
         return self.flops[min((size for size in self.flops if size >= itemsize), default=max(self.flops))]
 
     def seconds_of(self, collective: Collective, within_node: bool) -> float:
-        """How long a collective takes at least, alone."""
+        """The least time of a collective, alone."""
         bandwidth = self.link_bandwidth if within_node else self.network_bandwidth
         return self.latency[0 if within_node else 1] + collective.wire_bytes / bandwidth
 

@@ -39,7 +39,7 @@ class Candidate:
     error: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return {
             "dp": self.dp,
             "tp": self.tp,
@@ -71,7 +71,7 @@ class SearchResult:
         return first if first is not None and _fits(first, self.memory_limit) else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return {
             "machine": self.machine,
             "memory_limit": self.memory_limit,
@@ -130,8 +130,9 @@ def search(
 ) -> SearchResult:
     """The best ways to spread a model over ``ranks`` ranks, by dry runs of all of them.
 
-    Of a model with a list of layers that are alike, three and four layers are run, and what each further layer takes is
-    added: that is exact for parameters, gradients, optimizer, collectives and operations, which repeat.
+    For a model with a list of equal layers, dry runs with three and with four layers are made. The difference is added
+    for each further layer. That is exact for parameters, gradients, optimizer, collectives and operations, which
+    repeat.
 
     Args:
         model: as for `explain`.
@@ -140,7 +141,7 @@ def search(
             is applied.
         batch: of all ranks together: each tensor is cut along dimension 0 over dp, which must divide it.
         machine: see `dry_run`.
-        memory: the limit in bytes; None is what the machine has.
+        memory: the limit in bytes; None is the memory of the machine.
         tensor_parallel: sizes of tp to be tried; None is all that divide ``ranks`` and fit into a node.
         recompute: whether to try without and with recomputation.
         options: further arguments of `dry_run`: ``optimizer``, ``data_parallel``, ``mixed_precision``, ``loss``.
@@ -164,7 +165,7 @@ def search(
         count = len(layers)
         models = [(count, model)]
         if count > 4:
-            # From three on each layer adds as much: the first and the last, and what is gathered ahead, are in them.
+            # From three on each layer adds as much: the first and the last, and the prefetched layer, are in them.
             models = [(n, cut_to(model, parent, n, platform)) for n in (3, 4)]
     found = []
     for tp in sizes:
@@ -210,7 +211,7 @@ def _share(batch: tuple, dp: int) -> Any:
 
 
 def _continued(three: DryRun, four: DryRun, further: int) -> DryRun:
-    """The dry run with so many further layers, each of which adds what the third has added."""
+    """The dry run with so many further layers, each of which adds the same as the third."""
 
     def more(a: Any, b: Any) -> Any:
         return None if a is None or b is None else b + further * (b - a)
@@ -244,9 +245,9 @@ def _continued(three: DryRun, four: DryRun, further: int) -> DryRun:
 def _continued_peak(three: DryRun, four: DryRun, further: int) -> int:
     """The most that lives in a step with so many further layers.
 
-    The forwards of three and of four layers end alike, and their backwards begin and end alike. There the deeper one
-    has the activations, or the gradients, of one layer more, and each further layer adds as much. In the layers
-    between, less lives than in the first or in the last of them.
+    The forwards of three and of four layers end in the same way. Their backwards begin and end in the same way.
+    There the deeper one has the activations, or the gradients, of one layer more. Each further layer adds as much. In
+    the layers between, less lives than in the first or in the last of them.
     """
     peak = max(live for timeline in four.timelines for _, live in timeline)
     (forward, backward), (deeper_forward, deeper_backward) = three.timelines, four.timelines
@@ -260,7 +261,7 @@ def _continued_peak(three: DryRun, four: DryRun, further: int) -> int:
             if what != same:
                 break
             alike += 1
-        # Operations of the head may look like those of a layer: the last layer of what is alike is left out.
+        # Operations of the head may look like those of a layer: the last of the equal layers is left out.
         for (_, less), (_, more) in zip(shallow[: max(0, alike - len(deep) + len(shallow))], deep, strict=False):
             peak = max(peak, more + further * (more - less))
     return peak

@@ -1,4 +1,4 @@
-"""One training step of one rank of a world of any size, on a copy of a model that has no data."""
+"""One training step of one rank of a world of any size, on a copy of a model without data."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _usual_names(ndim: int) -> tuple[str, ...]:
 
 
 def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
-    """Apply a plan to ``model`` and return it: one for `parallelize_module`, on the dimension ``"tp"`` of a mesh that
-    has several, or a function of model and mesh that does what it likes. None changes nothing.
+    """Apply a plan to ``model`` and return it. A plan for `parallelize_module` is applied on the dimension ``"tp"`` of
+    a mesh that has several. A function of model and mesh is called. None changes nothing.
 
     Raises:
         ValueError: for a mesh of several dimensions none of which is ``"tp"``, and a plan for `parallelize_module`.
@@ -80,7 +80,7 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
     if mesh.ndim > 1 and "tp" not in (mesh.mesh_dim_names or ()):
         raise ValueError(
             f"the plan is for parallelize_module, which takes one mesh dimension, and none of {mesh.mesh_dim_names} is "
-            'called "tp": name it so, or give a function plan(model, mesh) that applies what is to be applied'
+            'called "tp": name it so, or give a function plan(model, mesh) that applies the styles'
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the plan's .* matches no module")
@@ -98,7 +98,7 @@ def unmatched_keys(plan: Any, paths: Sequence[str]) -> dict[str, str]:
 
 
 class DryStep:
-    """A model under its plan on one rank of a mesh that is not there, and a training step of it.
+    """A model under its plan on one rank of an imaginary mesh, and a training step of it.
 
     Args:
         model: of the selected framework, without a plan, on any device; it is copied and left as it is.
@@ -182,7 +182,7 @@ class DryStep:
         """Call the model, and differentiate; returns the collectives of this rank.
 
         Args:
-            inputs, kwargs: what this rank gives the model; values do not matter.
+            inputs, kwargs: the arguments of this rank's call of the model; values do not matter.
             loss: ``loss(output)``, a scalar; by default the sum of all elements of the local output.
             backward: whether to differentiate.
             tell: ``tell(path, args, output)`` is called after each forward of a module.
@@ -190,7 +190,7 @@ class DryStep:
 
         Raises:
             DryStepError: for an error of the framework.
-            TypeError, ValueError: for what the library refuses.
+            TypeError, ValueError: for uses that the library refuses.
         """
         found: list[Collective] = []
         platform = self.platform

@@ -1,4 +1,4 @@
-"""The table of docs/coming_from_torch.md: every public name of torch's distributed tensors, beside this library's.
+"""The table of docs/coming_from_torch.md: every public name of torch's distributed tensors, next to this library's.
 
 python -m hyper_parallel.testing.api_table             # print it, for the installed torch
 python -m hyper_parallel.testing.api_table --write docs/coming_from_torch.md
@@ -30,7 +30,7 @@ class Row(NamedTuple):
         missing: keywords that it does not take here.
         further: keywords that it takes here besides.
         state: ``"same"``, ``"more"``, ``"differs"`` or ``"not here"``.
-        why: what is more, or different, or used instead.
+        why: the addition or difference, or the name that is used instead.
     """
 
     theirs: tuple[str, str]
@@ -66,7 +66,7 @@ def _row(known: Any) -> Row:
 
 
 def _find(name: str) -> tuple[str, Any, bool]:
-    """Where the name is here, what it is, and whether it is there."""
+    """The module of a name here, its object, and whether it is there."""
     top, _, attribute = name.partition(".")
     if top not in hyper_parallel.__all__:
         return "", None, False

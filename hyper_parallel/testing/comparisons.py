@@ -1,4 +1,5 @@
-"""A parallelised model compared with the single device's: what the conformance suite and ``hyper-parallel test`` share.
+"""A parallelised model compared with the single device's: code that the conformance suite and ``hyper-parallel test``
+share.
 
 It needs no pytest.
 """
@@ -33,7 +34,7 @@ TOLERANCE = 2e-5
 
 
 def same(got: Any, wanted: Any, what: str, tolerance: float = TOLERANCE) -> None:
-    """Raise AssertionError unless the arrays agree: norm of the difference against the norm of what is wanted.
+    """Raise AssertionError unless the arrays agree: norm of the difference against the norm of ``wanted``.
 
     Values are of order one throughout the suite: where a part of a result is zero, rounding is measured against 0.01.
     """

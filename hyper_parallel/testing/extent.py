@@ -1,4 +1,4 @@
-"""How much of the tests a run takes: those of the gate, which judge a change in minutes, or all of them.
+"""The extent of a test run: the tests of the gate, which judge a change in minutes, or all of them.
 
 A test or a row of its parameters that only the nightly run takes carries the marker ``nightly``. `everything` tells a
 test how many rows to draw. docs/gates.md says which tests are nightly, and why.

@@ -1,4 +1,4 @@
-"""`check_plan`: whether a model under its plan computes what it computes on one device, on ranks of this machine."""
+"""`check_plan`: whether a model under its plan computes the results of one device, on ranks of this machine."""
 
 from __future__ import annotations
 
@@ -93,26 +93,25 @@ def check_plan(
     platform: str | None = None,
     **kwargs: Any,
 ) -> PlanCheck:
-    """Whether a model under its plan computes what it computes on one device: output, loss, and every gradient.
+    """Whether a model under its plan computes the results of one device: output, loss, and every gradient.
 
     As many local processes as the mesh has ranks are started on the CPU. Model, plan, sample and loss are sent to them
-    by pickle: classes and functions must be importable there, which lambdas and what is defined in ``__main__`` are
-    not. A program that calls it at its top level needs ``if __name__ == "__main__":``.
+    by pickle: classes and functions must be importable there. Lambdas and definitions in ``__main__`` are not. A
+    program that calls it at its top level needs ``if __name__ == "__main__":``.
 
     Args:
         model: module of the selected framework on the CPU, with values and without a plan; or a function that makes
             it, which every rank calls after seeding the framework's generator.
-        mesh: as for `explain`; a few ranks show what many would do.
+        mesh: as for `explain`; a few ranks show the same as many.
         plan: as for `explain`.
-        sample, kwargs: what the whole model is called with, on one device and on every rank: tensors, or arrays of
-            NumPy.
+        sample, kwargs: inputs of the whole model, on one device and on every rank: tensors, or arrays of NumPy.
         loss: ``loss(output)``, a scalar; by default the sum of the squares of the output.
         tolerance: the largest difference, relative to the largest number of a tensor, that still counts as rounding.
         platform: name of the backend of the processes; None is the selected one's.
 
     Raises:
         JobError: where the plan is refused, or a rank fails: with the tracebacks of all ranks.
-        TypeError: for what cannot be pickled.
+        TypeError: for an argument that cannot be pickled.
 
     Example:
         >>> import torch
@@ -142,7 +141,7 @@ def verdict_of(found: list[Any], tolerance: float) -> PlanCheck:
     """Combine the findings of all ranks.
 
     Args:
-        found: what `compare_on_ranks` gives on each.
+        found: the findings of `compare_on_ranks` on each rank.
         tolerance: see `check_plan`.
     """
     differences = {key: max(rank[0][key] for rank in found) for key in found[0][0]}
@@ -160,9 +159,9 @@ def verdict_of(found: list[Any], tolerance: float) -> PlanCheck:
 def compare_on_ranks(
     shape: tuple[int, ...], names: tuple[str, ...], sent: bytes
 ) -> tuple[dict[str, float], dict[str, float], list[str], dict[str, int]]:
-    """Return the findings of one rank. They are `PlanCheck.differences`, the differences of the modules' outputs,
-    the modules in the order of calls, and the number of collectives of each kind. ``sent`` is the pickled rest of
-    the arguments of `check_plan`."""
+    """Return the findings of one rank. They are `PlanCheck.differences`, and the differences of the modules' outputs.
+    Then come the modules in the order of calls, and the number of collectives of each kind. ``sent`` is the pickled
+    rest of the arguments of `check_plan`."""
     platform = get_platform()
     platform.manual_seed(0)
     model, plan, sample, kwargs, loss = pickle.loads(sent)

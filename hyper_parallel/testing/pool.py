@@ -34,16 +34,16 @@ from hyper_parallel.testing.worker import Failure, Settings, serve
 
 #: Ranks in the pool, and so the largest world that a test can have.
 SIZE = 4
-#: Limits in seconds, which only end what hangs. On a busy machine they are longer, by `slowness`.
+#: Limits in seconds, which only end hanging ranks. On a busy machine they are longer, by `slowness`.
 START_TIMEOUT = 180.0
 JOB_TIMEOUT = 120.0
 #: Once one rank has failed, how long the others may go on: they may be waiting for it forever.
 GRACE = 5.0
-#: What they get to end by themselves after that: enough for those that do not hang to save their coverage.
+#: The time to end by themselves after that: enough for those that do not hang to save their coverage.
 GRACE_OF_HUNG = 4.0
-#: What all get in the end.
+#: The time that all get in the end.
 GRACE_OF_ALL = 30.0
-#: The first port that is asked for; those below are known by what listens there.
+#: The first port that is asked for; those below are known by their usual services.
 FIRST_PORT = 10_000
 #: The frame below which a worker's stack is that of `multiprocessing`.
 STACK_ENDS = " in serve\n"
@@ -55,7 +55,7 @@ class JobError(Exception):
     """A job failed on at least one rank.
 
     Attributes:
-        failures: what happened, by rank.
+        failures: the failure of each rank.
     """
 
     def __init__(self, job: str, failures: dict[int, Failure]) -> None:
@@ -112,7 +112,7 @@ class WorkerPool:
         self.close()
 
     def run(self, world_size: int, job: str | Callable[..., Any], *args: Any, timeout: float = JOB_TIMEOUT) -> list:
-        """Call ``job(*args)`` on every rank and return what ranks 0 to ``world_size - 1`` return.
+        """Call ``job(*args)`` on every rank and return the results of ranks 0 to ``world_size - 1``.
 
         Args:
             world_size: how many ranks take part; the mesh of `hyper_parallel.testing.spmd.device_mesh` has that many.
@@ -198,7 +198,7 @@ class WorkerPool:
         return self._collect(timeout)
 
     def _collect(self, timeout: float) -> dict[int, Any]:
-        """Wait for one outcome of each rank: what the job returned, or a `Failure`."""
+        """Wait for one outcome of each rank: the result of the job, or a `Failure`."""
         started = since = time.monotonic()
         limit, failed = timeout, False
         outcomes: dict[int, Any] = {}
@@ -254,10 +254,10 @@ def _in_step(failures: dict[int, Failure], world_size: int) -> bool:
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens now.
+    """A free port of this machine.
 
-    It is none of those that the system gives away, to whoever connects: such a port may have another owner before a
-    program has imported its framework and listens.
+    It is none of those that the system assigns to connections: such a port may have another owner before a program has
+    imported its framework and listens.
     """
     try:
         given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

@@ -12,10 +12,10 @@ __all__ = ["summands"]
 def summands(x: np.ndarray, count: int, rng: np.random.Generator) -> list[np.ndarray]:
     """``count`` arrays whose sum is ``x``.
 
-    No two are alike in what a rule could take a sum for: each is about twice as large as the one before, what is added
-    changes its sign from rank to rank and is nowhere zero, and it grows along every dimension, so that the largest and
-    the smallest element lie at opposite ends on two neighbours. It consists of sixteenths, so that sums of a few floats
-    of 32 bits lose next to nothing.
+    No two are equal in a property that a rule could take a sum for. Each is about twice as large as the one before. The
+    added numbers change their sign from rank to rank and are nowhere zero. They grow along every dimension. So the
+    largest and the smallest element lie at opposite ends on two neighbours. It consists of sixteenths, so that sums of
+    a few floats of 32 bits lose next to nothing.
 
     Args:
         x: the value, of floats or integers.

@@ -1,4 +1,4 @@
-"""The other side of `hyper_parallel.testing.pool`: what a worker process does."""
+"""The other side of `hyper_parallel.testing.pool`: a worker process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a job failed on one rank.
+    """The failure of a job on one rank.
 
     Attributes:
         place: where: exception type and source line. The same on all ranks if they failed in step.
@@ -88,7 +88,7 @@ def _leave_with_parent() -> None:
 
 
 def _join(settings: Settings) -> None:
-    """Set what a launcher such as torchrun sets, and start the platform as a program would."""
+    """Set the variables that a launcher such as torchrun sets, and start the platform as a program would."""
     os.environ.update(
         RANK=str(settings.rank),
         LOCAL_RANK=str(settings.rank),
@@ -110,7 +110,7 @@ def _join(settings: Settings) -> None:
 
 
 def _answer(connection: Connection, task: bytes) -> None:
-    """Run one job and send what it returns, or how it failed."""
+    """Run one job and send its result, or how it failed."""
     try:
         name, spmd.world_size, args = pickle.loads(task)
         outcome: Any = _resolve(name)(*args)
@@ -120,7 +120,7 @@ def _answer(connection: Connection, task: bytes) -> None:
         connection.send(outcome)
     except BrokenPipeError:
         raise
-    except Exception as error:  # what the job returned cannot be pickled
+    except Exception as error:  # the result of the job cannot be pickled
         connection.send(Failure.of(error))
 
 

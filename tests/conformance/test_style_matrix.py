@@ -1,4 +1,4 @@
-"""See `tests.conformance`. The table in docs/styles.md is what the checks count."""
+"""See `tests.conformance`. The table in docs/styles.md has the counts of the checks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the tests do, on the device of the backend under test: so that a machine without a GPU can run it too.
+"""The bodies of the tests, for the device of the backend under test: so that a machine without a GPU can run them too.
 
 Each function takes the mesh first and can be a job of the test pool. The reference is the single-device model.
 """
@@ -48,7 +48,7 @@ def two_copies(make: Callable[[], nn.Module], plan: dict[str, Any], mesh: Any, d
 
 @spmd.on_mesh()
 def collectives(mesh: Any) -> str:
-    """Every verb of the contract gives what it promises, for every dtype that it supports. Returns the backend."""
+    """Every verb of the contract keeps its promise, for every dtype that it supports. Returns the backend."""
     platform, group, size, rank = get_platform(), mesh.platform_group(0), mesh.size(), mesh.get_local_rank()
     for dtype in DTYPES:
 
@@ -137,7 +137,7 @@ def step(model: nn.Module, x: torch.Tensor, outputs: dict[str, torch.Tensor]) ->
 
 @spmd.on_mesh()
 def replayed_graph(mesh: Any, capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None) -> None:
-    """A captured step of a parallelised MLP, replayed on other numbers, gives what the single-device model gives.
+    """A captured step of a parallelised MLP, replayed on other numbers, gives the single-device model's result.
 
     Args:
         capture: makes a function that repeats the one that it is given; None captures a CUDA graph.
@@ -177,7 +177,7 @@ def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
 def side_stream(mesh: Any) -> None:
     """Forward, backward and their collectives on a stream of the user's: they wait for each other in stream order.
 
-    The input is made on that stream, behind enough work that a collective which did not wait would read old numbers.
+    The input is made on that stream, behind a lot of work. A collective that did not wait would read old numbers.
     """
     single, model = two_copies(lambda: torch_adapter.Mlp(64, 128), MLP, mesh)
     x = torch.zeros(8, 64, device=device())

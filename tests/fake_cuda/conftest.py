@@ -24,7 +24,7 @@ def cuda_platform() -> Platform:
 def mode(
     request: pytest.FixtureRequest, cuda_platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FakeCudaMode]:
-    """The test runs as the first and as the last of four ranks; of uneven sizes the last one has the least."""
+    """The test runs as the first and as the last of four ranks. Of uneven sizes the last one has the least."""
     # There is no generator on a GPU, and no other rank that has one.
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)

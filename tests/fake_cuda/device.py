@@ -5,11 +5,11 @@ They are torch's own `FakeTensor`, with these changes, each for one reason:
 * A DTensor is its local tensor with another class. A fake tensor computes by the ``__torch_dispatch__`` of its class,
   which retagging takes away. So here the DTensor class is derived from `FakeTensor` (`make_dtensor_class(base=...)`).
   There is one DTensor class in a process, hence these tests need a process of their own.
-* torch's autograd engine asks for the streams of the device, and refuses to run backward where there is no GPU. So
-  below Python the tensors are of the device meta, which has no streams; in Python they say ``cuda:0``. What C++ code
-  makes "on the device of this tensor" is therefore asked for on meta, and `FakeCudaMode` makes it on cuda.
-* What is C++ for a real tensor is partly Python for a fake one: formulas of backward, which read saved DTensors. They
-  run with interception off, as C++ does not know it; and an assignment to ``.data`` takes the new device over.
+* torch's autograd engine asks for the streams of the device. It refuses to run backward where there is no GPU. So below
+  Python the tensors are of the device meta, which has no streams; in Python they say ``cuda:0``. So tensors that C++
+  code makes "on the device of this tensor" are requested on meta. `FakeCudaMode` makes them on cuda.
+* Formulas of backward read saved DTensors. They are C++ for a real tensor, and partly Python for a fake one. They run
+  with interception off, as C++ does not know it. An assignment to ``.data`` takes the new device over.
 * torch sends an object as the bytes of a tensor, and a fake one has none: every rank has the object of this one.
 * torch looks at the compute capability of the GPU in `broadcast`, and the platform at its number: both are given.
 

@@ -1,5 +1,5 @@
-"""Steps that a CUDA graph can have: on a GPU nothing in forward or backward of a style waits for the device, or makes
-tensors whose shape depends on what it computes. The first step may: in it ranks compare what they are given."""
+"""Steps that a CUDA graph can capture: on a GPU, forward and backward of a style never wait for the device. Nor do they
+make tensors whose shape depends on computed values. The first step may: in it ranks compare their inputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def twice(mode: FakeCudaMode, step: Any) -> None:
 
 
 def backward(outputs: Any) -> None:
-    """Of all outputs, plain or distributed, that have one."""
+    """Call backward of all outputs, plain or distributed, that have one."""
     for y in outputs if isinstance(outputs, tuple) else (outputs,):
         y = y.to_local() if isinstance(y, DTensor) else y
         if y.requires_grad:
@@ -98,7 +98,7 @@ def test_units(mode: FakeCudaMode, wrap: Any) -> None:
 
 
 def test_what_is_refused(mode: FakeCudaMode) -> None:
-    """The check sees what it is about."""
+    """The check notices the operations that it guards against."""
     x = torch.randn(3, device="cuda")
     for waits in (x.nonzero, lambda: x[x > 0], lambda: x.to("cpu"), lambda: torch.zeros(3, device="cpu").to("cuda")):
         mode.captures = True

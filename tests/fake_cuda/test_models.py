@@ -60,7 +60,7 @@ class Case:
         self.forward, self.backward = forward, backward
 
     def input(self, dtype: torch.dtype) -> torch.Tensor:
-        """Of global shape, or this rank's part of it when the plan takes shards."""
+        """Make an input of global shape, or this rank's part of it when the plan takes shards."""
         shape = list(self.shape)
         if self.along is not None:
             shape[self.along] //= WORLD
@@ -144,7 +144,7 @@ def parallelised(case: Case, dtype: torch.dtype) -> nn.Module:
 
 
 def check_sent(mode: FakeCudaMode, counts: dict[str, int], dtype: torch.dtype) -> None:
-    """What CommDebugMode counts is what the process group got, on the GPU and in the model's dtype."""
+    """The collectives that CommDebugMode counts reached the process group, on the GPU and in the model's dtype."""
     names = [name for name, _, _ in mode.sent]
     two_tensors = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")  # output and input
     calls = Counter(CALLED[name] for name in names for _ in range(1 if name in two_tensors else 2))

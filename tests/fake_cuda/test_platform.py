@@ -1,4 +1,4 @@
-"""What `TorchCudaPlatform` decides: whether it can run, on which GPU, with which generator, what nccl takes."""
+"""Decisions of `TorchCudaPlatform`: whether it can run, on which GPU, with which generator, which dtypes nccl takes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_reasons(missing: str, reason: str | None, monkeypatch: pytest.MonkeyPat
 
 
 def test_listing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason is what the list of platforms says."""
+    """The list of platforms gives the reason."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert available_platforms()["torch-cuda"] == "the installed torch was built without CUDA"
     with usable_gpu():
@@ -106,7 +106,7 @@ def test_gloo_instead_of_nccl(cuda_platform: Any, monkeypatch: pytest.MonkeyPatc
 def test_generator(cuda_platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator is that of the current GPU, not the host's and not another GPU's.
 
-    Generators of the host stand in for those of two GPUs; what reads and sets their states is torch's own.
+    Generators of the host stand in for those of two GPUs. The functions that read and set their states are torch's own.
     """
     generators = tuple(torch.Generator().manual_seed(seed) for seed in (1, 2))
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
@@ -123,8 +123,8 @@ def test_generator(cuda_platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.get_rng_state(), host)
 
 
-#: What nccl reduces, by the table in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, but for fp8: its sums depend on
-#: the version of nccl, and are emulated.
+#: Dtypes that nccl reduces, by the table in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, but for fp8: its sums
+#: depend on the version of nccl, and are emulated.
 REDUCED = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64"
 REFUSED = "int16 uint16 uint32 uint64 float8_e4m3fn float8_e5m2"
 
@@ -149,7 +149,7 @@ def test_reductions(cuda_platform: Any) -> None:
 
 
 def test_movement(cuda_platform: Any) -> None:
-    """What only moves data takes every dtype, those that nccl does not know as bytes."""
+    """Collectives that only move data take every dtype; they send dtypes unknown to nccl as bytes."""
     for verb in ("all_gather", "all_to_all", "broadcast", "scatter"):
         assert all(cuda_platform.supports(verb, "", torch.empty(0, dtype=d)) for d in dtypes(f"{REDUCED} {REFUSED}"))
     for dtype in dtypes(REDUCED):

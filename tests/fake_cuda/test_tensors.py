@@ -14,7 +14,7 @@ from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard, di
 from tests.fake_cuda.conftest import WORLD
 from tests.fake_cuda.device import CUDA, FakeCudaMode
 
-#: What nccl moves and reduces, what it only sums, what it does not know.
+#: Dtypes that nccl moves and reduces, that it only sums, that it does not know.
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.complex64, torch.int16, torch.float8_e4m3fn]
 SHAPE = (6, 5)
 
@@ -107,7 +107,7 @@ def test_redistribute(mode: FakeCudaMode, dtype: torch.dtype) -> None:
 
 
 def test_full_tensor_and_gradient(mode: FakeCudaMode) -> None:
-    """The cotangent of what was gathered is cut, without a collective."""
+    """The cotangent of a gathered tensor is cut, without a collective."""
     mesh = mesh_1d()
     x = torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     d = distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()
@@ -121,7 +121,8 @@ def test_full_tensor_and_gradient(mode: FakeCudaMode) -> None:
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()], ids=str)
 def test_dropout_and_initialisation(mode: FakeCudaMode, placement: Any) -> None:
-    """Noise is drawn on the GPU, for the whole tensor, and cut there; what ranks hold alike the first one sends."""
+    """Noise is drawn on the GPU, for the whole tensor, and cut there. The first rank sends the parts that several ranks
+    hold."""
     mesh = mesh_1d()
     hp.manual_seed(0, mesh)
     if isinstance(placement, Partial):

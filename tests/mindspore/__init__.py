@@ -1,1 +1,1 @@
-"""What is specific to the MindSpore platform."""
+"""Tests that are specific to the MindSpore platform."""

@@ -98,7 +98,7 @@ _LAYERS = """
     ops.NLLLoss()(x, i, v)[0]; ops.NLLLoss('sum')(x, i, v)[0]; ops.NLLLoss('none')(x, i, v)[0]
 """
 
-#: Whole pictures, matrices, indices: what the table of operators does not call in this way.
+#: Whole pictures, matrices, indices: calls that the table of operators lacks.
 _MORE = """
     ops.kl_div(x, y, 'none'); ops.kl_div(x, y, 'batchmean'); ops.binary_cross_entropy(x, y, reduction='none')
     F.binary_cross_entropy_with_logits(x, y, reduction='sum'); ops.smooth_l1_loss(x, y, reduction='mean')

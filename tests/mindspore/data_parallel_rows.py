@@ -24,10 +24,10 @@ SAMPLES = 2
 
 
 def settle(row: dict[str, Any]) -> dict[str, Any]:
-    """``row`` without what there is not on MindSpore."""
+    """``row`` without features that MindSpore lacks."""
     row = data_parallel_table.settle(row)
     # A part of a unit cannot be differentiated by itself: refused. And MindSpore itself fails where a cell with casts
-    # is computed again to fill in what forward has kept (docs/mindspore.md).
+    # is computed again to restore the values of forward (docs/mindspore.md).
     refused = row["checkpoint"] == "reentrant" and row["units"] == "root"
     if refused or (row["checkpoint"] == "non-reentrant" and row["lower"] == "autocast"):
         row["checkpoint"] = "none"
@@ -67,7 +67,7 @@ def run(row: dict[str, Any]) -> None:
 
 
 def _meshes(name: str) -> tuple[Any, Any]:
-    """That of data parallelism, and that of tensor parallelism or None."""
+    """The mesh of data parallelism, and that of tensor parallelism or None."""
     if name == "dp":
         return device_mesh(4, names=("dp",)), None
     if name == "replicate x shard":

@@ -163,7 +163,8 @@ CASES: dict[str, Case] = {
         plan={**PLAN, **_QWEN3_NORMS},
         backward={"all_reduce": 1 + 2 * LAYERS + 2 * LAYERS},
     ),
-    # What the fused layers give is gathered, and of what attention and feed-forward compute each rank takes a part.
+    # The outputs of the fused layers are gathered, and each rank takes a part of the outputs of attention and
+    # feed-forward.
     "Phi-3's plan": replace(
         _PLAIN,
         plan={**EMBEDDING, **HEAD, **_PHI3},

@@ -31,7 +31,7 @@ class Net(nn.Cell):
 
 
 def on_first_rank(mesh: Any, function: Any) -> Any:
-    """Return the NumPy result of ``function`` on the first rank, which alone computes what one process would."""
+    """Return the NumPy result of ``function`` on the first rank, which alone computes as one process would."""
     platform, first = mesh.platform, mesh.get_local_rank() == 0
     return platform.all_gather_object(function() if first else None, mesh.platform_group(0), mesh.size())[0]
 

@@ -1,7 +1,7 @@
 """Arguments for the public functions of MindSpore, by signature: a function of `Draw` for each, shared by many.
 
-A name stands for the functions of that name in `mint`, `mint.nn.functional` and `ops`; one that means something else in
-one of them is written with its module, as in "mint.split".
+A name stands for the functions of that name in `mint`, `mint.nn.functional` and `ops`. A name that means something else
+in one of them is written with its module, as in "mint.split".
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Draw:
         self.s = _SHAPES[number % len(_SHAPES)]
 
     def f(self, *shape: int) -> Tensor:
-        """Of both signs; in sixty-fourths, of which sums are exact. Without -0.0, which no sum of parts gives."""
+        """Draw numbers of both signs; in sixty-fourths, of which sums are exact. Without -0.0, which no sum of parts
+        gives."""
         return Tensor((np.round(self.rng.standard_normal(shape) * 64) / 64 + 0.0).astype(np.float32))
 
     def pos(self, *shape: int) -> Tensor:

@@ -24,14 +24,14 @@ _MODULES = {
     "mint.nn.functional": mint.nn.functional,
     "ops": ops,
 }
-#: What these give is not initialised.
+#: Results of these are not initialised.
 _EMPTY = {"mint.empty_like"}
 #: Random numbers that no seed of the program controls (see docs/mindspore.md): the ranks must agree.
 _RANDOM = {"ops.dropout1d", "ops.dropout2d", "ops.dropout3d", "ops.random_categorical"}
-#: What differs from call to call on one device, see `tests.mindspore.unsteady`: "forward" the result, "backward" the
-#: gradient. Logit's ends the process after a few calls; mirror_pad's is an error where the paddings were a constant in
-#: the call before. The mean of binary cross entropy with logits has the gradient of a mean over as many elements as a
-#: larger operand had in an earlier call.
+#: Results that differ from call to call on one device, see `tests.mindspore.unsteady`: "forward" the result, "backward"
+#: the gradient. Logit's ends the process after a few calls; mirror_pad's is an error where the paddings were a constant
+#: in the call before. The mean of binary cross entropy with logits has the gradient of a mean over as many elements as
+#: a larger operand had in an earlier call.
 UNSTEADY = {
     **dict.fromkeys(("ops.hfft", "ops.hfft2", "ops.hfftn", "ops.ihfft", "ops.ihfft2", "ops.ihfftn"), "forward"),
     **dict.fromkeys(("ops.fftshift", "ops.ifftshift", "ops.logit", "ops.mirror_pad"), "backward"),
@@ -149,7 +149,7 @@ def loss(outputs: Sequence[Any], weigh: Callable[[Any], Any], way: str) -> Any:
 
 
 def copied(x: Tensor) -> Tensor:
-    """What may be written to."""
+    """A copy that may be written to."""
     return Tensor(x.asnumpy(), x.dtype)
 
 

@@ -1,6 +1,7 @@
-"""What torch has saved MindSpore loads, and back, bit for bit; training goes on as on the other framework.
+"""MindSpore loads the checkpoints of torch, and torch those of MindSpore, bit for bit. Training continues as on the
+other framework.
 
-Ranks of torch are those of a pool of its own beside the one of MindSpore.
+Ranks of torch run in a pool of their own next to that of MindSpore.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def on_torch() -> bool:
 
 
 def make_model(kind: str) -> Any:
-    """An embedding, a norm and two linear layers, whose names differ between the frameworks; or convolutions, whose
-    weights have other shapes."""
+    """Two models. One has an embedding, a norm and two linear layers, whose names differ between the frameworks. The
+    other has convolutions, whose weights have other shapes."""
     if on_torch():
         from torch import nn
 
@@ -132,7 +133,8 @@ class Job:
             self.optimizer(tuple(found[name] for name in self.parameters))
 
     def digests(self) -> dict[str, str]:
-        """Of parameters and of the optimizer's state, as names, shapes and bytes; numbers as they are."""
+        """Digests of parameters and of the optimizer's state, as names, shapes and bytes; numbers are returned as they
+        are."""
 
         def digest(x: Any) -> str:
             if not self.platform.is_tensor(x):
@@ -175,7 +177,7 @@ def save_job(shape: tuple[int, int], optimizer: str, directory: str, kind: str =
 def load_job(
     shape: tuple[int, int], optimizer: str, directory: str, name: str, again: str | None, kind: str = "layers"
 ) -> Any:
-    """What is loaded, and what comes of two more steps; saved again before them."""
+    """The loaded state, and the result of two more steps; saved again before them."""
     mesh = mesh_of(shape)
     if mesh is None:
         return None
@@ -267,7 +269,8 @@ def test_weights_alone(pool: Any, torch_pool: Any, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_example_goes_on_with_the_other_framework(tmp_path: Path) -> None:
-    """train_llama: four steps of torch, then four of MindSpore, spread in another way; those of torch beside."""
+    """train_llama: four steps of torch, then four of MindSpore, spread in another way; next to all eight steps on
+    torch."""
 
     def train(platform: str, *arguments: str) -> dict[str, Any]:
         out = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"

@@ -1,5 +1,5 @@
-"""What is chosen where MindSpore's device is Ascend: the verbs run here on a fake device target, and the functions of
-the communication library are replaced by NumPy versions, which know what the other rank would have sent."""
+"""Choices where MindSpore's device is Ascend. The verbs run here on a fake device target. NumPy versions replace the
+functions of the communication library; they know the data of the other rank."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_all_to_all(ascend: MindSporePlatform, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_barrier(ascend: MindSporePlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the library, which serves every group there; no tensor is reduced."""
+    """The barrier is that of the library, which serves every group there; no tensor is reduced."""
     waited: list[str] = []
     monkeypatch.setattr(dist, "barrier", waited.append)
     monkeypatch.setattr(dist, "all_reduce", lambda *args: pytest.fail("reduced"))
@@ -130,7 +130,7 @@ def test_initialisation(ascend: MindSporePlatform, monkeypatch: pytest.MonkeyPat
 
 # ------------------------------------------------------------------------------------------------ kernels of mint
 class Called:
-    """Stands for a function of mint that has no kernel on CPU, and keeps what it is called with."""
+    """Stands for a function of mint that has no kernel on CPU, and records its arguments."""
 
     def __init__(self) -> None:
         self.args: tuple = ()

@@ -54,7 +54,7 @@ def test_substituted(pool: Any, dim: int) -> None:
 
 
 class Recorder:
-    """Stands for a native function: returns what it is told and keeps the arguments."""
+    """Stands for a native function: returns a given result and keeps the arguments."""
 
     def __init__(self, result: Any) -> None:
         self.result = result

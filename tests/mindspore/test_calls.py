@@ -33,7 +33,7 @@ def remembered_calls() -> int:
 def problem_of(
     call: str, names: dict[str, Any], plain: dict[str, Any], earlier: dict[str, Any] | None = None
 ) -> str | None:
-    """What is wrong with a call on DTensors, or None; ``earlier``: what it was called with before, to be remembered."""
+    """The problem of a call on DTensors, or None; ``earlier``: arguments of a call before it, to be remembered."""
     try:
         wanted = evaluate(call, plain)
         if earlier is not None:
@@ -102,7 +102,7 @@ def test_repeated_calls(pool: Any) -> None:
 
 @on_mesh()
 def numbers(mesh: Any) -> list[bool]:
-    """Of a number, a remembered call knows the type at most."""
+    """A remembered call keeps at most the type of a number."""
     x = distribute_tensor(Tensor(np.ones((4, 2), np.float32)), mesh, [Shard(0)])
     found = [x * 2.0, x * 3.0, x + 2.5, x + 4.5, x - 1, x - 2, x.reshape(2, 4), x.reshape(8, 1), x.chunk(2, 0)[1]]
     wanted = [2, 3, 3.5, 5.5, 0, -1, np.ones((2, 4)), np.ones((8, 1)), np.ones((2, 2))]
@@ -116,7 +116,7 @@ def test_numbers_in_repeated_calls(pool: Any) -> None:
 
 @pytest.mark.parametrize(("world", "dim"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.nightly)])
 def test_more_calls(pool: Any, world: int, dim: int) -> None:
-    """Of functions that are called less often."""
+    """Calls of functions that are used less often."""
     assert pool.run(world, problems, dim, MORE_CALLS, timeout=300) == [[]] * world
 
 

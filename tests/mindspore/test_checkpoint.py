@@ -89,7 +89,7 @@ def test_names(tmp_path: Path) -> None:
 
 
 def test_rates_are_those_that_were_saved(tmp_path: Path) -> None:
-    """Of optimizers of the older kind, and of each group of the newer."""
+    """The rates of optimizers of the older kind, and of each group of the newer kind."""
     net = Net(1)
     path = save(nn.SGD(net.trainable_params(), 0.25), tmp_path / "old")
     other = nn.SGD(net.trainable_params(), 0.5)

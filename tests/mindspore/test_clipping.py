@@ -84,13 +84,13 @@ def clipped(mesh: Any, how: str) -> list[str]:
     ],
 )
 def test_local_gradients(pool: Any, world: int, how: str) -> None:
-    """They are known for what they are: the norm is that of the gradients of all ranks, and so on each."""
+    """They are recognised: the norm is that of the gradients of all ranks, and so on each."""
     assert pool.run(world, clipped, how) == [[]] * world
 
 
 @on_mesh()
 def refused(mesh: Any) -> list[str]:
-    """What was computed from a local gradient is not known any more."""
+    """A gradient that was computed from a local gradient is refused: its placement is unknown."""
     net = make_net(mesh)
     messages = []
     local = tuple(g * 0.5 for g in own_gradients(net, "grad"))
@@ -115,7 +115,7 @@ def test_what_was_computed_from_local_gradients(pool: Any) -> None:
 
 @on_mesh()
 def plain_networks(mesh: Any) -> bool:
-    """Clipping what is not distributed is MindSpore's own."""
+    """MindSpore itself clips tensors that are not distributed."""
     own_gradients(make_net(mesh), "grad")
     g = Tensor(np.full((3, 1, 5, 2), 2.0, np.float32))
     with CommDebugMode() as comm:

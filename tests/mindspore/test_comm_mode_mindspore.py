@@ -1,4 +1,4 @@
-"""CommDebugMode counts what a program of MindSpore issues by itself."""
+"""CommDebugMode counts the collectives that a program of MindSpore itself issues."""
 
 from __future__ import annotations
 

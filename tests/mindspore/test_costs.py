@@ -1,4 +1,4 @@
-"""What a step of the standard models does besides computing, counted: a guard of their speed that needs no clock."""
+"""Work of a step of the standard models besides computing, counted: a guard of their speed that needs no clock."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def costs(mesh: Any, name: str, dtensors: bool) -> list[dict[str, int]]:
     return found
 
 
-#: Forward, and forward and backward. Copies: what CPU, without reduce-scatter, needs to sum and cut.
+#: Forward, and forward and backward. Copies: CPU has no reduce-scatter, and needs them to sum and cut.
 COSTS: dict[tuple[str, bool], list[dict[str, int]]] = {
     ("MLP", False): [{"all_reduce": 1}, {"all_reduce": 2}],
     ("MLP", True): [{"all_reduce": 1, "dispatches": 1}, {"all_reduce": 2, "dispatches": 1}],

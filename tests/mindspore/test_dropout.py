@@ -48,7 +48,7 @@ class Layers(nn.Cell):
 
 
 def masks(net: Any, x: Any, differentiate: Any) -> list[np.ndarray]:
-    """What each layer keeps in each step; the gradient must know the same."""
+    """The elements that each layer keeps in each step; the gradient must know the same."""
     kept = []
     for _ in range(STEPS):
 
@@ -94,7 +94,7 @@ def layers_with_a_seed(mesh: Any, placement: Any) -> list[np.ndarray]:
     differ(got)
     for a, b in zip(got, wanted, strict=True):
         assert np.array_equal(a, b), "not the mask of the unsharded network"
-    # Copies go their own way; what is drawn after the same seed is the same.
+    # Copies go their own way; equal seeds give equal draws.
     again = masks(build(mesh, 7), x, value_and_grad)
     assert all(np.array_equal(a, b) for a, b in zip(got, again, strict=True))
     return got
@@ -168,7 +168,7 @@ def test_ranks_that_built_with_other_seeds(pool: Any) -> None:
 
 # -------------------------------------------------------------------- plain tensors between styled modules
 class Between(nn.Cell):
-    """Layers of all kinds, and functions, on what styled layers give."""
+    """Layers of all kinds, and functions, on the outputs of styled layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,14 +354,14 @@ def other_draws(mesh: Any) -> list[Any]:
 
 
 def test_draws_without_a_rule(pool: Any) -> None:
-    """What every rank would draw for itself is the first rank's, or refused."""
+    """Random functions without a rule: every rank gets the first rank's draw, or the call is refused."""
     first, second = pool.run(2, other_draws)
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     assert len(np.unique(first[0])) > 3
 
 
 class Dropping(nn.Cell):
-    """A norm on a part of the sequence, and dropout of what it gives."""
+    """A norm on a part of the sequence, and dropout of its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ class Dropping(nn.Cell):
 
 @on_mesh()
 def recomputed(mesh: Any) -> None:
-    """By counter, what is computed again in backward drops the same again."""
+    """With counters, a recomputation in backward drops the same elements again."""
     found = []
     try:
         for recompute in (False, True):

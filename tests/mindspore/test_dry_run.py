@@ -38,7 +38,7 @@ def test_a_llama(pool: Any) -> None:
 
 
 def test_a_dry_run() -> None:
-    """What does not need to know of single operations."""
+    """A dry run of MindSpore reports everything that needs no knowledge of single operations."""
     found = dry_run(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2)), {"dp": 64, "tp": 2}, PLAN, Tensor(TOKENS))
     memory = found.memory
     assert memory.parameters == memory.gradients > 0 and memory.gathered > 0

@@ -1,5 +1,5 @@
-"""One rank holds no elements: every call gives the values and the gradients of the unsharded one, and all ranks issue
-the same collectives, which `check_ranks` compares."""
+"""One rank holds no elements. Every call gives the values and the gradients of the unsharded one. All ranks issue the
+same collectives, which `check_ranks` compares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.mindspore.test_calls import placed
 
 _FLOATS = (ms.float16, ms.float32)
 
-#: What says yes or no to values, and where that leads: no gradient goes through, and all ranks must know that.
+#: Calls that turn values into a truth value, and their consequences: no gradient goes through, and all ranks must know
+#: that.
 MASKS = [
     "ops.where((x > 0.5).any(), x * v, x)",
     "ops.where((x > 0.5).all(), x * v, x)",

@@ -66,7 +66,7 @@ def test_lost_rank_is_named() -> None:
 
 
 class Store:
-    """What `TCPStore` does, in this process: no `get` of what is not there."""
+    """An in-process stand-in for `TCPStore`: `get` of a missing key fails."""
 
     def __init__(self, **values: Any) -> None:
         self.values: dict[str, Any] = values
@@ -104,7 +104,7 @@ def missing(store: Any, me: int, group: str, ranks: tuple[int, ...], report: str
 
 @pytest.fixture
 def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_ranks, "GRACE", 0)  # what is there is found however little time there is
+    monkeypatch.setattr(lost_ranks, "GRACE", 0)  # an available value is found however little time there is
 
 
 @pytest.mark.usefixtures("no_grace")

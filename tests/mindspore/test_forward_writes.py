@@ -1,4 +1,4 @@
-"""What a forward writes to parameters under `fully_shard` arrives, however a cell of MindSpore writes it."""
+"""Writes of a forward to parameters under `fully_shard` arrive, however a cell of MindSpore writes."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_writes_arrive(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def reads_what_it_wrote(mesh: Any) -> None:
-    """Backward reads the weights of a norm to which the forward wrote, in models of several kinds one after the other:
-    what MindSpore keeps of a tensor depends on those before."""
+    """Backward reads the weights of a norm to which the forward wrote, in models of several kinds in turn.
+    MindSpore's caches of a tensor depend on the models before."""
     adapter = get_adapter()
     x = np.random.default_rng(3).standard_normal((4, 2, 3)).astype(np.float32)
     wanted: dict[tuple[str, int], np.ndarray] = {}

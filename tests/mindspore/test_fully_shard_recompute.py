@@ -25,7 +25,7 @@ def gradients(net: Decoder, ids: np.ndarray, targets: np.ndarray) -> dict[str, A
 
 @on_mesh()
 def computed_again(mesh: Any, first: bool, reentrant: bool, low: bool) -> dict[str, int]:
-    """A unit that is computed again, gradients beside those of the cell alone; returns the collectives of a step."""
+    """A unit that is computed again: its gradients equal those of the cell alone; returns the collectives of a step."""
     dtype = ms.float32 if low else ms.float64
     ids, targets = batch("uneven", 0, 2 * mesh.size())
     mine = slice(2 * mesh.get_local_rank(), 2 * mesh.get_local_rank() + 2)

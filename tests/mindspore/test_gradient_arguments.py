@@ -1,4 +1,4 @@
-"""`value_and_grad` and `grad` with ``return_ids`` and ``sens_param``: what MindSpore gives on one device."""
+"""`value_and_grad` and `grad` with ``return_ids`` and ``sens_param``: MindSpore's results on one device."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from tests.mindspore.nets import error_of, whole
 from tests.mindspore.test_optimizers import COUPLED, OPTIMIZERS
 
 STYLES: dict[str, Callable[[], Any]] = {
-    "alike": NoParallel,
+    "replicated": NoParallel,
     "columns": ColwiseParallel,
     "packed": lambda: ColwiseParallel(packed=3),
     "rows": RowwiseParallel,
@@ -93,7 +93,7 @@ def problems(mesh: Any, name: str, rows: int) -> list[str]:
     "name", in_gate([name for name in {**OPTIMIZERS, **COUPLED} if name != "groups, schedule"], ("Momentum",))
 )
 def test_placements(pool: Any, name: str) -> None:
-    """A kernel that takes what a rank holds steps by a summand, or by other rows."""
+    """A kernel that takes this rank's part steps by a summand, or by other rows."""
     for rows in (6, 5):
         assert pool.run(2, problems, name, rows) == [[], []], rows
 
@@ -103,7 +103,7 @@ def empty(mesh: Any) -> list[str]:
     """One row on two ranks."""
     found, values = [], [numbers(1, 4, seed=seed) for seed in (1, 2)]
     wanted = stepped(net(1), OPTIMIZERS["Momentum"], list(map(Tensor, values)))
-    for style, placement in itertools.product(("alike", "columns", "rows"), GIVEN[:4]):
+    for style, placement in itertools.product(("replicated", "columns", "rows"), GIVEN[:4]):
         given = [placed(v, mesh, placement) for v in values]
         if not np.allclose(stepped(net(1, STYLES[style](), mesh), OPTIMIZERS["Momentum"], given), wanted):
             found.append(f"{style}, {placement}")
@@ -141,7 +141,7 @@ def warned(mesh: Any) -> list[list[str]]:
     x = Tensor(numbers(2, 4))
     found = []
     for style, functions in (
-        ("alike", (ms.grad, ms.value_and_grad)),
+        ("replicated", (ms.grad, ms.value_and_grad)),
         ("columns", (value_and_grad, grad, ms.grad, ms.grad)),
     ):
         module = net(6, STYLES[style](), mesh)

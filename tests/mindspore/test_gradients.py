@@ -151,7 +151,7 @@ def test_three_readers_share_one_backward_collective(pool: Any, placement: Any, 
 
 @on_mesh()
 def constant_then_differentiated(mesh: Any) -> list[bool]:
-    """What was cached while the input was a constant must not serve when its gradient is wanted."""
+    """Values cached while the input was a constant are not used when its gradient is wanted."""
     x, weights = distribute_tensor(Tensor(X), mesh, [Replicate()]), column_weights(mesh)
     by_weight = ms.grad(lambda w: linear(x, w).sum().full_tensor())(weights[0])
     rows = weights[0]._layout.local_index()[0]
@@ -184,7 +184,7 @@ def test_nested_and_second_order(pool: Any) -> None:
 
 
 def test_second_order_through_other_objects() -> None:
-    """A tensor object of its own for data that is not contiguous, made of what an operation gave."""
+    """A tensor object of its own for data that is not contiguous, made of an operation's result."""
     platform = get_platform()
     x = Tensor(X)
 
@@ -225,7 +225,7 @@ def own_bprops(mesh: Any) -> list[Any]:
 
 
 def test_cells_with_a_bprop_of_their_own(pool: Any) -> None:
-    """MindSpore gives that what it recorded: the bprop would see this rank's part."""
+    """MindSpore hands its own recorded values to a bprop: it would see this rank's part."""
     assert pool.run(3, own_bprops) == [[True] * 12] * 3
 
 
@@ -266,7 +266,7 @@ def test_distributed_loss(pool: Any) -> None:
 
 @on_mesh()
 def loss_scaling(mesh: Any) -> list[Any]:
-    """Mixed precision: all ranks see an overflow that one of them has, and unscale alike."""
+    """Mixed precision: all ranks see an overflow that one of them has, and all unscale in the same way."""
     scaler = ms.amp.StaticLossScaler(4.0)
     values = np.ones((4, 4), np.float32)
     values[3, 0] = np.inf
@@ -324,7 +324,7 @@ def affine_net(mesh: Any = None) -> nn.Cell:
 
 
 def affine_loss(net: nn.Cell, kind: str, seen: list[np.ndarray]) -> Callable[[Any], Any]:
-    """``kind``: what else there is to the gradients."""
+    """``kind``: further features of the gradients."""
     parameters = net.trainable_params()
 
     def plain(x: Any) -> Any:
@@ -385,7 +385,7 @@ def test_one_all_reduce_for_the_gradients_of_all(pool: Any, kind: str, frozen: i
 
 # ---------------------------------------------------------------------- errors while gradients are recorded
 class Interrupted(nn.Cell):
-    """Raises what is no error of an operation."""
+    """Raises an exception that is no error of an operation."""
 
     def construct(self, x: Any) -> Any:
         raise ArithmeticError(str((x * 2).shape))
@@ -422,14 +422,14 @@ def recorded_after_an_error(mesh: Any, kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["function", "cell", "inner", "ours"])
 def test_an_error_ends_the_recording(pool: Any, kind: str) -> None:
-    """MindSpore would go on, and count what follows as the inner one of two gradients: ``x[-1]`` is an error there."""
+    """MindSpore would go on, and count the next one as the inner one of two gradients: ``x[-1]`` is an error there."""
     assert pool.run(2, recorded_after_an_error, kind) == [[2, False, False, True], [0, False, False, True]]
 
 
 @on_mesh()
 def what_is_taken(mesh: Any) -> list[str]:
-    """Of each way to take a part the name, where gradients of gradients differ. MindSpore fails at a number alone as an
-    index there, so the reference takes slices."""
+    """The name of each way to take a part for which gradients of gradients differ. MindSpore fails at a number alone as
+    an index there, so the reference takes slices."""
     ways: dict[str, tuple[Callable, Callable]] = {
         "[-1]": (lambda y: y[-1], lambda y: y[-1:]),
         "[0]": (lambda y: y[0], lambda y: y[:1]),
@@ -473,7 +473,7 @@ class Straight(AutogradFunction):
 
 
 class Weighed(AutogradFunction):
-    """Two results of what is saved for backward, which wants the sizes of the whole tensors."""
+    """Two results of saved tensors; backward needs the sizes of the whole tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, scale: float, y: Any) -> tuple:

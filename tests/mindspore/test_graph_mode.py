@@ -2,8 +2,8 @@
 
 But for modules with styles in graphs made from the source, of which test_jit is.
 
-MindSpore's recordings (``capture_mode="trace"``) work only where all functions on the stack have a source file, which
-is neither so under pytest nor in the worker pool: there `says_where` stands for the function that reads them, and a
+MindSpore's recordings (``capture_mode="trace"``) work only where all functions on the stack have a source file. That
+holds neither under pytest nor in the worker pool. There `says_where` stands for the function that reads them, and a
 program of its own does without.
 """
 
@@ -38,7 +38,7 @@ MODES = ("ast", "bytecode", "trace")
 
 
 class Held:
-    """What functions of this module find by name: filled by the jobs."""
+    """Objects that functions of this module find by name: filled by the jobs."""
 
     net: Any = None
     tensor: Any = None
@@ -146,7 +146,7 @@ def compiled(mesh: Any, mode: str) -> dict[str, str]:
             "other cell": lambda: jit(UsesNet())(ids),
         }
     errors = {name: error_of(call) for name, call in calls.items()}
-    # What has nothing to do with DTensors compiles as ever, after the errors too, and twice.
+    # Functions without DTensors compile as usual, after the errors too, and twice.
     for _ in range(2):
         assert jit(argument)(plain).asnumpy().tolist() == [[2.0, 2.0]] * 4
     assert jit(by_other_name)(plain).asnumpy().tolist() == [[2.0, 2.0]] * 4
@@ -246,7 +246,7 @@ def test_what_graph_mode_refuses(pool: Any) -> None:
 
 @on_mesh()
 def found_by_the_parser(mesh: Any) -> str:
-    """What is not seen beforehand is an error where the parser comes across it."""
+    """A DTensor that is not seen beforehand is an error where the parser comes across it."""
     x = distribute_tensor(Tensor(np.ones((4, 2), np.float32)), mesh, [Shard(0)])
     several[0] = x
     look = parsing.reachable
@@ -365,9 +365,9 @@ def test_decorated_and_set_before_the_library_is_imported(tmp_path: Path) -> Non
         assert line.startswith(f"{name}: the function {name!r} compiled with jit uses a DTensor"), line
 
 
-# ------------------------------------------------------------------------------------------------ what is looked at
+# ------------------------------------------------------------------------------------------------ recorded calls
 def other_threads_during_a_recording() -> None:
-    """Of them nothing is recorded: they work on local tensors as ever."""
+    """Operations of other threads are not recorded: they work on local tensors as before."""
     inside: list[bool] = []
 
     def work() -> None:
@@ -394,7 +394,7 @@ def test_other_threads_during_a_recording(pool: Any) -> None:
 
 
 def test_what_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that can lead to a tensor, each thing once, and nothing of what a function does not name."""
+    """Everything that can lead to a tensor, each thing once, and no name that a function does not use."""
     found = Tensor._make_subclass(InterceptedTensor, Tensor([1.0]))
     holder_of_it = Held()
     holder_of_it.net = found

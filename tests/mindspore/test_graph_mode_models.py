@@ -104,9 +104,9 @@ def test_llama(pool: Any) -> None:
 
 @on_mesh()
 def training(mesh: Any) -> tuple[list[float], list[float], list[str]]:
-    """Losses of steps of the unsharded network in PyNative mode, and of the sharded one in graph mode: a parameter gets
-    another value on the way, there in place, as MindSpore's optimizers go on with the memory they know, here in other
-    memory."""
+    """Losses of steps of the unsharded network in PyNative mode, and of the sharded one in graph mode. A parameter gets
+    another value on the way. There it is written in place, as MindSpore's optimizers go on with the memory they know.
+    Here it is in other memory."""
 
     def steps(net: nn.Cell, change: Any) -> list[float]:
         def loss(x: Any) -> Any:
@@ -127,13 +127,13 @@ def training(mesh: Any) -> tuple[list[float], list[float], list[str]]:
     net = parallelize_module(numbers(MLP()), mesh, dict(LINEAR["column"][0]))
     with graph_mode():
         in_graph = steps(net, lambda p, value: p.set_data(value))
-        # What graphs give is not marked as gradients, and could be parts of them.
+        # Results of graphs are not marked as gradients, and could be parts of them.
         part = Tensor(np.ones((UNITS // 2, FEATURES), np.float32))
         clipped = [error_of(ops.clip_by_global_norm, (part,))]
     (marked,) = ms.grad(lambda x: net(x).sum(), None, [net.up.weight])(x)
     with graph_mode():
         clipped.append(error_of(ops.clip_by_global_norm, (marked,)))
-    in_graph.append(float((net(x) ** 2).sum().asnumpy()))  # and PyNative mode sees what graphs have written
+    in_graph.append(float((net(x) ** 2).sum().asnumpy()))  # and PyNative mode sees the writes of graphs
     return [*unsharded, unsharded[-1]], in_graph, clipped
 
 

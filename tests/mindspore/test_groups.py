@@ -1,4 +1,4 @@
-"""Process groups in processes that have initialised: adopting what a user or msrun made, groups by name."""
+"""Process groups in processes that have initialised: adopting groups that a user or msrun made, groups by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hyper_parallel.testing.spmd import on_mesh
 
 @on_mesh(2, 2)
 def groups_of_four(mesh: Any) -> dict[str, Any]:
-    """What each of four ranks sees of its groups."""
+    """Facts about its groups that each of four ranks sees."""
     platform, rank = mesh.platform, mesh.platform.rank()
     world = platform.world().group
     pairs = [[0, 2], [1, 3]]
@@ -111,7 +111,7 @@ def test_the_agent_of_torchrun_has_a_store_on_the_port(monkeypatch: pytest.Monke
 
     def refuse(host: str, port: int, **options: Any) -> None:
         asked.append((host, port, options["world_size"], options["is_master"]))
-        raise ConnectionError("nobody there")
+        raise ConnectionError("no server")
 
     monkeypatch.setattr(dist, "TCPStore", refuse)
     for name in ("MS_ROLE", "MS_WORKER_NUM"):
@@ -121,6 +121,6 @@ def test_the_agent_of_torchrun_has_a_store_on_the_port(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     for agent in ("False", "True"):
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
-        with pytest.raises(ConnectionError, match="nobody there"):
+        with pytest.raises(ConnectionError, match="no server"):
             GroupVerbs().init_process_group()
     assert asked == [("127.0.0.1", 1234, 2, False), ("127.0.0.1", 1235, 2, False)]

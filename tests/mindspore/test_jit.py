@@ -1,7 +1,7 @@
 """Modules with styles in graphs that MindSpore makes from the source: values, gradients and collectives of eager mode.
 
-And what MindSpore's other ways of making graphs do without this library: when one of those tests fails, a release does
-better, and what is refused because of it can be looked at again.
+Other tests show MindSpore's other ways of making graphs without this library. When one of them fails, a release has
+improved, and the refusal that it justifies can be reconsidered.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Norms(nn.Cell):
 
 
 def compared(net: nn.Cell, x: Tensor, *more: Any) -> float:
-    """The largest relative difference between eager mode and a graph: the output, and all gradients, where the graph
-    is inside of what is differentiated, and where it takes the gradients itself."""
+    """The largest relative difference between eager mode and a graph: of the output, and of all gradients. The graph is
+    either inside of the differentiated function, or takes the gradients itself."""
     parameters = net.trainable_params()
     position = None if x.dtype == ms.int32 else 0
 
@@ -140,8 +140,8 @@ LINEAR = {
         {"up": ColwiseParallel(output_layouts=Shard(1)), "down": RowwiseParallel(input_layouts=Shard(1))},
         False,
     ),
-    "alike": ({"up": NoParallel(), "down": NoParallel(input_layout=Shard(1), output_layout=Shard(1))}, False),
-    "alike, read by parts": (
+    "replicated": ({"up": NoParallel(), "down": NoParallel(input_layout=Shard(1), output_layout=Shard(1))}, False),
+    "replicated, read by parts": (
         {"up": NoParallel(partial_features=2), "down": NoParallel(local_output_grad_placements=(Partial(),))},
         False,
     ),
@@ -156,7 +156,7 @@ def linear_layers(mesh: Any) -> dict[str, float]:
     for name, (plan, cut) in LINEAR.items():
         net = numbers(MLP(gated=name == "gated"))
         parallelize_module(net, mesh, dict(plan))
-        if name == "alike":
+        if name == "replicated":
             parallelize_module(net.gate, mesh, NoParallel())
         x = activations(2, 4, FEATURES)
         found[name] = compared(net, x[:, : 4 // mesh.size()].contiguous() * (mesh.get_local_rank() + 1) if cut else x)
@@ -269,9 +269,9 @@ def test_llama(pool: Any) -> None:
         assert in_graph == eager == {"AllReduce": 4}
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------ refusals
 class Reads(nn.Cell):
-    """A cell that computes with a parameter of a module with a style, in ways that the walk does not see."""
+    """A cell that computes with a parameter of a module with a style, in ways that the walk misses."""
 
     def __init__(self, net: nn.Cell, way: str) -> None:
         super().__init__()
@@ -387,7 +387,7 @@ def test_bytecode_fails_where_only_a_part_is_compiled(tmp_path: Path) -> None:
 
 
 def test_programs_of_the_page(tmp_path: Path) -> None:
-    """What docs/mindspore.md shows, which needs a file to be compiled from."""
+    """Programs of docs/mindspore.md, which need a file to be compiled from."""
     text = (ROOT / "docs/mindspore.md").read_text(encoding="utf-8")
     trace, bytecode = (re.findall(rf"^```python\n# {name}\n(.*?)^```", text, re.M | re.S) for name in PAGE_PROGRAMS)
     assert run_program(tmp_path, trace[0]) == ["[3. 3.]", "[1. 1.]"]

@@ -1,4 +1,5 @@
-"""What graphs of modules with styles cannot hold: each an error that says why, of one text on all ranks, unsent."""
+"""Uses that graphs of modules with styles cannot hold: each raises an error with a reason, of one text on all ranks,
+before communication."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def beside_dropout(mesh: Any, layer: Any) -> Any:
     return net.set_train()
 
 
-#: name -> what makes the net of a mesh, and words of why it cannot be in a graph. Found before anything is compiled.
+#: name -> a function that makes the net of a mesh, and words of why it cannot be in a graph. Found before anything is
+#: compiled.
 HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fully_shard": (
         lambda mesh: nn.SequentialCell(fully_shard(dense(), mesh=mesh)),
@@ -136,7 +138,7 @@ HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
         ),
         "a style converts inputs that are given by keyword",
     ),
-    "a hook beside a style": (
+    "a hook outside a style": (
         lambda mesh: hooked(
             styled(
                 mesh,
@@ -248,7 +250,7 @@ def test_inputs_that_a_graph_is_not_right_for(pool: Any) -> None:
 
 @on_mesh()
 def by_the_parser(mesh: Any) -> list[str]:
-    """What no program is known to lead it to: asked as it asks."""
+    """Refusals that no known program triggers through the parser: asked in the way that the parser asks."""
     net = make_net(mesh)
     ask = ClassMemberNamespace.__getitem__
     conversions: Any = SimpleNamespace(local=True, count=1, conversions=())

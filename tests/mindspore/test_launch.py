@@ -47,7 +47,7 @@ assert found == ({r: f"on {r}" for r in range(world)}, ()), found
 platform.world().failed = False  # it was none
 platform.barrier(platform.world().group)
 if rank == 0:
-    time.sleep(1.5)  # longer than a rank waits that can ask nobody
+    time.sleep(1.5)  # longer than a rank waits that gets no answer
 came = time.monotonic()  # one clock for all processes
 close = distributed.destroy_process_group
 
@@ -70,7 +70,7 @@ def test_torchrun_variables() -> None:
 
 
 def check_leaving(output: str, size: int) -> None:
-    """A rank that has what it needs of the last collective must not take it from one that still sends."""
+    """A rank that has its result of the last collective must not end it for a rank that still sends."""
     times = re.findall(r"came\|(.*?)\|went\|(.*?)\|", output)
     assert len(times) == size, output
     came, went = ([float(time[i]) for time in times] for i in (0, 1))
@@ -100,7 +100,7 @@ def test_a_program_may_end_right_after_a_collective() -> None:
 
 
 class Store:
-    """What a store is asked when ranks leave: ``answers``, then it is gone."""
+    """A store with a script of replies for ranks that leave: it gives ``answers``, then it is gone."""
 
     def __init__(self, *answers: int) -> None:
         self.answers, self.amounts = list(answers), list[int]()
@@ -126,7 +126,8 @@ def test_waiting_for_all_that_leave() -> None:
 
 
 def test_ranks_that_do_not_come() -> None:
-    """An error, not a wait for ever; that rank 0 has met all, and has gone with its store, is none."""
+    """A missing rank is an error, not an endless wait. It is no error that rank 0 has met all and has gone with its
+    store."""
     stores.meet(Store(1, 2), 2, math.inf)
     stores.meet(Store(1), 2, math.inf)
     with pytest.raises(RuntimeError, match=r"1 of 2 ranks have met within 0\.02 s"):
@@ -165,7 +166,7 @@ def test_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ports_that_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store of msrun's ranks is served on the first port that is still free when the store comes to it."""
+    """A store of msrun's ranks is served on the first port that is still free when the store tries it."""
     asked: list[int] = []
 
     def make(address: str, port: int, size: int, serve: bool, timeout: timedelta, wait: bool) -> str:
@@ -261,7 +262,7 @@ DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32",
 
 @on_mesh(2)
 def every_dtype(mesh: Any) -> list[str]:
-    """What the platform says it supports works; views of larger storages too."""
+    """Every dtype that the platform claims to support works; views of larger storages too."""
     platform, group, rank = mesh.platform, mesh.platform_group(0), mesh.get_local_rank()
     problems = []
     for name in DTYPES:
@@ -293,7 +294,7 @@ def test_collectives(pool: Any) -> None:
 
 
 def test_workers_listen_on_loopback() -> None:
-    """Nobody on another machine reaches those of `hyper-parallel test`, who exchange pickles."""
+    """No other machine can reach the workers of `hyper-parallel test`, which exchange pickles."""
     with WorkerPool("mindspore", size=2) as pool:
         found = [address for rank in pool.run(2, listening_at) for address in rank]
     assert found and {*found} == {"0100007F"}, found

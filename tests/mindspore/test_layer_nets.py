@@ -34,7 +34,7 @@ def _given(*shape: int) -> Tensor:
 
 
 class ConvNet(nn.SequentialCell):
-    """Of pictures (batch, 3, 8, 8)."""
+    """A network for pictures (batch, 3, 8, 8)."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -46,7 +46,7 @@ class ConvNet(nn.SequentialCell):
 
 
 class Recurrent(nn.Cell):
-    """Of sequences (batch, 6, features)."""
+    """A network for sequences (batch, 6, features)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Recurrent(nn.Cell):
 
 
 class Transformer(nn.Cell):
-    """Of sequences (batch, 6, features)."""
+    """A network for sequences (batch, 6, features)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,14 +262,14 @@ def heads(mesh: Any) -> set[str]:
 
 
 def test_attention_by_heads(pool: Any) -> None:
-    """What MindSpore's own function computes, with heads and samples in one dimension, gathers."""
+    """MindSpore's own attention function, with heads and samples in one dimension, gathers."""
     assert pool.run(2, heads) == [{"biased"}] * 2
 
 
 @on_mesh()
 def convolutions_cost_nothing(mesh: Any) -> dict[str, dict]:
-    """Collectives of a layer and its gradients: by batch only the gradient of the weight is summed, and the means of a
-    batch norm are, both ways; by the channels that go in, the result is a partial sum."""
+    """Collectives of a layer and its gradients. Sharded by batch, only the weight's gradient is summed, and the means
+    of a batch norm in both passes. Sharded by input channels, the result is a partial sum."""
     counts = {}
     x, w = _given(4, 4, 6, 6), Tensor(np.ones((8, 4, 3, 3), np.float32))
 

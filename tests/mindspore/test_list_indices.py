@@ -33,7 +33,7 @@ INDICES: dict[str, Any] = {
 
 
 def assigned(x: Any, index: Any, placement: Any) -> np.ndarray | None:
-    """The values after a write, None where core says that it does not fit what is sharded."""
+    """The values after a write, None where core says that it does not fit the shards."""
     written = x * 1
     try:
         written[index] = 5.0

@@ -23,7 +23,7 @@ from tests.mindspore.nets import error_of, on_first_rank, whole
 
 
 def loss_of(logits: Any, targets: Tensor) -> Any:
-    """Cross entropy of what follows each token."""
+    """Cross entropy of the token after each token."""
     classes = logits.shape[-1]
     return ops.cross_entropy(logits[:, :-1].reshape(-1, classes), targets[:, 1:].reshape(-1))
 
@@ -57,7 +57,7 @@ def reference(case: Case, ids: Tensor) -> tuple[np.ndarray, np.ndarray, dict[str
 
 @on_mesh()
 def compare(mesh: Any, case: Case) -> dict[str, dict[str, int]]:
-    """Raise AssertionError for what differs from the single process's model; return the collectives."""
+    """Raise AssertionError for a difference from the single process's model; return the collectives."""
     ids = tokens(case.config)
     loss, logits, gradients = on_first_rank(mesh, lambda: reference(case, ids))
     got_loss, got_logits, got, counts = run(make(case, mesh), case, ids)

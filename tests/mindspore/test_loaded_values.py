@@ -1,4 +1,4 @@
-"""Values that are put into distributed parameters: what is trained afterwards is what the single cell trains."""
+"""Values that are put into distributed parameters: training then continues as that of the single cell."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ WAYS: dict[str, Callable[[nn.Cell, Tensor, str], Any]] = {
 PLACES: dict[str, Callable[[nn.Cell, Any], Any]] = {
     "columns": lambda net, mesh: parallelize_module(net, mesh, ColwiseParallel(output_layouts=Replicate())),
     "rows": lambda net, mesh: parallelize_module(net, mesh, RowwiseParallel(input_layouts=Replicate())),
-    "alike": lambda net, mesh: parallelize_module(net, mesh, NoParallel()),
+    "replicated": lambda net, mesh: parallelize_module(net, mesh, NoParallel()),
     "fully_shard": lambda net, mesh: fully_shard(net, mesh=mesh),
     "replicate": lambda net, mesh: replicate(net, mesh),
 }
@@ -95,7 +95,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def trained(make: Callable[[], nn.Cell], way: str, optimizer: str, folder: str) -> tuple[np.ndarray, bool]:
-    """The weight after `STEPS` steps from loaded values, and whether what was loaded has stayed as it was."""
+    """The weight after `STEPS` steps from loaded values, and whether the loaded values have stayed as they were."""
     net = make()
     values, x = numbers(*net.weight.shape, seed=1), numbers(2, 4, seed=2)
     kept = values.asnumpy().copy()
@@ -149,7 +149,7 @@ def test_optimizers(pool: Any, tmp_path: Path, optimizer: str, place: str) -> No
 
 @on_mesh()
 def initialized(mesh: Any, place: str, rows: int) -> list[bool]:
-    """Ranks agree on what an initializer draws, whatever their generators have drawn before."""
+    """Ranks agree on the draws of an initializer, whatever their generators have drawn before."""
     net = PLACES[place](single(rows), mesh)
     weight = net.weight
     found = []

@@ -21,7 +21,7 @@ TARGET = np.array([1, 5, -100, 0], np.int32)
 ALL_COUNT = np.array([1, 5, 3, 0], np.int32)
 WEIGHT = np.linspace(0.5, 2.0, CLASSES).astype(np.float32)
 
-#: a loss on DTensors, what it is on plain tensors (mint's have no kernel on CPU), its target, and its all-reduces
+#: a loss on DTensors, the same on plain tensors (mint's have no kernel on CPU), its target, and its all-reduces
 LOSSES: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any], np.ndarray, int]] = {
     "mint.nn.functional.cross_entropy": (
         lambda x, t: mint.nn.functional.cross_entropy(x, t, label_smoothing=0.1),
@@ -120,7 +120,7 @@ def test_losses(pool: Any, dtype: type) -> None:
 
 @on_mesh()
 def elsewhere(mesh: Any) -> None:
-    """Logits that were not computed with a head are not its part of the classes, whoever has as many."""
+    """Logits that were not computed with a head are not its part, even if they have as many classes."""
     x, target = Tensor(np.ones((SAMPLES, 4), np.float32)), Tensor(TARGET)
     head, other = parallelize_module(Headed(), mesh, {"head": ColwiseParallel()}), nn.Dense(4, CLASSES)
     parameters = ms.ParameterTuple([*head.trainable_params(), *other.trainable_params()])

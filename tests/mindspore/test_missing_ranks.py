@@ -1,4 +1,4 @@
-"""Who is missing when a collective fails: ranks that call the roll at a real store, at the same time."""
+"""Finding the missing ranks when a collective fails: ranks that call the roll at a real store, at the same time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on_rank(rank: int, store: Any) -> GroupVerbs:
 
 
 def test_all_answer(server: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as everybody has, and what each was doing arrives at each."""
+    """The call ends as soon as all have answered, and each learns the state of all others."""
     monkeypatch.setattr(lost_ranks, "GRACE", 600.0)
     store, port = server
     answers: dict[int, Any] = {}

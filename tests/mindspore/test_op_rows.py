@@ -76,7 +76,7 @@ def test_operands_by_keyword() -> None:
     [((), {"rounding_mode": "floor"}, X // 2), (("trunc",), {}, np.trunc(X / 2)), ((), {}, X / 2)],
 )
 def test_division_with_rounding(args: tuple, kwargs: dict, wanted: np.ndarray) -> None:
-    """The mode is part of what core sees: a quotient that is rounded is not linear."""
+    """The mode is part of core's arguments: a quotient that is rounded is not linear."""
     calls = (Tensor(X), Tensor(np.float32(2)), *args)
     _, static_args = OPS["DivMod"].bind(None, calls, kwargs)
     assert static_args[0] == (args[0] if args else kwargs.get("rounding_mode"))
@@ -91,7 +91,7 @@ def test_division_with_rounding(args: tuple, kwargs: dict, wanted: np.ndarray) -
 
 # -------------------------------------------------------------------- rows
 def test_what_depends_on_all_values() -> None:
-    """The row itself runs what it is given."""
+    """The row itself runs the given function."""
     x = np.float32([[0, 3, 0], [4, 0, 0]])
     assert run_row("NonZero", ops.nonzero, (Tensor(x),)).asnumpy().tolist() == np.argwhere(x).tolist()
     picked = run_row("MaskedSelect", ops.masked_select, (Tensor(x), Tensor(x > 0)))
@@ -110,8 +110,8 @@ def test_squeeze_of_everything() -> None:
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("ignored", [-100, 2])
 def test_nll_loss(reduction: str, ignored: int) -> None:
-    """The primitive itself counts its reductions: 0, 1, 2. (Its kernel does not ignore anything under "none"; what
-    `ops.nll_loss` does holds.)"""
+    """The primitive itself counts its reductions: 0, 1, 2. (Its kernel does not ignore anything under "none"; the
+    result of `ops.nll_loss` holds.)"""
     mesh = init_device_mesh("cpu", (1,))
     scores, target, weight = np.log(X / X.sum(1, keepdims=True)), np.array([2, 0], np.int32), np.float32([1, 2, 3])
     primitive = ops.NLLLoss(reduction, ignored)
@@ -224,7 +224,7 @@ def test_an_undone_draw_is_drawn_again() -> None:
 
 # -------------------------------------------------------------------- compiled functions
 def test_plain_functions_are_compiled_as_ever() -> None:
-    """After a DTensor was made, too; also functions that refer to what is not there yet."""
+    """They are compiled after a DTensor was made, too. So are functions that refer to names that are defined later."""
     distribute_tensor(Tensor(X), init_device_mesh("cpu", (1,)), [Shard(0)])
 
     @ms.jit

@@ -147,8 +147,8 @@ def trained(net: Any, name: str) -> tuple[list[float], list[np.ndarray]]:
 
 @on_mesh()
 def several_steps(mesh: Any, name: str) -> list[str]:
-    """Each network with its own gradients, DTensors and plain local ones in turn. What is far from the reference,
-    measured by the way that it went."""
+    """Each network with its own gradients, DTensors and plain local ones in turn. The result lists the parameters that
+    are far from the reference, measured by the way that it went."""
     net = make_net(mesh)
     reference, found = on_first_rank(mesh, lambda: trained(make_net(), name)), trained(net, name)
     losses, ways = zip(reference, found, strict=True)
@@ -258,7 +258,7 @@ def test_a_step_that_takes_more_than_gradients(pool: Any) -> None:
     assert pool.run(2, more_than_gradients) == [[True] * 14] * 2
 
 
-# ---------------------------------------------------------------------- what does not work
+# ---------------------------------------------------------------------- unsupported optimizers
 @on_mesh()
 def needs_whole_parameters(mesh: Any) -> str:
     net = make_net(mesh)
@@ -272,7 +272,7 @@ def test_optimizers_with_norms_are_refused(pool: Any) -> None:
 
 @on_mesh()
 def too_few_gradients(mesh: Any) -> list[str]:
-    """Plain ones, of which nobody knows where they belong; DTensors, which the optimizer takes or does not."""
+    """Plain gradients, whose parameters are unknown; DTensors, which the optimizer takes or does not."""
     net = make_net(mesh)
     optimizer = TrustRatio(net.trainable_params(), 0.01)
     plain = ms.grad(loss_of(net), None, net.trainable_params())()
@@ -287,7 +287,7 @@ def test_too_few_gradients(pool: Any) -> None:
         assert of_distributed == "ValueError: zip() argument 3 is shorter than arguments 1-2"
 
 
-#: What MindSpore 2.10 does with plain parameters on CPU: these are not ours to support.
+#: Results of MindSpore 2.10 with plain parameters on CPU: these are not ours to support.
 BROKEN: dict[str, tuple[Callable[[list], Any], str]] = {
     "Lamb": (lambda p: nn.Lamb(p, 0.01), "error"),
     "LARS": (lambda p: nn.LARS(nn.Momentum(p, 0.1, 0.9)), "error"),
@@ -313,6 +313,6 @@ def plain_outcomes() -> dict[str, str]:
     return outcomes
 
 
-@pytest.mark.skipif(not ms.__version__.startswith("2.10"), reason="says what MindSpore 2.10 does")
+@pytest.mark.skipif(not ms.__version__.startswith("2.10"), reason="checks MindSpore 2.10")
 def test_what_mindspore_itself_does_not_do_on_cpu(pool: Any) -> None:
     assert pool.run(1, plain_outcomes) == [{name: outcome for name, (_, outcome) in BROKEN.items()}]

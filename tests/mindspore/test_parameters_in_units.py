@@ -50,7 +50,7 @@ class Stepped(nn.Cell):
 
 
 class Walking(nn.Cell):
-    """A penalty of what ``walk`` gives of the cell, on top of a layer."""
+    """A penalty of the results of ``walk`` on the cell, on top of a layer."""
 
     def __init__(self, walk: Callable[[nn.Cell], Any]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_cells(pool: Any, name: str) -> None:
 
 @on_mesh(2, 2, names=("dp", "tp"))
 def on_two_dimensions(mesh: Any) -> list[bool]:
-    """Parameters that are tensor parallel beside: modules find DTensors."""
+    """Parameters that are tensor parallel too: modules find DTensors."""
     x = Tensor(np.random.default_rng(1).standard_normal((4, FEATURES)).astype(np.float32))
 
     def around(cell: nn.Cell) -> None:

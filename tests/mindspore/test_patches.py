@@ -1,4 +1,4 @@
-"""What is patched in MindSpore: nothing before the first DTensor, then what is listed, nothing after `uninstall`."""
+"""Patches in MindSpore: none before the first DTensor, then the listed ones, none after `uninstall`."""
 
 from __future__ import annotations
 

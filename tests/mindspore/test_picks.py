@@ -118,7 +118,7 @@ def right() -> None:
 
 
 def more() -> None:
-    """What one device cannot compute, or needs other operands for."""
+    """Picks that one device cannot compute, or that need other operands."""
     mesh = spmd.device_mesh(4)
     numbers = np.array([3, 1, 1, 0, 3, 2, 7, 7, 1], np.int32)
     x = distribute_tensor(Tensor(numbers), mesh, [Shard(0)])

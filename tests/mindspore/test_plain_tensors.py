@@ -1,4 +1,5 @@
-"""Plain tensors that meet DTensors: whichever comes first, the error says what does not mix; nothing takes a part."""
+"""Plain tensors that meet DTensors: whichever comes first, the error names the operands that do not mix; nothing takes
+a part."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FLOATS = np.arange(6, dtype=np.float32).reshape(2, 3)
 @pytest.fixture(scope="module")
 def platform() -> Any:
     mesh = init_device_mesh("cpu", (1,))
-    return bind_platform(mesh.platform)  # with what the class of DTensors patches
+    return bind_platform(mesh.platform)  # with the patches of the DTensor class
 
 
 def test_facts(platform: Any) -> None:
@@ -255,7 +255,7 @@ def test_interception(platform: Any) -> None:
 
 
 def test_wrap_keeps_what_somebody_holds(platform: Any) -> None:
-    """An operation may give back its operand, which has a layout, or is a parameter."""
+    """An operation may return its operand, which has a layout, or is a parameter."""
     mesh = init_device_mesh("cpu", (1,))
     x = distribute_tensor(Tensor(FLOATS), mesh, [Shard(0)])
     other = distribute_tensor(Tensor(FLOATS), mesh, [Shard(1)])._layout
@@ -272,7 +272,7 @@ def test_the_op_table_speaks_of_canonical_operations(platform: Any) -> None:
 
 
 def test_values_of_empty_parts() -> None:
-    """What kernels leave uninitialised."""
+    """Results that kernels leave uninitialised."""
     for _ in range(20):
         ops.full((64,), 7.0)  # so that fresh memory is not zero
         nothing, rows = OPS["MatMulExt"].bind(None, (ops.zeros((3, 0)), ops.zeros((0, 4))), {})

@@ -1,4 +1,4 @@
-"""What is taken from MindSpore's private parts is looked at first."""
+"""Private parts of MindSpore are checked before they are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs as users of MindSpore write them (tests/mindspore/programs): in parallel they give what one device gives."""
+"""Programs as users of MindSpore write them (tests/mindspore/programs): in parallel they give the results of one
+device."""
 
 from __future__ import annotations
 

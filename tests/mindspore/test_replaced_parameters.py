@@ -1,4 +1,4 @@
-"""What MindSpore has to put other parameters and data into a parallelised network: right, or refused."""
+"""MindSpore's ways to put other parameters and data into a parallelised network: right, or refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What `mindspore.Tensor` has besides operations, on DTensors: sizes, conversions, item assignment, reflected
-operators; and what is overridden for parameters."""
+"""Features of `mindspore.Tensor` besides operations, on DTensors: sizes, conversions, item assignment, reflected
+operators; and overrides for parameters."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_reflected_operators(pool: Any) -> None:
 
 @on_mesh()
 def infinities(mesh: Any) -> list[bool]:
-    """Each rank looks at its part, and all get the same answer, wherever what is not finite lies."""
+    """Each rank looks at its part, and all get the same answer, wherever the non-finite numbers are."""
     found = []
     for number in (1.0, np.inf, -np.inf, np.nan):
         for place in ((0, 0), (3, 2)):

@@ -1,5 +1,5 @@
-"""Training as trainers of large models do it: losses, norms, and what every checkpoint holds, against one process;
-resumed on other ranks than those that saved. `tests.torch.test_trainer` is the same for torch."""
+"""Training as trainers of large models do it: losses, norms, and the contents of every checkpoint, against one process.
+It is resumed on other ranks than those that saved. `tests.torch.test_trainer` is the same for torch."""
 
 from __future__ import annotations
 

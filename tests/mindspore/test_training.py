@@ -1,4 +1,4 @@
-"""Ten steps of training with what loops have besides an optimizer equal those of the unsharded network."""
+"""Ten steps of training with the features of loops besides an optimizer equal those of the unsharded network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[[list], Any]] = {
 
 @dataclass(frozen=True)
 class Features:
-    """What a training loop does.
+    """Options of a training loop.
 
     Attributes:
         clip: maximal global norm of the gradients.
@@ -36,7 +36,8 @@ class Features:
         schedule: learning rate at each step.
         scale: initial scale of a dynamic loss scaler; the loss of step 3 is infinite.
         reload: whether a new optimizer takes over the state in the middle.
-        half: what computes in float16: "to_float" for the feed-forward layers, or a level of `auto_mixed_precision`.
+        half: the part that computes in float16: "to_float" for the feed-forward layers, or a level of
+            `auto_mixed_precision`.
     """
 
     clip: float | None = None
@@ -115,7 +116,7 @@ def train(net: Any, name: str, features: Features) -> list[float]:
 
 @dataclass(frozen=True)
 class Trained:
-    """Losses of the steps, and what each parameter has become."""
+    """Losses of the steps, and the final value of each parameter."""
 
     losses: list[float]
     values: list[np.ndarray]

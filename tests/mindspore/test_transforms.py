@@ -59,9 +59,9 @@ def transform(mesh: Any) -> dict[str, str]:
             apply(ops.tanh, distributed)
         assert not comm.get_total_counts()
         found[name] = str(refused.value).splitlines()[0]
-        # What passes between modules with styles is plain, and graphs can hold that.
-        # MindSpore's own errors end derivatives through a gathering cell: "The func graph is empty", "vmap currently
-        # not support the side effect op".
+        # Tensors between modules with styles are plain, and graphs can hold them. MindSpore's own errors end
+        # derivatives through a gathering cell: "The func graph is empty", "vmap currently not support the side effect
+        # op".
         for f in (block, gathered) if "vmap" in name else (block,):
             pairs = zip(_listed(apply(f, x)), _listed(apply(Block(), x)), strict=True)
             assert all(np.allclose(a.asnumpy(), b.asnumpy(), atol=1e-5) for a, b in pairs), name

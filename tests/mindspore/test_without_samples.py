@@ -95,7 +95,7 @@ def statistics(mesh: Any, samples: int, spatial: tuple[int, ...]) -> None:
 
 @on_ranks(1, 2, 3, gate=(1, 3))
 def test_running_statistics(pool: Any, world_size: int) -> None:
-    """Those of one device, in every mode and placement; evaluation gathers nothing."""
+    """Running statistics are those of one device, in every mode and placement; evaluation gathers nothing."""
     for samples in (5, 2) if everything() else (2,):
         for spatial in ((), (3, 2)):
             pool.run(world_size, statistics, samples, spatial)

@@ -1,5 +1,6 @@
-"""A trainer of the shape that trainers of large models have, on MindSpore: a state dict taken once before the first
-forward, accumulation, clipping over mixed meshes, a learning rate that falls, saves while it goes on, and a resume."""
+"""A trainer of the shape that trainers of large models have, on MindSpore. It has a state dict taken once before the
+first forward, accumulation, and clipping over mixed meshes. It has a learning rate that falls, saves in the middle of
+training, and a resume."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.mindspore import operators
 
-#: Calls, of which some keep their results, because which memory is free has a say in what comes out.
+#: Calls, of which some keep their results, because results depend on which memory is free.
 CALLS = 60
 
 
@@ -36,7 +36,7 @@ def look_at(name: str) -> None:
 
 
 def _look(call: Any, result: set[Any], gradient: set[Any]) -> Iterator[None]:
-    """Make the call again and again, and note what is seen."""
+    """Make the call again and again, and note its results."""
     (function,) = call.forms.values()
     weights: dict[Any, Any] = {}
 

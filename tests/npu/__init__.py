@@ -1,1 +1,1 @@
-"""What is particular to torch_npu and HCCL, and the simulated NPU itself."""
+"""Tests that are particular to torch_npu and HCCL, and of the simulated NPU itself."""

@@ -217,7 +217,7 @@ def test_dropout(pool: Any, layout: str) -> None:
 
 @on_mesh(2)
 def left_to_torch_npu(mesh: Any) -> None:
-    """What the rule does not know is gathered, or torch_npu says what is wrong with it."""
+    """Arguments unknown to the rule are gathered, or torch_npu reports their error."""
     tensors = [distribute_tensor(x, mesh, [Shard(1)]) for x in operands("BNSD")]
     for options, said in (
         ({"padding_mask": tensors[0]}, "without padding_mask"),

@@ -22,7 +22,7 @@ ASCEND_910B, ASCEND_910C = 223, 250
 
 
 def fused(mesh: Any, collective: str, x: Any, weight: Any, dim: int = 0) -> tuple[Any, list[str]]:
-    """What the verb gives, and the list of collectives that it announces."""
+    """The result of the verb, and the list of collectives that it announces."""
     said: list[str] = []
     platform = get_platform()
     platform.fast.fuses_linear = True  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def test_off_by_itself(pool: Any) -> None:
 
 
 def test_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is looked at is the same on every rank, and keeps within what torch_npu documents."""
+    """The conditions are the same on every rank, and stay within the limits that torch_npu documents."""
     half = torch.empty(1, TOKENS, IN, dtype=torch.float16, device="meta")
     weight = torch.empty(OUT, IN, dtype=torch.float16, device="meta")
 
@@ -170,14 +170,14 @@ def test_switch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_mesh(2)
 def refused_by_the_operators(mesh: Any) -> None:
-    """The simulator refuses what the operators do, so that the tests above say something."""
+    """The simulator refuses the same arguments as the operators, so that the tests above are meaningful."""
     name = fused_linear.communicator(mesh.get_group(0))
     half, square = made(torch.float16, 4, 256, seed=1), made(torch.float16, 256, 256, seed=2)
     npu = torch.ops.npu
     for call, said in (
         (lambda: npu.npu_mm_all_reduce_base(half.float(), square.float(), name), "takes float16 and bfloat16"),
         (lambda: npu.npu_mm_all_reduce_base(half.t(), square[:4], name), "takes a contiguous matrix"),
-        (lambda: npu.npu_mm_all_reduce_base(half, square, "nobody"), "no communicator 'nobody'"),
+        (lambda: npu.npu_mm_all_reduce_base(half, square, "unknown"), "no communicator 'unknown'"),
         (lambda: npu.npu_mm_all_reduce_base(half, square, name, reduce_op="max"), "is simulated with reduce_op='sum'"),
         (lambda: npu.npu_all_gather_base_mm(half[:, :8].contiguous(), square[:8], name, 2), "cannot multiply"),
         (lambda: npu.npu_all_gather_base_mm(half, square, name, 3), "is for 2, 4 or 8 ranks"),
@@ -278,7 +278,7 @@ def test_styles(pool: Any, name: str) -> None:
 
 @on_mesh(2)
 def left_alone(mesh: Any) -> None:
-    """Layers that nothing is fused for run as ever: parts of different sizes, other layouts, a mesh of one rank."""
+    """Layers that nothing is fused for run as usual: parts of different sizes, other layouts, a mesh of one rank."""
     platform, applies = get_platform(), fused_linear.applies
 
     def never(*args: Any) -> bool:

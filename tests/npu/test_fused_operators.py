@@ -89,7 +89,8 @@ def test_every_layout(pool: Any, name: str) -> None:
 
 @on_mesh(4)
 def every_length_is_cut_in_four(mesh: Any, name: str) -> None:
-    """Over four ranks, unevenly: in forward nothing is sent, in backward only what each rank knows a part of."""
+    """Over four ranks, unevenly: in forward nothing is sent, in backward only gradients of which each rank knows a
+    part."""
     function, shapes, free = CASES[name]
     for dim in free:
         arrays = [randn(*shape, seed=i) for i, shape in enumerate(shapes)]
@@ -153,7 +154,7 @@ def test_all_results_of_add_rms_norm(pool: Any) -> None:
 
 @on_mesh(2)
 def rotation_by_a_matrix(mesh: Any) -> str:
-    """``rotate`` is refused, on all ranks alike, and before anything is sent."""
+    """``rotate`` is refused, on all ranks, and before anything is sent."""
     import torch_npu
 
     given = [distribute_tensor(randn(*shape), mesh, [R]) for shape in ((4, 2, 5, 6), (5, 6), (5, 6), (6, 6))]

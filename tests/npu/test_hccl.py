@@ -1,4 +1,4 @@
-"""What HCCL takes and refuses, and what DTensors do about the latter."""
+"""Arguments that HCCL takes and refuses, and how DTensors handle refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import device
 
-#: What torch_npu has data types of HCCL for, float64 included.
+#: Dtypes for which torch_npu has data types of HCCL, float64 included.
 DTYPES = [
     getattr(torch, name)
     for name in "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64".split()  # noqa: SIM905
@@ -55,7 +55,8 @@ def what_torch_npu_refuses(mesh: Any) -> dict[str, list[str]]:
 
 
 def test_supported_is_what_hccl_takes(pool: Any) -> None:
-    """Nothing that `supports` promises is refused; what it denies is refused or, as averages are, emulated."""
+    """HCCL takes each collective and dtype that `supports` promises. The others are refused or, as averages are,
+    emulated."""
     refused = pool.run(2, what_torch_npu_refuses)[0]
     for collective in ("all_reduce", "reduce_scatter"):
         assert "sum torch.float64" in refused[collective]

@@ -42,7 +42,7 @@ def prefixed(rows: int, columns: int, free: list[int]) -> torch.Tensor:
 
 
 SIX, EIGHT = 6, 8
-#: sparse_mode -> (options, what is blocked)
+#: sparse_mode -> (options, blocked places)
 SPARSE = {
     0: ({"atten_mask": causal(SIX, EIGHT)}, causal(SIX, EIGHT)),
     1: ({"atten_mask": causal(SIX, EIGHT, 1)[None, None].expand(2, 1, -1, -1).contiguous()}, causal(SIX, EIGHT, 1)),
@@ -126,7 +126,7 @@ def test_sequences_of_their_own_lengths(version: str, sparse_mode: int) -> None:
 
 
 def test_bias_and_one_more_score() -> None:
-    """A bias is added before scaling, or, of type 0, after; a sink takes part in the sum, and both get gradients."""
+    """A bias is added before scaling, or, of type 0, after it. A sink takes part in the sum, and both get gradients."""
     cpu = [numbers(2, 4, SIX, 8, seed=i).requires_grad_() for i in range(3)]
     pse, sink = numbers(1, 4, SIX, SIX, seed=4).requires_grad_(), numbers(4, seed=5).requires_grad_()
     npu = [x.detach().npu().requires_grad_() for x in (*cpu, pse, sink)]

@@ -1,4 +1,4 @@
-"""The simulated NPU: what it does not do it must refuse, by name; its kernels must be right."""
+"""The simulated NPU: it refuses unsupported calls, by name; its kernels must be right."""
 
 from __future__ import annotations
 

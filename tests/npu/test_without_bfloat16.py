@@ -18,7 +18,7 @@ from tests.simulated_npu import preload
 pytestmark = pytest.mark.skipif(not preload.is_simulated(), reason="the NPUs here are real, and of one kind")
 ROOT = Path(__file__).resolve().parents[2]
 
-#: What a rank does: each line of JSON is (what was tried, how it ended).
+#: The program of a rank: each line of JSON is (what was tried, how it ended).
 PROGRAM = """
 import json
 import torch
@@ -77,13 +77,13 @@ NOT_COLLECTIVES = ("distribute", "on the device", "from_local", "module", "facto
 
 
 def run_on(chip: str, ranks: int) -> list[dict[str, str]]:
-    """What each rank of a job on NPUs of this kind printed."""
+    """The output of each rank of a job on NPUs of this kind."""
     outputs = run_ranks(PROGRAM, ranks, SIMULATED_NPU_SOC=chip)
     return [dict(json.loads(line) for line in out.splitlines() if line.startswith("[")) for out in outputs]
 
 
 def run_ranks(program: str, ranks: int, **variables: str) -> list[str]:
-    """What each rank of a job of its own printed."""
+    """The output of each rank of a job of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -6,6 +6,6 @@
 
 `run` compiles the C files of ``cann/`` with gcc (`build`), and has every Python process below it load the result in
 place of CANN as soon as it imports torch_npu (`preload`). The operators that torch_npu registers then run torch's CPU
-kernels on the memory of the simulated device (`aten_kernels`, `fused_kernels`). docs/simulated_npu.md says what this
-shows and what it does not.
+kernels on the memory of the simulated device (`aten_kernels`, `fused_kernels`). docs/simulated_npu.md says how far this
+goes.
 """

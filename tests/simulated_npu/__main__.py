@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    """What processes below `run` need: the libraries, the hook that loads them, and torch_npu without its queue."""
+    """The environment for processes below `run`: the libraries, the hook that loads them, and torch_npu without its
+    queue."""
     places = [str(Path(__file__).parent / "autostart"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         preload.FOLDER_VARIABLE: str(build.build()),

@@ -12,14 +12,14 @@ import torch
 #: torch's name for the one custom device type, which is "npu" here.
 NPU = torch._C._get_privateuse1_backend_name()
 
-# Of plain tensors, so that a distributed tensor, which may come in here, says what it holds itself.
+# Of plain tensors, so that a distributed tensor, which may come in here, gives its own local values.
 _size, _stride, _offset = torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset
 _storage = torch.Tensor.untyped_storage
 
 
 @lru_cache(maxsize=4096)
 def _host_storage(address: int, size: int) -> torch.UntypedStorage:
-    """Storage over memory that somebody else owns. It may be kept: it is nothing but an address and a size."""
+    """Storage over memory with another owner. It may be kept: it is nothing but an address and a size."""
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8).untyped_storage()
 
 
@@ -56,7 +56,7 @@ def is_on_device(x: Any) -> bool:
 
 
 def on_each(function: Callable[[Any], Any], x: Any) -> Any:
-    """``function`` of what an operator takes or returns, within lists and tuples of it too.
+    """``function`` of an operator's arguments or results, within lists and tuples of it too.
 
     `torch.utils._pytree.tree_map` does the same and takes 15 us, as long as small kernels.
     """

@@ -1,8 +1,8 @@
 """torch_npu's kernels for torch's operators, replaced by torch's own for the CPU.
 
-Each operator that torch_npu registers for its device gets a kernel which runs the CPU's on host views of the operands
-and copies the results to the device. What allocates, makes views or copies between devices stays torch_npu's, so that
-its rules hold: no float64, its storage layout, its allocator and generators.
+Each operator that torch_npu registers for its device gets a kernel. That runs the CPU's kernel on host views of the
+operands and copies the results to the device. Operators that allocate, make views or copy between devices stay
+torch_npu's, so that its rules hold: no float64, its storage layout, its allocator and generators.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _replace_kernel(library: torch.library.Library, name: str) -> None:
 def _restore_autograd(library: torch.library.Library, name: str) -> None:
     """Some operators have derivatives of torch_npu's own, in terms of its fused operators: take torch's instead.
 
-    Torch's are registered for all devices as "Autograd", or the operator is composed of others. What is registered for
+    Torch's are registered for all devices as "Autograd", or the operator is composed of others. A kernel registered for
     AutogradCPU would call the CPU's kernel with tensors of the device, and lose the gradient.
     """
     qualified, operator = _operator(name)
@@ -171,7 +171,7 @@ class _Call:
         return x
 
     def check_devices(self) -> None:
-        """Refuse what the real kernels refuse: a second NPU, or a CPU tensor that is not a scalar."""
+        """Refuse the arguments that the real kernels refuse: a second NPU, or a CPU tensor that is not a scalar."""
         if not self._pairs:
             return
         for x in [x for _, x in self._pairs] + [x for x in self._others if x.dim()]:
@@ -208,8 +208,8 @@ def draw_offset(generator: torch.Generator) -> tuple[int, int]:
 
 
 def _run_random(operator: Any, generator: torch.Generator, args: tuple, kwargs: dict) -> Any:
-    """Run a random operator with a CPU generator that is derived from the device's seed and offset; advance the
-    offset, as the device's kernels do."""
+    """Run a random operator with a CPU generator that is derived from the device's seed and offset. Advance the offset,
+    as the device's kernels do."""
     seed, offset = draw_offset(generator)
     derived = (seed * 1000003 + offset) & (2**63 - 1)
     if any(a.name == "generator" for a in operator._schema.arguments):

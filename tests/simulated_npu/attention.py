@@ -1,7 +1,7 @@
 """Reference kernels of npu_fusion_attention, its second and its third version, forward and backward.
 
-All layouts come down to one: segments of (batch, heads, length, head_dim), which is one segment for a batch of equal
-lengths, and one for each sequence in the layout TND. Written from the description of the operator in torch_npu.
+All layouts come down to one: segments of (batch, heads, length, head_dim). A batch of equal lengths is one segment, and
+the layout TND has one for each sequence. Written from the description of the operator in torch_npu.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Call:
         return call
 
     def check(self) -> None:
-        """Refuse what the operator refuses."""
+        """Refuse the arguments that the operator refuses."""
         varlen = self.layout == "TND"
         if self.layout not in LAYOUTS:
             raise ValueError(f"input_layout {self.layout!r} is none of {', '.join(LAYOUTS)}")
@@ -124,7 +124,7 @@ class Call:
 
     # -------------------------------------------------------------------------------------------------------- scores
     def blocked(self, number: int, count: int, scores: torch.Tensor) -> torch.Tensor | None:
-        """Which scores of segment ``number`` of ``count`` do not count: true there."""
+        """A mask of the scores of segment ``number`` of ``count`` that do not count: true there."""
         if self.mask is None:
             return None  # and sparse_mode is not looked at
         rows, columns = scores.shape[-2:]
@@ -300,7 +300,7 @@ def _gradients(*names: str) -> Callable[..., tuple[torch.Tensor, ...]]:
         input_layout: str,
         **options: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Gradients in the order of the operator's results; empty ones for what was not given."""
+        """Gradients in the order of the operator's results; empty ones for missing arguments."""
         found = _backward(query, key, value, dy, Call.of(head_num, input_layout, options))
         return tuple(found.get(name, torch.empty(0, dtype=query.dtype)) for name in names)
 

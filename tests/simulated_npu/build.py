@@ -20,7 +20,7 @@ FLAGS = ["-O2", "-g", "-shared", "-fPIC", "-std=gnu11", "-Wall", "-Werror"]
 #: The releases of torch_npu whose calls are known to be covered; the gate runs the last.
 TESTED_VERSIONS = ("2.13.0", "2.14.0")
 
-# What belongs into which library. torch_npu asks for each of them by name.
+# The files of each library. torch_npu asks for each of them by name.
 RUNTIME = ["device.c", "memory.c", "stream.c", "operators.c", "accepted_calls.c"]
 HCCL = ["hccl_communicator.c", "hccl_reduce.c", "hccl_collectives.c", "hccl_point_to_point.c"]
 EMPTY = ["ge_runner", "graph", "acl_tdt_channel", "atb", "hcomm"]
@@ -93,7 +93,7 @@ def build() -> Path:
     folder = BUILDS / digest.hexdigest()[:16]
     if not folder.exists():
         BUILDS.mkdir(parents=True, exist_ok=True)
-        # Made beside it and renamed, so that another process finds all of it or nothing.
+        # Made next to it and renamed, so that another process finds all of it or nothing.
         with tempfile.TemporaryDirectory(dir=BUILDS) as made:
             _compile_all(Path(made))
             try:

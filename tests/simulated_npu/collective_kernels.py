@@ -1,6 +1,6 @@
 """Reference kernels of torch_npu's products with a collective, by torch's product and ProcessGroupHCCL's collective.
 
-What the operators refuse by their description is refused here too: other dtypes, transposed operands, sizes.
+Arguments that the operators refuse by their description are refused here too: other dtypes, transposed operands, sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def group_of(name: str) -> Any:
 
 
 def check(operator: str, x: torch.Tensor, other: torch.Tensor, options: dict[str, Any], world_size: int) -> None:
-    """Raise for what the operator does not take, in its form without quantisation."""
+    """Raise for arguments that the operator does not take, in its form without quantisation."""
     given = {name: value for name, value in options.items() if value is not None}
     if given.pop("reduce_op", "sum") != "sum" or given.keys() - {"bias", "gather_output"}:
         raise ValueError(f"{operator} is simulated with reduce_op='sum' and a bias, without quantisation: got {given}")

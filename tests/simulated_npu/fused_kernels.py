@@ -145,7 +145,7 @@ def install() -> None:
 def _on_host(function: Callable[..., Any], random: bool = False) -> Callable[..., Any]:
     """A kernel for tensors of the device that runs ``function`` on their host views.
 
-    If it is ``random``, its first argument is a function that gives seed and offset of the device's generator, and
+    If it is ``random``, its first argument is a function. That gives seed and offset of the device's generator, and
     advances it.
     """
 

@@ -1,7 +1,7 @@
 """Putting the stand-in in the place of CANN, in this process, when torch_npu is imported.
 
 torch_npu's libraries ask for CANN's by name (``libascendcl.so``, ``libhccl.so``, ...). Libraries of these names that
-are loaded already are taken, so nothing has to be installed and no path has to be set.
+are loaded already are taken. So nothing has to be installed and no path has to be set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import ModuleType
 FOLDER_VARIABLE = "SIMULATED_NPU_LIBRARIES"
 #: In the order in which they are loaded.
 LIBRARIES = ("ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb", "hcomm")
-#: Loaded too beside a torch that was built for CUDA, without which torch_npu 2.14 would end the process.
+#: Loaded too with a torch that was built for CUDA, without which torch_npu 2.14 would end the process.
 BESIDE_CUDA = "torch_with_cuda"
 
 

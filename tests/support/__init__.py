@@ -1,1 +1,1 @@
-"""What tests share besides `hyper_parallel.testing`."""
+"""Helpers that tests share in addition to `hyper_parallel.testing`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["damage"]
 
-#: What comes into JSON in the place of something else.
+#: Values that come into JSON in the place of something else.
 _STRANGE: tuple[Any, ...] = (
     *(
         None,
@@ -44,12 +44,12 @@ def damage(draw: random.Random, directory: Path, older: Path) -> list[str]:
     """Damage files of a directory.
 
     Args:
-        draw: what draws.
+        draw: the random generator.
         directory: of a checkpoint, or of weights for Hugging Face.
         older: the same of other values, files of which may get in between.
 
     Returns:
-        What was done, for people: one thing or two.
+        The damage, for people: one thing or two.
     """
     return [draw.choice(_DAMAGES)(draw, directory, older) for _ in range(draw.choice((1, 1, 1, 2)))]
 

@@ -1,4 +1,4 @@
-"""What may be around `fully_shard`, for the tables of both frameworks."""
+"""Surroundings of `fully_shard`, for the tables of both frameworks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ __all__ = ["CHOICES", "HAS_TENSOR_PARALLELISM", "full_set", "pairs", "settle", "
 
 Row = dict[str, Any]
 
-#: What is chosen -> the choices, of which the first goes with everything.
+#: Name of a choice -> its options, of which the first goes with everything.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "mesh": ("dp x tp", "dp", "replicate x shard", "replicate x shard x tp"),
     "units": ("blocks", "nested", "root"),
     "reshard": (None, True, False),
-    #: What is computed again in backward, and how: by filling in what forward has kept, or as a function of its own.
+    #: The part that is recomputed in backward, and how: by restoring the values of forward, or as a function of its
+    #: own.
     "checkpoint": ("none", "non-reentrant", "reentrant"),
     #: In which dtype is computed: single or double, by autocast, or by the policy of `fully_shard`.
     "lower": ("no", "autocast", "policy"),
@@ -41,7 +42,7 @@ HAS_TENSOR_PARALLELISM = ("dp x tp", "replicate x shard x tp")
 
 
 def settle(row: Row) -> Row:
-    """``row`` without choices that mean nothing beside others."""
+    """``row`` without choices that mean nothing next to others."""
     row = dict(row)
     if row["mesh"] not in HAS_TENSOR_PARALLELISM:
         row.update(sequence=False, coalesce=False, loss_parallel=False)

@@ -1,4 +1,4 @@
-"""What functions and classes a framework consists of, to see what has been put in their places."""
+"""The functions and classes of a framework, to see which of them have been replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["Snapshot", "changes", "snapshot"]
 
-#: (identity of a module or class, name) -> the module or class, what it has under the name.
+#: (identity of a module or class, name) -> the module or class, its attribute of that name.
 Snapshot = dict[tuple[int, str], tuple[Any, Any]]
 
 
@@ -40,7 +40,7 @@ def _is_code(value: Any) -> bool:
 
 
 def changes(before: Snapshot, after: Snapshot) -> dict[str, Any]:
-    """What was replaced, removed, or added to a class that was there before: name -> what is there after."""
+    """Attributes that were replaced, removed, or added to a class that existed before: name -> the value now."""
     classes = {id(value) for _, value in before.values() if issubclass(type(value), type)}
     changed = {}
     for key in before.keys() | after.keys():

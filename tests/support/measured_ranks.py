@@ -1,6 +1,6 @@
-"""Which ranks of the test pool measure coverage.
+"""Selects the ranks of the test pool that measure coverage.
 
-Measuring on all four takes a fifth of the time, and they run the same code but for branches that depend on the rank.
+Measuring on all four takes a fifth of the time. They run the same code but for branches that depend on the rank.
 """
 
 from __future__ import annotations

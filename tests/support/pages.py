@@ -1,8 +1,8 @@
 """The Python code of the documentation, run as it stands on all ranks of the pool.
 
 The blocks of a page run one after the other in one set of names. Fragments stand on names that a reader has to think of
-(a model, a batch, a loss): `PREPARED` gives them. A comment such as ``# TypeError: what it says`` promises an error.
-`PROGRAMS` and `ELSEWHERE` list what other tests run, or compare with the source.
+(a model, a batch, a loss): `PREPARED` gives them. A comment such as ``# TypeError: part of its text`` promises an
+error. `PROGRAMS` and `ELSEWHERE` list the blocks that other tests run, or compare with the source.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _working_in(folder: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _raised(kind: str, text: str) -> Iterator[None]:
-    """What a comment in a block promises."""
+    """Check the error that a comment in a block promises."""
     try:
         yield
     except Exception as error:

@@ -31,9 +31,9 @@ def covering(
     """Rows in which every ``strength`` choices occur together that can; the same on every machine.
 
     Args:
-        choices: kind -> what there is to choose, hashable. The first of each goes with everything.
-        settle: gives a row in which choices that have no meaning beside others are the first ones. A choice that has
-            none beside the first of all others has one if one of these is another.
+        choices: kind -> the options, hashable. The first of each goes with everything.
+        settle: gives a row in which choices that have no meaning next to others are the first ones. A choice that has
+            none next to the first of all others has one if one of these is another.
         strength: 2 for pairs.
         first: rows that there are already.
     """
@@ -70,7 +70,8 @@ def _possible(choices: Mapping[str, Sequence[Any]], settle: Callable[[Row], Row]
 
 
 def _around(group: Row, choices: Mapping[str, Sequence[Any]], settle: Callable[[Row], Row]) -> Iterator[Row]:
-    """Rows with the choices of a group, unless these have no meaning there, and else the first of each, but for one."""
+    """Rows with the choices of a group, unless these have no meaning there. The other kinds have their first choice,
+    but for one."""
     first = {kind: values[0] for kind, values in choices.items()}
     for kind, values in choices.items():
         for value in values:

@@ -1,4 +1,4 @@
-"""The table of patches in docs/patches.md, made from what `platform.patching` installs.
+"""The table of patches in docs/patches.md, made from the patches that `platform.patching` installs.
 
 python -m tests.support.patch_table torch         # where torch is installed
 python -m tests.support.patch_table mindspore     # where MindSpore is
@@ -37,7 +37,7 @@ def table(patches: Sequence[Patch]) -> str:
 
 
 def _undone(patch: Patch) -> str:
-    """What `PatchSet.uninstall` does, in words."""
+    """The effect of `PatchSet.uninstall`, in words."""
     if any(name.endswith("]") for name in patch.targets):
         return "the entry is removed"
     return "the original is put back" if patch.held == "own" else "the attribute is deleted"
@@ -78,7 +78,7 @@ def with_table(page: str, framework: str, text: str) -> str:
 
 def _main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.support.patch_table")
-    parser.add_argument("framework", help="torch or mindspore: what hyper_parallel/platform/ has a folder of")
+    parser.add_argument("framework", help="torch or mindspore: a folder of hyper_parallel/platform/")
     parser.add_argument("page", nargs="?", type=Path, default=Path("docs/patches.md"))
     arguments = parser.parse_args()
     patches = importlib.import_module(f"hyper_parallel.platform.{arguments.framework}.patches").PATCHES.patches

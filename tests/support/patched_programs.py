@@ -1,4 +1,4 @@
-"""Programs that say what is patched in a process of their own, for the tests of each framework's patches."""
+"""Programs that list the patches in a process of their own, for the tests of each framework's patches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["IN_A_FORK", "IN_THREADS", "fresh", "page_has"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Four threads make the first DTensor of a process at once. Before it comes what gives a tensor, ``make()``.
+#: Four threads make the first DTensor of a process at once. A function ``make()`` that gives a tensor comes before it.
 IN_THREADS = """
 import threading, time
 import hyper_parallel as hp
@@ -51,7 +51,7 @@ assert not failures and len(classes) == len(inits) == 1, (failures, classes, ini
 print("passed")
 """
 
-#: Children are forked from two ranks, and call collectives. Before it comes what gives a tensor, ``make()``.
+#: Children are forked from two ranks, and call collectives. A function ``make()`` that gives a tensor comes before it.
 IN_A_FORK = """
 import os, signal, time
 import hyper_parallel as hp
@@ -82,7 +82,7 @@ mesh.platform.destroy_process_group()
 
 
 def fresh(code: str, ranks: int = 1, port: int = 0) -> None:
-    """Run ``code`` in a new interpreter, which must print "passed" and end well; with several ranks in one for each,
+    """Run ``code`` in a new interpreter, which must print "passed" and end well. With several ranks, one runs for each,
     under torchrun's variables."""
     environment = {**os.environ, "GLOG_v": "3"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

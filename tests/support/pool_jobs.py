@@ -9,7 +9,7 @@ from hyper_parallel.testing import spmd
 
 
 def describe(*args: object) -> tuple:
-    """Who runs this, with what."""
+    """The identity of the rank that runs this, and its arguments."""
     return spmd.rank, spmd.world_size, os.environ["RANK"], os.environ["WORLD_SIZE"], args
 
 
@@ -44,5 +44,5 @@ def die_on(rank: int) -> None:
 
 
 def unpicklable() -> object:
-    """Return what cannot be sent."""
+    """Return an object that cannot be sent."""
     return lambda: None

@@ -19,12 +19,12 @@ __all__ = ["PATIENCE", "ROOT", "Ended", "program_of", "run_each", "run_on_two", 
 ROOT = Path(__file__).resolve().parents[2]
 #: Seconds until a process counts as hanging: more than it takes on the busiest machine. No test waits for them.
 PATIENCE = 900.0
-#: What launchers tell a rank.
+#: Variables that launchers set for a rank.
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MS_ROLE", "MS_WORKER_NUM", "RANK_ID")
 
 
 class Ended(NamedTuple):
-    """How a process has ended, and what it has printed."""
+    """The status of a process that has ended, and its output."""
 
     status: int
     out: str
@@ -92,7 +92,7 @@ def program_of(page: Path, name: str) -> str:
 
 
 def run_on_two(script: Path, address: str = "127.0.0.1") -> list[str]:
-    """What each of two ranks has printed; they must end well."""
+    """The output of each of two ranks; they must end well."""
     ended = run_ranks([script], 2, address=address)
     assert [rank.status for rank in ended] == [0, 0], ended
     return [rank.out for rank in ended]

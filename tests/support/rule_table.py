@@ -1,4 +1,4 @@
-"""The table of canonical operations in docs/rules.md, made from what stands at the rules.
+"""The table of canonical operations in docs/rules.md, made from the rules.
 
     python -m tests.support.rule_table
 
@@ -19,7 +19,7 @@ __all__ = ["PAGE", "main", "table", "with_table"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "rules.md"
 BEGIN = "<!-- made by python -m tests.support.rule_table: do not edit -->\n"
-END = "<!-- end of what it made -->"
+END = "<!-- end of the table -->"
 _MEMORY = {
     "shared": "a view",
     "viewable": "a view or a copy, as strides allow",
@@ -41,7 +41,7 @@ def _of_module(module: str, found: list[CanonicalOp]) -> str:
     lines = [
         f"**`{module.rpartition('.')[2]}.py`.** {title}",
         "",
-        "| operation | what it is | operands | static arguments | result | calls remembered |",
+        "| operation | meaning | operands | static arguments | result | calls remembered |",
         "|---|---|---|---|---|---|",
     ]
     for op in found:

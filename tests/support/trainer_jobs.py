@@ -1,4 +1,4 @@
-"""Two jobs of a trainer, one that saves and one that goes on, against one process; the trainer is a framework's."""
+"""Two jobs of a trainer, one that saves and one that goes on, against one process. The trainer is a framework's."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Jobs(NamedTuple):
     Args:
         make: trainer of a setup, a mesh (None for one process), and a seed (None for that of the first weights).
         values: all that a checkpoint is to hold, whole.
-        compare: two of these; the third argument says what they are of.
-        trained: train a trainer so many steps, with what is called after each.
+        compare: two of these; the third argument names their origin.
+        trained: train a trainer so many steps, with a function to call after each.
         precision: relative difference that losses and norms may have.
         io: functions that save and load.
     """

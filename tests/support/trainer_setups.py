@@ -10,7 +10,7 @@ __all__ = ["PAIRS", "SETUPS", "Setup"]
 
 
 class Setup(NamedTuple):
-    """Ranks along each dimension, and what varies around them."""
+    """Ranks along each dimension, and the variations around them."""
 
     replicate: int = 1
     shard: int = 1

@@ -1,7 +1,7 @@
 """The walks through the code in docs/architecture.md, compared with those of a real step.
 
-A walk is what is on the call stack at a few moments: who called whom, from the user's call to there. What runs beside
-it and has returned by then (checks of the plan, look-ups in caches) is not in the walk; the page lists its files.
+A walk lists the functions on the call stack at a few moments: who called whom, from the user's call to there. Calls
+that have returned by then (checks of the plan, look-ups in caches) are not in the walk. The page lists their files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Walk = dict[str, list[str]]
 
 
 def _file_of(frame: FrameType) -> str | None:
-    """The file of the package that a function stands in; None of another one, and of what tests bring."""
+    """The file of the package that a function stands in; None for another one, and for files of tests."""
     path = Path(frame.f_code.co_filename)
     known = PACKAGE in path.parents and PACKAGE / "testing" not in path.parents
     return path.relative_to(PACKAGE).as_posix() if known else None
@@ -40,9 +40,9 @@ def _file_of(frame: FrameType) -> str | None:
 
 @contextmanager
 def walking(walk: Walk, *moments: tuple[str, str, int], ran: set[str] | None = None) -> Iterator[None]:
-    """Add to ``walk`` what of the package is on the stack when a function is entered that a moment names: by how its
-    file and its qualified name end, and by how often it is entered until then. Add to ``ran`` the files of all
-    functions that run."""
+    """Add to ``walk`` the functions of the package on the stack when a moment's function is entered. A moment names it
+    by the ends of its file and of its qualified name. It also says how often it was entered until then. Add to ``ran``
+    the files of all functions that run."""
     waiting = [[*moment] for moment in moments]
 
     def enter(frame: FrameType | None, event: str, _: Any) -> None:
@@ -126,7 +126,7 @@ def of_an_operation(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
 
 
 def described(title: str) -> tuple[Walk, list[str]]:
-    """The walk that the page has under this first line of a block, and what it says runs beside it."""
+    """The walk that the page has under this first line of a block, and the files outside of it."""
     block = re.search(rf"```text\n{re.escape(title)}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert block is not None, f"no walk {title!r} in {PAGE}"
     walk = {file: names.split(", ") for file, names in (line.split(": ") for line in block[1].strip().splitlines())}

@@ -26,8 +26,8 @@ _NAMES = {
 
 
 def waits(operation: Any, args: tuple) -> bool:
-    """Whether the results of an operation in a graph, or their shapes, are known to the host only once the device has
-    computed them: a CUDA graph cannot have it."""
+    """Whether the host knows results of an operation, or their shapes, only once the device has computed them. A CUDA
+    graph cannot have such an operation."""
     found = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(getattr(operation, "tags", ()))
     if operation is torch.ops.aten.index.Tensor:  # has this tag for masks
         return any(i is not None and i.meta["val"].dtype in (torch.bool, torch.uint8) for i in args[1])
@@ -46,7 +46,7 @@ class Graphs:
         self.copies = copies
         self.counts: Counter[str] = Counter()
         self.graphs = 0
-        # Inductor's partition into forward and backward: that of aot_eager leaves code in backward that nobody uses.
+        # Inductor's partition into forward and backward: that of aot_eager leaves unused code in backward.
         partition = min_cut_rematerialization_partition
         self.backend = aot_autograd(fw_compiler=self._count, bw_compiler=self._count, partition_fn=partition)
 

@@ -37,7 +37,7 @@ def trained(
     Args:
         single, model: unsharded and parallelised.
         xs: an input of each length.
-        make: what is computed of a model; its forward.
+        make: gives the function of a model to compile; its forward by default.
     """
     counters.clear()
     reference = single if make is None else make(single)

@@ -1,4 +1,4 @@
-"""What a step of the standard models costs in things that can be counted, without a clock.
+"""Costs of a step of the standard models in things that can be counted, without a clock.
 
 ``python -m tests.torch.costs`` prints the table of `test_costs`, and with ``--write`` puts it there. Everything is
 counted from outside: attributes of the DTensor class are wrapped, calls are seen by `sys.setprofile`, collectives below
@@ -46,7 +46,7 @@ class Cost(NamedTuple):
         dispatches: operations on DTensors.
         calls: calls of Python functions of this package.
         nodes: nodes of the autograd graph that forward builds, leaves included; 0 in backward.
-        collectives: what was communicated: name, number and bytes.
+        collectives: the communication: name, number and bytes.
     """
 
     dtensors: int
@@ -60,7 +60,7 @@ class Cost(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What one version of a model costs, and what hand-written code communicates in the same passes."""
+    """Costs of one version of a model, and the communication of hand-written code in the same passes."""
 
     forward: Cost
     backward: Cost
@@ -105,7 +105,7 @@ def _watched_class(counter: _Counter) -> Iterator[None]:
 @contextmanager
 def _profiled(counter: _Counter) -> Iterator[None]:
     """See calls of Python functions."""
-    # What runs operations is made for each row of the op table, of the same code.
+    # The function that runs operations is made for each row of the op table, of the same code.
     dispatches = {dispatch.bind(row).__code__ for row in (None, *OP_TABLE.values())}
 
     def see(frame: FrameType, event: str, argument: Any) -> None:

@@ -27,7 +27,7 @@ class Model(Decoder):
 
     def __init__(self, row: dict[str, Any]) -> None:
         kind = row["checkpoint"]
-        # What is computed again is a unit, or in one, by which modules are units.
+        # Recomputed are units, or modules inside of units, by which modules are units.
         wrap = lambda block, x: checkpoint(block, x, use_reentrant=kind == "reentrant")  # noqa: E731
         super().__init__(SIZES[row["sizes"]], wrap=None if kind == "none" else wrap)
         self.nothing, self.idle = nn.Identity(), nn.Linear(3, 3)
@@ -72,7 +72,7 @@ def run(row: dict[str, Any]) -> None:
 
 
 def _meshes(name: str) -> tuple[Any, Any]:
-    """That of data parallelism, and that of tensor parallelism or None."""
+    """The mesh of data parallelism, and that of tensor parallelism or None."""
     if name == "dp":
         return device_mesh(4, names=("dp",)), None
     if name == "replicate x shard":
@@ -132,7 +132,7 @@ def _shard(model: Any, mesh: Any, row: dict[str, Any]) -> None:
 
 
 def _given(dp: Any, ids: Any, targets: Any, row: dict[str, Any]) -> tuple[Any, Any]:
-    """What this rank calls the model with."""
+    """The inputs of the model on this rank."""
     if row["distributed"]:
         layout = [hp.Shard(0)] * dp.ndim
         return tuple(hp.distribute_tensor(x, dp, layout, src_data_rank=None) for x in (ids, targets))  # type: ignore

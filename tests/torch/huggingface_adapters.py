@@ -24,7 +24,7 @@ class Adapted(nn.Module):
         self.lora_B = nn.ModuleDict({"default": up.to(base.weight.device)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What the layer gives, and twice what the adapter does."""
+        """Add twice the adapter's output to that of the layer."""
         y = self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
         return self.base_layer(x) + y * 2.0
 

@@ -1,4 +1,4 @@
-"""What the test pool runs for `test_huggingface`: each compares a parallelised model with the single-process one."""
+"""Jobs of the test pool for `test_huggingface`: each compares a parallelised model with the single-process one."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def checkpointing(mesh: Any, case: str, use_reentrant: bool) -> None:
 
 @on_mesh()
 def dropout(mesh: Any) -> None:
-    """Dropout outside of attention draws what a single process draws; inside, where every rank has all heads."""
+    """Dropout outside of attention draws the numbers of a single process; inside, where every rank has all heads."""
     outside = {"resid_pdrop": 0.3, "embd_pdrop": 0.3}
     gathered = {
         "transformer.h.*.attn.c_attn": "colwise_gather_output",
@@ -194,7 +194,7 @@ def generating(mesh: Any, case: str) -> None:
 
 @on_mesh()
 def saving(mesh: Any, case: str) -> None:
-    """What is saved is the whole model, loads as any other, and cannot be saved in parts by mistake."""
+    """A saved model is the whole model, loads as any other, and cannot be saved in parts by mistake."""
     single, model = pair(mesh, case)
     weights = full_state_dict(model)
     assert len({id(x) for x in weights.values()}) == len(list(single.parameters()))  # ties are one tensor
@@ -270,7 +270,7 @@ def errors() -> None:
     refused(ValueError, r"h\.0\.attn' has 5 heads, which the 2 ranks.*1, 5 ranks", f"gpt2, {odd}")
     misspelt = {"model.nrom": "replicate"}
     refused(ValueError, "no such module or parameter; the nearest paths are 'model.norm'", plan=misspelt)
-    refused(ValueError, "no name of one; the nearest are 'colwise'", plan={"lm_head": "colwize"})
+    refused(ValueError, "not the name of one; the nearest are 'colwise'", plan={"lm_head": "colwize"})
     refused(ValueError, "parameter 'model.norm.weight' the style", plan={"model.norm.weight": "sequence_parallel"})
     refused(ValueError, "src_data_rank=2", src_data_rank=2)
     refused(ValueError, "gather_logits=False is for", plan={"lm_head": None}, gather_logits=False)

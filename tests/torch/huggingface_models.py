@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, and what is run on them."""
+"""Tiny models of transformers with random weights, and the jobs that run on them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _GPT2: dict[str, Any] = {
 # Kernels for grouped products want rows of 16 bytes, on every rank.
 _MOE = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
 
-#: Architecture and what differs from the sizes above.
+#: Architecture and differences from the sizes above.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, tied": ("Llama", {"tie_word_embeddings": True}),
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _FALCON = {"ffn_hidden_size": 40, "multi_query": False, "new_decoder_architecture": False}
 
-#: What `test_huggingface_zoo` runs besides some of those.
+#: Cases that `test_huggingface_zoo` runs besides some of those.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
     "gpt neox": ("GPTNeoX", {}),

@@ -23,7 +23,7 @@ TITLE = "`op_db`, the database of operators that torch tests itself with"
 #: Dtypes of the samples, one after the other and again: the first in each row that an operator takes.
 _FLOAT = (torch.float64, torch.float32, torch.int64, torch.complex128, torch.bool)
 _DTYPES = (_FLOAT, _FLOAT, (torch.complex128,), (torch.int64,), (torch.bool,), _FLOAT)
-#: What these give is not initialised.
+#: Results of these are not initialised.
 _EMPTY = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "resize_"}
 READS_ROW_MAJOR: frozenset[str] = frozenset()
 #: Compiled at run time for a GPU.
@@ -96,8 +96,8 @@ def _plain(tree: Any) -> Any:
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
-    """A leaf with the value of ``x`` to 24 binary places: of such numbers sums of a few are exact, so that a partial
-    sum has the same value as the whole, and what jumps (``floor``, ``==``) does so at the same place."""
+    """A leaf with the value of ``x`` to 24 binary places. Sums of a few such numbers are exact, so that a partial sum
+    has the same value as the whole. Functions with jumps (``floor``, ``==``) then jump at the same place."""
     requires_grad = x.requires_grad
     x = x.detach()
     if x.layout is torch.strided and x.dtype in (torch.float64, torch.complex128):
@@ -179,7 +179,7 @@ def loss(outputs: Sequence[Any], weigh: Callable[[Any], Any], way: str) -> Any:
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:
-    """What may be written to, and leads back to ``x``."""
+    """A copy that may be written to, and leads back to ``x``."""
     return x.clone()
 
 

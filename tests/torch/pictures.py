@@ -2,7 +2,7 @@
 
     HYPER_PARALLEL_PLATFORM=torch-cpu python -m tests.torch.pictures
 
-draws them anew; a test fails where those that are there are not what the library draws.
+draws them anew; a test fails where the committed ones differ from those that the library draws.
 """
 
 from __future__ import annotations

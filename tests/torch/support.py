@@ -1,4 +1,4 @@
-"""What the torch tests share."""
+"""Helpers that the torch tests share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def of_release(values: Mapping[str, T]) -> T:
-    """Take what holds for the installed torch, of values by the release since when they do: the newest not newer."""
+    """Take the value for the installed torch, of values by the release since when they hold: the newest not newer."""
 
     def number(release: str) -> tuple[int, ...]:
         return tuple(int(part) for part in release.split(".")[:2])

@@ -140,7 +140,7 @@ PLANS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[], tor
 
 
 def run_plan(size: int, name: str) -> list[dict[str, Any]]:
-    """Forward and backward with both libraries; what they count until each gradient is placed as its parameter."""
+    """Forward and backward with both libraries; their counts until each gradient is placed as its parameter."""
     build, plan, make_input, dim = PLANS[name]
     both = meshes(size)
     torch.manual_seed(3)
@@ -226,7 +226,7 @@ def test_redistribution(pool: Any, mesh: tuple[int, ...], size: tuple[int, ...])
     assert set(pool.run(ranks, run_transitions, mesh, size)) == {12 if len(mesh) == 1 else 144}
 
 
-# ---------------------------------------------------------------------- what torch gets wrong or refuses
+# ---------------------------------------------------------------------- errors and refusals of torch
 
 
 class Scaled(nn.Linear):
@@ -300,7 +300,7 @@ def uneven_hidden_features(lib: Any, mesh: Any) -> bool:
 
 
 def numbers_on_any_device(lib: Any, mesh: Any) -> bool:
-    """`rand` gives what a single device draws."""
+    """`rand` gives the numbers of a single device."""
     torch.manual_seed(1)
     if lib is OURS:
         hyper_parallel.manual_seed(1, mesh)
@@ -347,7 +347,7 @@ TRAPS = {
 }
 
 
-#: What torch makes of each: "wrong", or its exception with the function or the words in it. Another exception may be of
+#: Torch's result for each: "wrong", or its exception with the function or the words in it. Another exception may be of
 #: the test's own making, and shows nothing.
 IN_TORCH = {
     "further_positional_arguments": r"TypeError in .*: .*forward\(\) missing 1 required positional argument: 'scale'",
@@ -364,7 +364,8 @@ IN_TORCH = {
 
 
 def run_trap(name: str) -> list[str]:
-    """What becomes of it in torch and here: "right", "wrong", or the exception, who raised it and what it says."""
+    """The outcome in torch and here: "right", "wrong", or the exception with the library that raised it and its
+    text."""
     outcomes = []
     for lib, mesh in meshes(2):
         try:

@@ -1,4 +1,4 @@
-"""Every public name of torch's distributed tensors is here, or it is said why not; the page is up to date."""
+"""Every public name of torch's distributed tensors is here, or the page says why not. The page is up to date."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_YET: dict[str, set[str]] = {
 }
 #: Torch since -> names, and a keyword of the page's release that they do not take yet.
 TAKES_NOT_YET = {"2.13": {"DeviceMesh": "preserve_rank_order"}, "2.15": {}}
-#: Torch since -> what would be said without notes.
+#: Torch since -> the lines that there would be without notes.
 WITHOUT_NOTES = {
     "2.13": ["torch.distributed.tensor.experimental.context_parallel is not here"],
     "2.14": [

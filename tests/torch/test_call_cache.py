@@ -1,4 +1,4 @@
-"""Calls that are remembered: what counts for two calls to be the same one, and that the second is found."""
+"""Calls that are remembered: the facts that make two calls the same one, and that the second is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallelised modules are called without the detour of `torch.nn.Module.__call__`: nobody who hooks in must notice."""
+"""Parallelised modules are called without the detour of `torch.nn.Module.__call__`: no hook must notice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def x() -> torch.Tensor:
     return torch.arange(8.0, device=device()).reshape(2, 4).requires_grad_()
 
 
-#: name -> what registers a hook on a module, which appends to a list when it runs.
+#: name -> a function that registers a hook on a module, which appends to a list when it runs.
 HOOKS: dict[str, Callable[[Any, list], Any]] = {
     "before": lambda m, seen: m.register_forward_pre_hook(lambda m, args: seen.append(len(args))),
     "before, with keywords": lambda m, seen: m.register_forward_pre_hook(

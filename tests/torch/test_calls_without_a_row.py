@@ -1,6 +1,6 @@
 """Calls that the rows of the op table leave to torch, which gets whole tensors: its values, and its own errors.
 
-A handler or a row that cannot tell what such a call means says so with `UnboundCallError`, which no user sees.
+A handler or a row that cannot tell the meaning of such a call raises `UnboundCallError`, which no user sees.
 """
 
 from __future__ import annotations

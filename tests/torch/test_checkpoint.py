@@ -1,4 +1,5 @@
-"""Checkpoints of what only torch has: schedulers, loaders, wrappers and optimizers; lost ranks; failures beside it."""
+"""Checkpoints of features that only torch has: schedulers, loaders, wrappers and optimizers; lost ranks; failures
+outside of saving."""
 
 from __future__ import annotations
 
@@ -144,7 +145,7 @@ OF_NUMBERS: dict[str, Any] = {
 
 
 def facts(state: dict[str, Any]) -> dict[str, Any]:
-    """What each entry of an optimizer's state is, but for its value."""
+    """The properties of each entry of an optimizer's state, but for its value."""
     return {
         k: (type(x), getattr(x, "dtype", None), getattr(x, "placements", None), getattr(x, "device", None))
         for k, x in state.items()
@@ -153,8 +154,8 @@ def facts(state: dict[str, Any]) -> dict[str, Any]:
 
 @on_mesh()
 def moments_of_numbers(mesh: Any, directory: str) -> None:
-    """Those of a parameter without dimensions are loaded as they were: of its dtype, distributed as it is, on its
-    device; and the next steps are those of the job that saved."""
+    """Moments of a parameter without dimensions are loaded as they were: of its dtype, distributed in the same way, on
+    its device. The next steps are those of the job that saved."""
     for name, make in OF_NUMBERS.items() if everything() else [*OF_NUMBERS.items()][::3]:
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             for way, other in zip(WAYS, [*WAYS][1:] + [*WAYS][:1], strict=True):
@@ -193,7 +194,7 @@ def test_autograd_knows_that_values_are_others(tmp_path: Path) -> None:
 
 
 def test_wrappers_have_no_names(tmp_path: Path) -> None:
-    """What torch.compile and checkpoint_wrapper put around a module; buffers that are not to be saved."""
+    """Wrappers of torch.compile and checkpoint_wrapper around a module; buffers that are not to be saved."""
     plain = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     plain.register_buffer("mask", torch.ones(2), persistent=False)
     path = save({"model": plain}, tmp_path / "plain")
@@ -229,7 +230,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def test_a_loader_with_workers(tmp_path: Path) -> None:
-    """Two replicas use three batches; three go on with what is left."""
+    """Two replicas use three batches; three replicas continue with the rest."""
     order = [*StatefulDistributedSampler(20, 1, 0)]
     for rank in range(2):
         sampler = StatefulDistributedSampler(Numbers(), 2, rank)
@@ -278,7 +279,7 @@ os._exit(0)
 
 
 def test_a_rank_is_lost(tmp_path: Path) -> None:
-    """The others do not wait for it for as long as the time-out, half an hour, and the checkpoint before is there."""
+    """The others wait for it less than the time-out of half an hour, and the earlier checkpoint is there."""
     first, second = run_ranks(["-c", PROGRAM, tmp_path / "run"], 2)
     assert second.status == -signal.SIGKILL and first.status == 0, (first, second)
     assert "lost|" in first.out

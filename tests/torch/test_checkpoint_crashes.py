@@ -1,7 +1,7 @@
 """A save that is cut short at any step loses nothing: ranks are killed, or the disk is full, at each step in turn.
 
-Ranks are processes that talk through files, as in an asynchronous save, which takes no process group; what they do to
-the disk is the same in every save.
+Ranks are processes that talk through files, as in an asynchronous save, which takes no process group. Their work on the
+disk is the same in every save.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUN = "0123456789abcdef"
 
 
 def state(step: int) -> dict[str, Any]:
-    """Of tensors that ranks share the writing of, and of values."""
+    """A state of tensors that ranks share the writing of, and of values."""
     return {"weight": torch.full((8, 4), float(step)), "small": torch.full((2,), step), "step": step}
 
 
@@ -49,7 +49,7 @@ class Asked:
 
 
 def save_as(rank: int, path: Path, step: int, talk: Path, lost: Path, exchange: bool) -> None:
-    """What rank ``rank`` of a save does; an asynchronous one where ``exchange``."""
+    """The work of rank ``rank`` in a save; an asynchronous one where ``exchange``."""
     ranks._PATIENCE, plan.SHARED_FROM = 20.0, 16
     set_run(path.parent, RUN)
     asked = Asked(rank, talk)
@@ -74,7 +74,7 @@ def give_up(through: ThroughFiles, lost: Path) -> None:
 
 
 class Group:
-    """The ranks of one save, each in a process of its own; ``at`` is called before each step of each rank."""
+    """The ranks of one save, each in a process of its own. ``at`` is called before each step of each rank."""
 
     def __init__(
         self, path: Path, step: int, talk: Path, at: Callable[..., None] | None = None, exchange: bool = False
@@ -130,7 +130,7 @@ class Recorded(NamedTuple):
 
     Attributes:
         run: where it and the one before it are.
-        steps: what each rank did, step by step.
+        steps: the steps of each rank.
     """
 
     run: Path
@@ -164,7 +164,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Recor
 
 
 def in_turn(points: Iterable[Any], start: Callable[[Any], Group], check: Callable[[Any, Group], None]) -> None:
-    """Start a group for each point, and check what became of it; some run at a time, as ranks wait for one another."""
+    """Start a group for each point, and check its outcome. Some groups run at a time, as ranks wait for one another."""
     running: deque[tuple[Any, Group]] = deque()
     for point in points:
         if len(running) == 4:
@@ -175,7 +175,7 @@ def in_turn(points: Iterable[Any], start: Callable[[Any], Group], check: Callabl
 
 
 def check_newest(directory: Path, newest: int) -> None:
-    """The checkpoint of step ``newest``, or a later one that is whole, is found; each that is there can be loaded."""
+    """The checkpoint of step ``newest``, or a later one that is whole, is found. Each that is there can be loaded."""
     path = latest(directory)
     assert path is not None
     new = load(state(0), path)
@@ -190,7 +190,7 @@ def exchange(request: pytest.FixtureRequest) -> bool:
 
 
 def test_steps(recorded: Any, exchange: bool) -> None:
-    """What there is to be killed at."""
+    """The steps at which a rank can be killed."""
     first, second = recorded(exchange).steps
     kinds = [kind for kind, _ in first]
     assert {"make", "open", "write", "sync", "rename", "remove", "barrier"} == set(kinds)
@@ -201,7 +201,7 @@ def test_steps(recorded: Any, exchange: bool) -> None:
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_rank_is_killed(tmp_path: Path, recorded: Any, killed: int) -> None:
-    """At every step; the other one fails, and the next save of the run works and removes what was left."""
+    """At every step; the other one fails, and the next save of the run works and removes the remains."""
     saved = recorded(True)
 
     def start(number: int) -> Group:

@@ -1,4 +1,4 @@
-"""Damaged files at random: an error of this library that names a file, and nothing has changed; or what was saved."""
+"""Damaged files at random: an error of this library that names a file, and nothing has changed; or the saved values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hyper_parallel.testing.extent import everything
 from tests.support.damaged_files import damage
 
 FORK = multiprocessing.get_context("fork")
-#: Bytes that a process may have beyond what it has, and seconds that a load may take.
+#: Bytes that a process may allocate beyond those that it has, and seconds that a load may take.
 ALLOWED, PATIENCE = 200 << 20, 10
 #: How many damages of each kind of files.
 COUNT = 2000 if everything() else 100
@@ -29,7 +29,7 @@ SEED = 1
 
 
 class Job:
-    """A model, an optimizer and what else a checkpoint has.
+    """A model, an optimizer and the other contents of a checkpoint.
 
     Args:
         seed: of the values.
@@ -114,7 +114,7 @@ def search(
     check: Callable[[Path, list[Any], bool | None], None],
     wanted: Any,
 ) -> list[str]:
-    """Damage copies of a directory, each in its own way, and check what loading them does, in a process that may not
+    """Damage copies of a directory, each in its own way, and check how they load. The process that loads them may not
     take much."""
     told = FORK.SimpleQueue()
 

@@ -1,4 +1,4 @@
-"""Small files that ask for much memory: it is bounded by what is there, and by the tensors that are wanted."""
+"""Small files that ask for much memory: it is bounded by the bytes in them, and by the tensors that are wanted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hyper_parallel.checkpoint.tilings import is_tiling
 from hyper_parallel.testing.indexes import change_index
 
 FORK = multiprocessing.get_context("fork")
-#: Bytes that a call may take at most, and those that the process may have, beyond what it has.
+#: Bytes that a call may take at most, and those that the process may have, beyond its present ones.
 TAKEN, ALLOWED = 64 << 20, 3 << 30
 
 
@@ -110,7 +110,7 @@ def test_parts_that_lie_wildly(path: Path, dimensions: int) -> None:
     left = side**dimensions - sum(int(np.prod([int(x) for x in n], dtype=object)) for n in sizes)
     row = [[[0] * dimensions, [*[side] * (dimensions - 1), left // side ** (dimensions - 1)], 0, "x"]]
     rest = left - side ** (dimensions - 1) * (left // side ** (dimensions - 1))
-    for d in range(dimensions - 1):  # what is missing to the number of elements, as boxes of one row, one element
+    for d in range(dimensions - 1):  # the elements that are still missing, as boxes of one row, one element
         unit = side ** (dimensions - 2 - d)
         size = [1] * (d + 1) + [side] * (dimensions - 2 - d) + [1]
         if rest // unit:
@@ -168,7 +168,8 @@ def boxes_of_grid(cuts: list[list[int]]) -> list[tuple[tuple[int, ...], tuple[in
 
 
 def test_tilings() -> None:
-    """Beside a painted array: grids, cells that are cut again, and what is moved, twice or missing."""
+    """Compare with a painted array. The cases are grids, cells that are cut again, and boxes that are moved, twice or
+    missing."""
     draw = random.Random(7)
     wrong = 0
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""A pipe in the place of a file is an error: nothing waits for somebody who writes into it."""
+"""A pipe in the place of a file is an error: a reader does not wait for a writer."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def killed(directory: Path, value: float, limit: int, number: int, *kinds: str) 
 
 @pytest.mark.parametrize("divided", in_gate([(a, b) for a in LIMITS for b in LIMITS], [(40, 40), (1 << 20, 40)]))
 def test_killed_at_every_step(tmp_path: Path, divided: tuple[int, int]) -> None:
-    """Also of the save after it, which finds what the first one has left."""
+    """The save after it is killed too, and finds the files of the first one."""
     old, new = divided
     seen, kinds = set(), () if everything() else ("rename", "remove")
     number = 1

@@ -1,4 +1,4 @@
-"""Checksums of checkpoints: what a changed bit does."""
+"""Checksums of checkpoints: the effect of a changed bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Two jobs that go on from one checkpoint save into one directory: every save that returned is there, and whole.
 
-Jobs are processes, or threads of one; they overwrite, save beside the training, and are killed.
+Jobs are processes, or threads of one; they overwrite, save parallel to the training, and are killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.in_threads import failures_in_threads
 
 FORK = multiprocessing.get_context("fork")
 RUN = "0123456789abcdef"
-#: What a save says that came too late.
+#: The message of a save that came too late.
 LATE = ("was not saved: ", "is there already")
 
 
@@ -39,20 +39,20 @@ def check(path: Path, steps: set[int]) -> None:
     assert (found["weight"] == found["step"]).all() and (found["small"] == found["step"]).all()
 
 
-def work(directory: Path, job: int, count: int, beside: bool, returned: Callable[[str, int], None]) -> None:
+def work(directory: Path, job: int, count: int, aside: bool, returned: Callable[[str, int], None]) -> None:
     """Save under own names, under names that the other job has too, and again and again under one.
 
     Args:
         directory: of all of them.
         job: number of this one.
         count: saves of each kind.
-        beside: whether every third save is an asynchronous one.
+        aside: whether every third save is an asynchronous one.
         returned: called with name and step of each save that has returned.
     """
     for i in range(count):
         step = 1_000_000 * job + i
         for name, overwrite in ((f"own-{step}", False), (f"both-{i}", False), ("last", True)):
-            call = async_save if beside and (i + job) % 3 == 0 else save
+            call = async_save if aside and (i + job) % 3 == 0 else save
             try:
                 under_way = call(state(step), directory / name, overwrite=overwrite)
                 if call is async_save:
@@ -124,7 +124,7 @@ def test_two_threads(tmp_path: Path, count: int) -> None:
 
 @pytest.mark.parametrize("kills", in_gate([3, 100], [3]))
 def test_one_is_killed_again_and_again(tmp_path: Path, kills: int) -> None:
-    """The other one goes on, and the next save removes what the dead one has left."""
+    """The other one goes on, and the next save removes the files of the killed one."""
     directory, steady = tmp_path / "run", tmp_path / "steady"
     stays = FORK.Process(target=process, args=(directory, steady, 1, 5 if kills == 3 else 67))
     stays.start()

@@ -47,7 +47,7 @@ def plain_parameters(grads: list[torch.Tensor]) -> list[Any]:
 
 
 def check(mine: list[Any], grads: list[torch.Tensor], all_reduces: int, what: str) -> None:
-    """Clip by every norm: result, gradients, and what is left of the tensors are right."""
+    """Clip by every norm: the result, the gradients, and the state of the tensors afterwards are right."""
     layouts = [g.grad._layout if isinstance(g, DTensor) else None for g in mine]
     for order in ORDERS:
         for foreach in (None, True, False):
@@ -111,7 +111,7 @@ def calls_of_clipping(count: int) -> int:
 
 
 def test_no_gradient_is_looked_at_by_interception() -> None:
-    """Which would cost more than clipping it: one call for each is left, that says which dtype counts."""
+    """Looking would cost more than clipping: one call for each gradient remains, which finds the dtype that counts."""
     assert 0 < calls_of_clipping(40) <= calls_of_clipping(20) + 20
 
 
@@ -187,7 +187,7 @@ def not_finite(mesh: Any) -> None:
 
 @on_mesh()
 def without_elements(mesh: Any) -> None:
-    """Some norms of a tensor without elements are errors, on all ranks, whoever counts the tensor."""
+    """Some norms of a tensor without elements are errors, on all ranks, whichever rank counts the tensor."""
     empty = torch.zeros(0, 3, device=device())
     some = shard(randn(6, 3), mesh, Shard(0))
     for other in (empty, shard(empty, mesh, Replicate()), shard(empty, mesh, Shard(1))):
@@ -215,7 +215,7 @@ def short_and_complex_numbers(mesh: Any) -> None:
             close(p.grad, q.grad, str(dtype), tolerance)
         norms = torch._foreach_norm([p.grad for p in mine])
         close(norms[0], grads[0].norm() / wanted.clamp(min=1), str(dtype), 2 * tolerance)
-    # What ranks count has different dtypes: only the first one counts what is replicated.
+    # The ranks count tensors of different dtypes: only the first one counts the replicated tensors.
     mixed = [shard(randn(5).double(), mesh, Replicate()), shard(randn(6, seed=1), mesh, Shard(0))]
     got, wanted = (nn.utils.get_total_norm(x) for x in (mixed, [full(x) for x in mixed]))
     assert got.dtype == wanted.dtype

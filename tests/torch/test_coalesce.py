@@ -118,7 +118,7 @@ def one_collective(mesh: Any) -> None:
 
 @on_mesh()
 def at_once(mesh: Any) -> None:
-    """What cannot wait does not."""
+    """Reductions that cannot wait do not wait."""
     plain, sharded = models(mesh)
     wanted = torch.autograd.grad(loss_of(plain), list(plain.parameters()))
     with coalesce_gradients():

@@ -1,4 +1,4 @@
-"""What `supports` promises holds, for every dtype; groups do not outlive the world."""
+"""Promises of `supports` hold, for every dtype; groups do not outlive the world."""
 
 from __future__ import annotations
 
@@ -222,11 +222,11 @@ class _NoMore:
 
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier"])
 def test_group_that_was_destroyed(verb: str) -> None:
-    """Every collective of a mesh from before says so, instead of reaching for what is gone."""
+    """Every collective of a mesh from before says so, instead of using a destroyed group."""
     platform, owner = get_platform(), _NoMore()
     group = _Group(owner, "cpu")
     assert group.backend is owner
-    group.backend = None  # what a real group's end does: it does not hold itself
+    group.backend = None  # as at the end of a real group: it does not hold itself
     del owner
     gc.collect()
     x = torch.ones(4)

@@ -145,9 +145,9 @@ def styles(name: str) -> tuple[nn.Module, Any, Any]:
         "row of 7 whole inputs": (nn.Linear(7, 8), RowwiseParallel(input_layouts=whole), x[..., :7]),
         "column embedding": (nn.Embedding(11, 8, 3), ColwiseParallel(output_layouts=whole), ids),
         "row embedding": (nn.Embedding(11, 8, 3), RowwiseParallel(input_layouts=whole), ids),
-        "alike": (linear(), NoParallel(), x),
-        "alike norm": (nn.LayerNorm(8), NoParallel(), x),
-        "alike embedding": (nn.Embedding(11, 8), NoParallel(), ids),
+        "replicated": (linear(), NoParallel(), x),
+        "replicated norm": (nn.LayerNorm(8), NoParallel(), x),
+        "replicated embedding": (nn.Embedding(11, 8), NoParallel(), ids),
         "column, packed": (
             nn.Sequential(nn.Linear(8, 16), Gate(), linear()),
             {"0": ColwiseParallel(packed=2), "2": RowwiseParallel()},
@@ -217,9 +217,9 @@ STYLES = (
     *("column, gathered", "column of 7, gathered", "row of whole inputs", "row of 7 whole inputs", "column embedding"),
     *(
         "row embedding",
-        "alike",
-        "alike norm",
-        "alike embedding",
+        "replicated",
+        "replicated norm",
+        "replicated embedding",
         "column, packed",
         "parts and back",
         "prepared",
@@ -246,7 +246,7 @@ def test_styles(pool: Any, name: str) -> None:
 
 @on_mesh()
 def second_forward_in_eager_mode(mesh: Any) -> None:
-    """What is traced, run by Python: it is a forward as any other."""
+    """A traced function that Python runs is an ordinary forward."""
     mesh.platform.register_norm_module(Scale)
     with pytest.MonkeyPatch.context() as patch:
         for module in (calls, hooks):
@@ -268,7 +268,7 @@ def test_second_forward_in_eager_mode(pool: Any) -> None:
     pool.run(2, second_forward_in_eager_mode)
 
 
-# -------------------------------------------------------------------- ways to compile, and what surrounds it
+# -------------------------------------------------------------------- ways to compile, and their surroundings
 def by_module(model: Any, backend: Any) -> Any:
     model.compile(backend=backend, fullgraph=True)
     return model
@@ -385,7 +385,7 @@ def test_inductor(pool: Any) -> None:
 
 @on_mesh()
 def parameters_change(mesh: Any) -> None:
-    """What is compiled sees parameters as they are: other values, other objects, frozen ones."""
+    """Compiled code sees parameters as they are: other values, other objects, frozen ones."""
     fresh()
     single = Mlp()
     model = parallelize_module(copy.deepcopy(single), mesh, COLWISE_ROWWISE)
@@ -429,9 +429,9 @@ def test_parameters_change(pool: Any) -> None:
     pool.run(2, parameters_change)
 
 
-# -------------------------------------------------------------------- what leaves compiled code
+# -------------------------------------------------------------------- operations that leave compiled code
 class Outer(nn.Module):
-    """Computes on what its layer gives, whatever that is."""
+    """Computes on the output of its layer, of any kind."""
 
     def __init__(self, layer: nn.Module, operation: Any) -> None:
         super().__init__()
@@ -509,7 +509,7 @@ def twice(y: Any) -> Any:
     return y * 2
 
 
-#: What leaves compiled code, and what the warning begins with.
+#: Operations that leave compiled code, and how the warning begins.
 OUTSIDE = {
     "an operation on a DTensor": "an operation on a DTensor runs",
     "parts that are not even": "'layer' runs",
@@ -549,8 +549,8 @@ def left(mesh: Any, name: str) -> str:
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_outside(pool: Any, name: str) -> None:
-    """It is right, by a graph break, of which a warning says so once; where that is not wanted, the error says what it
-    is about."""
+    """The result is right: there is a graph break, of which a warning tells once. Where breaks are not wanted, the
+    error names the cause."""
     for error in pool.run(2, left, name):
         assert "docs/compile.md" in error
 

@@ -1,4 +1,4 @@
-"""Alike blocks that are compiled one by one share their graphs, however many they are: with each style."""
+"""Equal blocks that are compiled one by one share their graphs, however many they are: with each style."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WHOLE, PARTS = Replicate(), Shard(1)
 
 
 class Scale(nn.Module):
-    """A norm of a user's own, which nobody has registered: transformers' LlamaRMSNorm."""
+    """A norm of a user's own, which is not registered: transformers' LlamaRMSNorm."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Mlp(nn.Module):
 
 
 class Mixed(nn.Module):
-    """The other styles: norms in heads, packed weights, layers that are alike, hooks at both ends."""
+    """The other styles: norms in heads, packed weights, replicated layers, hooks at both ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,12 +91,12 @@ class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.packed, self.down = nn.Linear(FEATURES, 24), nn.Linear(12, FEATURES)
-        self.norm, self.alike, self.last = nn.RMSNorm(2), nn.Linear(FEATURES, FEATURES), nn.Identity()
+        self.norm, self.same, self.last = nn.RMSNorm(2), nn.Linear(FEATURES, FEATURES), nn.Identity()
 
     def forward(self, x: Any) -> Any:
         a, b = self.packed(x).chunk(2, -1)
         a = self.norm(a.unflatten(-1, (-1, 2))).flatten(-2)
-        return self.last(self.alike(x + self.down(a * torch.sigmoid(b))))
+        return self.last(self.same(x + self.down(a * torch.sigmoid(b))))
 
 
 def block(norm: Any) -> nn.Module:
@@ -134,7 +134,7 @@ def mixed(at: str) -> dict[str, Any]:
         f"{at}.packed": ColwiseParallel(packed=2),
         f"{at}.norm": HeadNormParallel(),
         f"{at}.down": RowwiseParallel(),
-        f"{at}.alike": NoParallel(),
+        f"{at}.same": NoParallel(),
         f"{at}.last": PrepareModuleOutput(output_layouts=WHOLE, desired_output_layouts=PARTS),
     }
 
@@ -181,7 +181,7 @@ def linear(at: str) -> dict[str, Any]:
 
 
 def stack(name: str, depth: int) -> tuple[nn.Module, dict[str, Any]]:
-    """Alike blocks between two modules that cut the sequence and join it, and their plan."""
+    """Equal blocks between two modules that cut the sequence and join it, and their plan."""
     torch.manual_seed(0)
     norm = {"own norms": Scale, "norms that compute on weights": Centered, "norms around norms": Wrapped}.get(name)
     of_one: Any = sequence

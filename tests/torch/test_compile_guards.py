@@ -1,4 +1,4 @@
-"""What compiled code compares before it runs: little, and all that can change."""
+"""Comparisons of compiled code before it runs: few, and of everything that can change."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def local(x: Any) -> Any:
 
 
 def check(model: Any, call: Any, x: Any) -> None:
-    """That compiled code does what the model does by now."""
+    """Check that compiled code gives the same result as the model does now."""
     eager = copy.deepcopy(model)
     for _ in range(2):
         y, gradient = step(model, x, call)

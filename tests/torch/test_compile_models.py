@@ -76,7 +76,7 @@ def words() -> Any:
     return (torch.arange(8).expand(2, 8) % WORDS).to(device())
 
 
-#: Arguments of losses: what they are reduced to, weights, smoothing. Two all-reduces of samples in each case.
+#: Arguments of losses: reductions, weights, smoothing. Two all-reduces of samples in each case.
 LOSSES: tuple[dict[str, Any], ...] = (
     {},
     {"reduction": "none", "ignore_index": 3},
@@ -167,7 +167,7 @@ def with_targets_of_other_kinds(mesh: Any) -> None:
 
 @on_mesh()
 def losses_that_leave(mesh: Any) -> None:
-    """What does not fit is said by eager mode, on all ranks."""
+    """Eager mode reports a misfit, on all ranks."""
     fresh(mesh)
     x, ids = randn(4, WORDS), words()[0, :4]
     own = x[:, : WORDS // 2]
@@ -201,7 +201,7 @@ def losses_that_leave(mesh: Any) -> None:
 
 @on_mesh()
 def losses_run_by_python(mesh: Any) -> None:
-    """What is traced is a function as any other."""
+    """A traced function is a function like any other."""
     rank, x, ids = mesh.get_local_rank(), randn(2, 4, WORDS), words()[:, :4]
     DTensor.from_local(x, mesh)
     soft = torch.softmax(randn(2, 4, WORDS, seed=1), -1)
@@ -231,7 +231,8 @@ def losses_run_by_python(mesh: Any) -> None:
     rows = x[rank : rank + 1].clone().as_subclass(placed_classes(mesh, mesh.size())[0])
     close(settle(rows.flatten(1)), x.flatten(1))
     close(settle(rows.transpose(0, 1)), x.transpose(0, 1))
-    # Left to eager mode, which computes on DTensors: what changes the classes, and what a loss does not take.
+    # Left to eager mode, which computes on DTensors: operations that change the classes, and arguments that a loss does
+    # not take.
     close(settle(logits).flatten(1), x.flatten(1))
     for leaves in (lambda x: x.flatten(1), lambda x: x.view(2, -1), lambda x: x.to(device()), lambda x: x + 1):
         close(settle(leaves(x[..., part].clone().as_subclass(placed))), leaves(x))
@@ -275,7 +276,7 @@ def test_losses(pool: Any, job: Any) -> None:
 
 
 class Halves(nn.Module):
-    """Two units, and what is around them."""
+    """Two units, and a module around them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +299,7 @@ class Half(nn.Module):
 
 @on_mesh()
 def units(mesh: Any) -> None:
-    """Around units of data parallelism graphs break, and what is inside of one is compiled by itself."""
+    """Around units of data parallelism graphs break, and the inside of a unit is compiled by itself."""
     for wrap in (fully_shard, replicate):
         fresh()
         single, graphs = Halves(), Graphs()

@@ -35,7 +35,7 @@ from tests.torch.support import close, device, randn
 SHAPE, FEATURES, ROWS = (4, 8), 12, 11
 WHOLE, CUTS = Replicate(), (Replicate(), Shard(0), Shard(1), Shard(-1))
 
-#: A module, its style, and what each rank is given.
+#: A module, its style, and the inputs of each rank.
 Case = tuple[nn.Module, Any, dict[Any, Any]]
 
 
@@ -152,11 +152,18 @@ def prepared(mesh: Any) -> Iterator[Case]:
     )
 
 
-GROUPS = {"column": columns, "row": rows, "embedding": embeddings, "norm": norms, "alike": alike, "prepared": prepared}
+GROUPS = {
+    "column": columns,
+    "row": rows,
+    "embedding": embeddings,
+    "norm": norms,
+    "replicated": alike,
+    "prepared": prepared,
+}
 
 
 class Several(nn.Module):
-    """Layers beside each other, each with inputs of its own."""
+    """Layers next to each other, each with inputs of its own."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()

@@ -107,7 +107,7 @@ WRITES: dict[str, Callable[..., Any]] = {
     "addmv_": lambda v, x: v[:5].clone().addmv_(x, v),
 }
 
-#: What torch refuses, in its words: of ``x`` (5, 6).
+#: Refusals of torch, in its words: of ``x`` (5, 6).
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "addmv": lambda x: torch.addmv(x, x, x),
     "baddbmm": lambda x: torch.baddbmm(x.expand(3, 5, 6), x[None, :, :2], x[None, :2]),
@@ -186,7 +186,7 @@ def refused(mesh: Any) -> None:
 
 @on_mesh()
 def nothing_is_gathered(mesh: Any) -> None:
-    """What is added along a sharded index is a partial sum; batches stay sharded."""
+    """Values added along a sharded index are a partial sum; batches stay sharded."""
     x, i = operands()["x"], operands()["i"][:, 0]
     with strict():
         y = shard(torch.zeros(4, 6, device=device()), mesh, Replicate()).index_add(

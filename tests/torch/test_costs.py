@@ -1,7 +1,7 @@
-"""Counts that stand for speed, without a clock: a step of the standard models makes so many DTensors, dispatches so
-many operations, calls so many functions, builds so many nodes, and communicates what hand-written code does.
+"""Counts that stand for speed, without a clock. A step of the standard models makes so many DTensors and dispatches so
+many operations. It calls so many functions, builds so many nodes, and communicates as hand-written code does.
 
-When a change makes a number smaller, or a larger one is worth it, ``python -m tests.torch.costs --write`` puts the new
+A change may make a number smaller, or be worth a larger one. Then ``python -m tests.torch.costs --write`` puts the new
 table here.
 """
 

@@ -16,7 +16,7 @@ from tests.torch.support import close, device
 
 
 class Model(nn.Module):
-    """Of two units, of which one is called twice, and its own parameters."""
+    """A model of two units, one of which is called twice, and its own parameters."""
 
     def __init__(self) -> None:
         super().__init__()

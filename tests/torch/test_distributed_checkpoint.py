@@ -80,7 +80,7 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
 
 
 def group_of(mesh: Any) -> Any:
-    """What the planners of torch are to take for all ranks: None is the world."""
+    """The group that the planners of torch take for all ranks: None is the world."""
     return mesh.get_group() if mesh.ndim == 1 else None
 
 
@@ -133,7 +133,7 @@ def save_placed(shape: tuple[int, ...], folder: str, how: str) -> None:
     under_way: Any = dcp.async_save(state, checkpoint_id=folder, process_group=group_of(mesh))
     for x in state.values():
         if isinstance(x, DTensor):
-            x.zero_()  # what was staged is not what the program has
+            x.zero_()  # the staged values differ from those of the program
     under_way.result()
 
 
@@ -165,8 +165,8 @@ def test_shards(pool: Any, tmp_path: Path, saved: tuple, loaded: tuple, how: str
 
 # ---------------------------------------------------------------------- the same names here
 def test_names_and_keywords() -> None:
-    """`hyper_parallel.checkpoint.distributed` and ``.state_dict`` take what the installed torch takes; the page about
-    checkpoints of others says what becomes of each name that is not there."""
+    """`hyper_parallel.checkpoint.distributed` and ``.state_dict`` take the arguments that the installed torch takes.
+    The page about checkpoints of others lists the missing names."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as theirs
 
@@ -196,7 +196,7 @@ def test_names_and_keywords() -> None:
 # ---------------------------------------------------------------------- torch's own DTensors
 @on_mesh(2, 2, names=("dp", "tp"))
 def exchanged(mesh: Any, folder: str, ours_saved: bool) -> None:
-    """What the one library's DTensors saved, the other's load."""
+    """Each library loads the DTensors that the other has saved."""
     import torch.distributed.checkpoint as dcp
 
     def state(values: bool, ours: bool, flip: bool) -> dict[str, Any]:
@@ -339,7 +339,7 @@ def test_refusals(pool: Any, tmp_path: Path, job: Any) -> None:
 
 @on_mesh(2)
 def misplaced(mesh: Any) -> None:
-    """What a planner of somebody else asks for."""
+    """A request of another library's planner."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     x = placed(mesh, values=True)["rows"]

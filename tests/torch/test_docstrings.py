@@ -44,7 +44,7 @@ def test_style_of_the_first_day(tmp_path: Path) -> None:
 
 
 def run_alone(*arguments: str) -> str:
-    """What Python prints, in a process whose world has one rank."""
+    """The output of Python, in a process whose world has one rank."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in launcher}
     run = subprocess.run(

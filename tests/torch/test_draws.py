@@ -29,7 +29,7 @@ DRAWING: dict[str, Callable[[Any], Any]] = {
     "bernoulli": lambda x: torch.bernoulli(torch.sigmoid(x)) * x,
     "multinomial": lambda x: torch.multinomial(torch.sigmoid(x[0, 0]), 2).float(),
 }
-#: Those that draw for each shard: where ranks hold different parts, their generators have to be alike.
+#: Those that draw for each shard: where ranks hold different parts, their generators have to be in one state.
 BY_SHARDS = {"alpha_dropout", "dropout2d", "gumbel_softmax"}
 
 
@@ -78,7 +78,7 @@ def test_draws_in_place_are_refused(pool: Any) -> None:
 
 @spmd.on_mesh()
 def filled(mesh: Any) -> None:
-    """Initialisers, and what they make of a transposed parameter."""
+    """Initialisers, and their results for a transposed parameter."""
     for placement in (Replicate(), Shard(0), Shard(1)):
         for transposed in (False, True):
             layout = get_layout(mesh, (placement,), (6, 8))

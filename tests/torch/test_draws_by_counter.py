@@ -47,7 +47,7 @@ DRAWN: dict[str, Callable[[Any], Any]] = {
     "init.normal_": lambda x: nn.init.normal_(x, std=3.0),
     "init.trunc_normal_": nn.init.trunc_normal_,
 }
-#: name -> what the values are like: (mean, variance), as far as 480 of them tell.
+#: name -> (mean, variance) of the values, as far as 480 of them tell.
 MOMENTS = {
     "uniform_": (0.5, 25 / 12),
     "uniform_ by name": (1.5, 1 / 12),
@@ -120,7 +120,7 @@ class Block(nn.Module):
 
 @spmd.on_mesh()
 def recomputed_and_compiled(mesh: Any) -> None:
-    """Activation checkpointing draws the same again, and compiled code what eager mode draws."""
+    """Activation checkpointing draws the same again, and compiled code draws the numbers of eager mode."""
     device = mesh.platform.device()
     x = torch.linspace(-1, 1, 2 * 12 * 6, device=device).reshape(2, 12, 6).sin()
     plan = {"norm": SequenceParallel(), "dropout": SequenceParallel(use_local_output=True)}

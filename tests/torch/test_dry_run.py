@@ -101,7 +101,7 @@ class Reads(nn.Module):
 
 
 def test_an_input_with_data_may_want_a_gradient() -> None:
-    """Which cannot go back to where the data is."""
+    """The gradient of such an input cannot go back to the device of the data."""
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 8))
     plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))}
     found = explain(model, 4, plan, torch.ones(2, 8, 16, requires_grad=True))
@@ -191,7 +191,7 @@ def test_plan_of_the_example_on_one_rank() -> None:
 # ---------------------------------------------------------------------------------------------- memory, time, search
 @on_mesh(2, 2, names=("dp", "tp"))
 def real_bytes(mesh: Any, mixed: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of a real step, counted on what is there, and those of the dry run."""
+    """Bytes of a real step, counted on the real tensors, and those of the dry run."""
     model = llama()
     foreseen = dry_run(model, mesh, tensor_parallel_plan(), TOKENS, rank=mesh.get_rank(), mixed_precision=mixed)
     parallelize_module(model.to(device()), mesh["tp"], tensor_parallel_plan())
@@ -227,8 +227,7 @@ def test_bytes_are_those_of_a_real_step(pool: Any, mixed: bool) -> None:
 
 
 def real_memory(recomputes: bool) -> tuple[int, int]:
-    """The most that a real step on one rank takes besides what was there, by the counting of real storages; and that of
-    the dry run."""
+    """The peak memory that a real step on one rank adds, by its storages, and that of the dry run."""
     model, tokens = llama(), TOKENS.repeat(4, 1)
     foreseen = dry_run(model, 1, None, tokens, recompute=recomputes)
     if recomputes:
@@ -302,7 +301,7 @@ def test_wrong_requests() -> None:
         dry_run(model, 2, None, x, machine="H1")
     with pytest.raises(ValueError, match="data_parallel is"):
         dry_run(model, 2, None, x, data_parallel="ddp")
-    with pytest.raises(ValueError, match="no list of layers that are alike"):
+    with pytest.raises(ValueError, match="no list of equal layers"):
         dry_run(model, 2, None, x, recompute=True)
     with pytest.raises(ValueError, match="names no module"):
         dry_run(model, 2, None, x, recompute="layers")

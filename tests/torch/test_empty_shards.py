@@ -108,7 +108,7 @@ def test_logsumexp_of_a_scalar(pool: Any) -> None:
 
 @on_mesh(2)
 def communicate_zeros(mesh: Any) -> None:
-    """What one rank has as an efficient zero, others may have as numbers."""
+    """An efficient zero tensor of torch on one rank meets numbers on others."""
     mine = mesh.get_local_rank() == 0
     zeros = torch._efficientzerotensor((4, 2), device=device())
     local = zeros if mine else torch.ones(4, 2, device=device())

@@ -1,4 +1,4 @@
-"""Ranks that die or hang in the middle of a step, time-outs, and what stays behind when groups are made again.
+"""Ranks that die or hang in the middle of a step, time-outs, and leftovers when groups are made again.
 
 Processes that are killed or sleep are started here, outside the pool.
 """
@@ -22,7 +22,7 @@ from hyper_parallel.testing.extent import in_gate
 from hyper_parallel.testing.spmd import on_mesh
 from tests.support.programs import run_ranks
 
-#: What processes meet with: `together` returns when ``size`` of them have come to it, however long that takes. The
+#: A place where processes meet: `together` returns when ``size`` of them have come to it, however long that takes. The
 #: time-outs that are tested begin then, and do not count imports, or that a rank is late on a busy machine.
 TOGETHER = """
 import os, pathlib, sys, time
@@ -34,7 +34,7 @@ def together(place, size=int(os.environ["WORLD_SIZE"])):
     while len(list(folder.iterdir())) < size:
         time.sleep(0.01)
 """
-#: Seconds: the time-out of ranks that lose one which hangs, and of those that need none; and what both have less.
+#: Seconds: the time-out of ranks that lose one which hangs, and of those that need none; and a bound for both.
 TIMEOUT, LONG, SOON = 8, 1800, 600
 PROGRAM = f"""
 {TOGETHER}
@@ -135,7 +135,7 @@ for step in (of_operation, of_module, of_backward, of_local_map):
     lost_ranks.ALIKE = {LONG}
     for _ in range(2):
         try:
-            step(99)  # all ranks alike: nothing is broken
+            step(99)  # all ranks raise: nothing is broken
         except IndexError:
             pass
     step(7)
@@ -151,7 +151,7 @@ os._exit(0)
 """
 
 
-#: What fails, and where the others are told that it has.
+#: The failing part, and where the others learn of the failure.
 WHERE = {"of_module": "mbedding", "of_operation": "mbedding", "of_backward": "backward", "of_local_map": "local_map"}
 
 

@@ -1,6 +1,6 @@
 """`flex_attention` of DTensors: values, gradients and collectives, with functions and masks that read numbers of heads.
 
-On CPUs torch has gradients and largest scores only when its checks are out of the way, for the reference here too.
+On CPUs torch has gradients and largest scores only when its checks are off. That holds for the reference here too.
 """
 
 from __future__ import annotations
@@ -407,7 +407,7 @@ def in_compiled_code(mesh: Any) -> None:
 
 @on_mesh()
 def plain_tensors(mesh: Any) -> None:
-    """As ever, in eager mode and compiled: by the original code."""
+    """Plain tensors run the original code, in eager mode and compiled."""
     distribute_tensor(torch.ones(2, device=device()), mesh)
     given, mask = operands(), mask_of(2, 4)
     wanted = patched.Flex.original(*given, score_mod=by_numbers, block_mask=mask, return_aux=None)

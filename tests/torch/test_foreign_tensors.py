@@ -90,7 +90,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 
 class Holder(nn.Module):
-    """A linear layer with a foreign parameter or buffer beside its own."""
+    """A linear layer with a foreign parameter or buffer next to its own."""
 
     def __init__(self, value: Any, as_buffer: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a forward writes to parameters under `fully_shard` arrives: averages, running means, codebooks, counters."""
+"""Writes of a forward to parameters under `fully_shard` arrive: averages, running means, codebooks, counters."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_writes_arrive(pool: Any, world_size: int) -> None:
 
 
 class Counting(nn.Module):
-    """Adds to a parameter what it is told, from the call on that it is told."""
+    """Adds to a parameter the number that it gets, from the first call on that brings one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,18 +155,18 @@ def corners(mesh: Any) -> None:
     m.more = lambda self: self.held.add_(1.0)
     m(x).sum().backward()
     assert torch.equal(m.held.full_tensor(), Counting().held + 1)
-    # What autograd needs and was written to is torch's error, as on a single device.
+    # A write to a tensor that autograd needs is torch's error, as on a single device.
     m.more = lambda self: torch.no_grad()(self.weight.add_)(1.0)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
         m(x.clone().requires_grad_()).sum().backward()
-    # Gathered in another dtype: what was not written keeps its precision.
+    # Gathered in another dtype: unwritten elements keep their precision.
     m = fully_shard(Counting(), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     m.more = lambda self: self.held[1].fill_(3.0)
     m(x)
     wanted = Counting().held.detach().clone()
     wanted[1] = 3.0
     assert torch.equal(m.held.full_tensor(), wanted) and torch.equal(m.weight.full_tensor(), Counting().weight)
-    # Each rank keeps its part of what it has written; `check_ranks` says that they differ.
+    # Each rank keeps its part of its own write; `check_ranks` reports that they differ.
     m = fully_shard(Counting(), mesh=mesh)
     m.more = lambda self: self.held.fill_(float(rank))
     m(x)
@@ -176,7 +176,7 @@ def corners(mesh: Any) -> None:
         says = r"the values written to 'held'.*write the same on all ranks"
         with pytest.raises(RankMismatchError, match=says), check_ranks(mesh):
             m(x)
-    # Without gradients a unit is gathered for each call: the next one reads what this one has written.
+    # Without gradients a unit is gathered for each call: the next one reads the writes of this one.
     twice, seen = Twice(), []
     fully_shard(twice.inner, mesh=mesh)
     fully_shard(twice, mesh=mesh)

@@ -1,4 +1,4 @@
-"""`fully_shard` of one unit with what torch does around a module: checkpointing, copies, autocast, compilers, graphs
+"""`fully_shard` of one unit with torch's features around a module: checkpointing, copies, autocast, compilers, graphs
 that are used twice."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.torch.support import close, device
 
 
 class Model(nn.Module):
-    """Parameters of two dtypes, one of which no rank but the first has a part of; several results, one of which is a
+    """Parameters of two dtypes, one of which only the first rank has a part of. Of several results one is a
     parameter."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -131,7 +131,7 @@ def graphs(mesh: Any) -> None:
     with torch.no_grad():
         for p in copied.parameters():
             p.mul_(2)
-    close(sharded(x)["y"], plain(x)["y"], "beside a copy")
+    close(sharded(x)["y"], plain(x)["y"], "next to a copy")
     assert buffers_of(copied) == [] and copied(x)["y"].shape == (2, 3) and freed(copied)
     loss = total(sharded(x))
     with torch.no_grad():
@@ -188,7 +188,7 @@ def around(mesh: Any) -> None:
 
 @on_mesh()
 def checkpoints_inside(mesh: Any) -> None:
-    """What is computed again in backward finds whole parameters, and its gradients are reduced with the others."""
+    """A recomputation in backward finds whole parameters, and its gradients are reduced with the others."""
     for reentrant in (False, True):
         torch.manual_seed(3)
         plain = Calls(lambda m, x, how=reentrant: checkpoint(m, checkpoint(m, x, use_reentrant=how), use_reentrant=how))
@@ -234,7 +234,7 @@ def compiled(mesh: Any) -> None:
 
 @on_mesh()
 def overlapped(mesh: Any) -> None:
-    """What is started is not there yet: it can be waited for while something else is computed."""
+    """A collective that has started is not done: other work can run before the wait for it."""
     platform: Any = get_platform()
     group = mesh.platform_group(0)
     x = torch.full((3,), 1.0 + mesh.get_local_rank(0), device=device())

@@ -1,4 +1,4 @@
-"""Arguments and methods of `fully_shard` beside torch's own: the same calls, the same gradients."""
+"""Arguments and methods of `fully_shard` against those of torch: the same calls, the same gradients."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def of_number(number: int) -> Callable[..., Any]:
     return lambda model, shard, mesh: units(model, shard, mesh, reshard_after_forward=number)
 
 
-#: name -> (class of the model, what is done to it).
+#: name -> (class of the model, the calls on it).
 USES: dict[str, tuple[type[nn.Module], Callable[..., Any]]] = {
     "modules that are one unit": (Chain, units),
     "one unit called often": (Model, units),
@@ -116,7 +116,7 @@ def alike(mesh: Any, use: str) -> None:
                 continue
             doubled = 2.0 if use == "own collectives" and name.startswith("layers.0") else 1.0
             close(p.grad, r.grad * doubled, f"{name}, {use}")
-            close(full(p.grad), q.grad.full_tensor(), f"{name}, {use}, beside torch's")
+            close(full(p.grad), q.grad.full_tensor(), f"{name}, {use}, against torch's")
     if counts[0] is not None:
         assert counts[0]() == counts[1]()
 
@@ -127,7 +127,7 @@ def test_alike(pool: Any, use: str) -> None:
 
 
 def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
-    """Name, kind and default of each; policies compare by what they say."""
+    """Name, kind and default of each; policies compare by their text."""
     found = inspect.signature(function).parameters.values()
     return [(p.name, p.kind, str(p.default) if p.name.endswith("policy") else p.default) for p in found]
 
@@ -135,7 +135,7 @@ def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
 @pytest.mark.skipif(not torch.__version__.startswith(MADE_WITH), reason=f"the names are those of torch {MADE_WITH}")
 def test_every_public_name() -> None:
     """Each public name of the module of ``fully_shard``, each method of its modules, with keywords and defaults."""
-    # Torch's first kind of fully sharded data parallelism lies beside.
+    # Torch's first kind of fully sharded data parallelism is in the same package.
     names = importlib.import_module("torch.distributed.fsdp._fully_shard").__all__
     assert {"fully_shard", "FSDPModule", "MixedPrecisionPolicy"} <= set(names), names
     for name in names:
@@ -153,7 +153,7 @@ def test_every_public_name() -> None:
 
 
 def test_names_keywords_and_defaults() -> None:
-    """Those of torch's, as far as the installed one has them; policies compare by what they say."""
+    """The names are those of torch, as far as the installed one has them; policies compare by their values."""
     wanted, got = (inspect.signature(f).parameters for f in (fsdp.fully_shard, hp.fully_shard))
     newer = {"dp_mesh_dims"} - set(wanted)
     assert [(p.name, p.kind) for p in wanted.values()] == [

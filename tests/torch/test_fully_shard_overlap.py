@@ -1,4 +1,4 @@
-"""What `fully_shard` has under way, in which order, and how much memory is whole at a time."""
+"""Pending collectives of `fully_shard`, their order, and how much memory is whole at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = 6
 
 
 class Layer(nn.Module):
-    """Notes what happens when it computes."""
+    """Notes the events when it computes."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def late(platform: Any, notes: list[str], done: bool = False) -> Any:
         notes.append(f"start {collective}")
         work = Late(collective, out, result, local, notes, done)
         out.fill_(float("nan"))
-        if collective == "reduce_scatter":  # what is gathered may be the shards themselves
+        if collective == "reduce_scatter":  # the gathered result may be the shards themselves
             local.fill_(float("nan"))  # may not be read before the wait
         return work
 
@@ -91,8 +91,8 @@ def late(platform: Any, notes: list[str], done: bool = False) -> Any:
 
 @on_mesh()
 def overlapped(mesh: Any) -> None:
-    """Nothing is read early; in the second step gather i + 1 starts before compute i, and a reduction is waited for
-    when the next one is to start, or backward is over."""
+    """Nothing is read early. In the second step gather i + 1 starts before compute i. A reduction is waited for before
+    the next one starts, or at the end of backward."""
     platform: Any = get_platform()
     torch.manual_seed(0)
     notes: list[str] = []
@@ -114,9 +114,9 @@ def overlapped(mesh: Any) -> None:
     finally:
         del platform.start_collective
     reductions = [note.split()[0] for note in steps[2] if note.endswith("reduce_scatter")]
-    at_once = platform.fast is None  # what gradients are reduced to is returned by a function of autograd
+    at_once = platform.fast is None  # a function of autograd returns the reduced gradients
     two = ["start", "wait"] * 5 if at_once else ["start", "start", *["wait", "start"] * 3, "wait", "wait"]
-    # What a backend has no average for is done before it goes on.
+    # A reduction whose average a backend lacks is done before it goes on.
     begun = platform.supports("reduce_scatter", "avg", x)
     assert reductions == (two if begun else []), reductions
     notes = steps[1]
@@ -139,8 +139,8 @@ def overlapped(mesh: Any) -> None:
 
 @on_mesh()
 def done_early(mesh: Any) -> None:
-    """A reduction that is done when backward comes to the next unit is waited for there, which gives its buffer back;
-    the last one of a layer when that of the model is to start."""
+    """A reduction that is done when backward reaches the next unit is waited for there, which frees its buffer. The
+    last one of a layer is waited for before that of the model starts."""
     platform: Any = get_platform()
     torch.manual_seed(0)
     notes: list[str] = []
@@ -195,8 +195,8 @@ class Outer(nn.Module):
 
 @on_mesh()
 def nothing_in_vain(mesh: Any) -> None:
-    """From the second step on each call of a unit is gathered once in forward and once in backward, ahead of it;
-    nothing is gathered that is not needed: without checkpointing, and with both kinds."""
+    """From the second step on each call of a unit is gathered once in forward and once in backward, prefetched. No
+    unneeded unit is gathered: without checkpointing, and with both kinds."""
     platform: Any = get_platform()
     for reentrant in (None, False, True):
         torch.manual_seed(0)
@@ -275,7 +275,7 @@ class Keeps(torch.autograd.Function):
 
 @on_mesh()
 def census(mesh: Any, how: str) -> None:
-    """At most two units are whole at a time besides the model, the largest part of the memory of a unit is freed, and
+    """At most two units are whole at a time besides the model. The largest part of a unit's memory is freed, and
     gradients are right."""
     torch.manual_seed(0)
     single = Model([]).to(device())
@@ -316,8 +316,8 @@ class Twice(nn.Module):
 
 @on_mesh()
 def makes_room(mesh: Any) -> None:
-    """When a reduction begins, all that reads the whole parameters has run, and they are given back, also those of the
-    first unit, whose input asks for nothing, and of one of which some are frozen, whose input tells."""
+    """When a reduction begins, every reader of the whole parameters has run, and their memory is freed. This includes
+    the first unit, whose input needs no gradient, and a unit with frozen parameters, whose input does."""
     platform: Any = get_platform()
     torch.manual_seed(0)
     single = nn.Sequential(*(Twice() for _ in range(3))).to(device())
@@ -359,7 +359,7 @@ def test_overlap(pool: Any, job: Any) -> None:
 
 
 class Sometimes(nn.Module):
-    """Uses of its two layers one, none or both, by what it is told."""
+    """Uses one, none or both of its two layers, by its argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ def unused(mesh: Any) -> None:
 
 @on_mesh()
 def after_failure(mesh: Any) -> None:
-    """What fails in forward or in backward leaves nothing behind."""
+    """A failure in forward or in backward leaves nothing behind."""
     torch.manual_seed(0)
     single = Model([]).to(device())
     torch.manual_seed(0)

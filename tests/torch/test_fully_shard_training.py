@@ -1,4 +1,4 @@
-"""Training under `fully_shard` in double precision, step by step as on a single device; what torch adds around it."""
+"""Training under `fully_shard` in double precision, step by step as on a single device; torch's features around it."""
 
 from __future__ import annotations
 

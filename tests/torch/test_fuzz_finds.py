@@ -1,4 +1,4 @@
-"""Random programs find what is wrong: a bug is planted on the ranks, and has to come out, in few lines."""
+"""Random programs find bugs: a bug is planted on the ranks, and has to come out, in few lines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_planted_bugs_are_found(ranks: ExchangePool, plant: Any, kind: str) -> N
     outcomes = run_seeds(ranks, range(1, 61))
     found = [o for o in outcomes if o.kind == kind and o.seed % 20]
     assert len(found) >= 2, [o.kind for o in outcomes]
-    # What is smaller still fails, in a few steps.
+    # A smaller program still fails, in a few steps.
     program = shrink(ranks, generate(found[0].seed, limits()), kind)
     assert judge(ranks, program).kind == kind
     assert len(program.steps) <= 3 and len(program.leaves) == 1, str(program)

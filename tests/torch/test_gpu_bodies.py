@@ -1,6 +1,6 @@
-"""The bodies of tests/cuda on the CPU: what those tests do is right where there is no GPU to show it.
+"""The bodies of tests/cuda on the CPU: they are right where there is no GPU.
 
-CUDA graphs and streams have stand-ins here that do things in order; what the real ones do only a GPU can show.
+CUDA graphs and streams have stand-ins here that run in order. Only a GPU can show the behaviour of the real ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.cuda import bodies
 
 
 def repeat(work: Callable[[], None]) -> Callable[[], None]:
-    """What `bodies.cuda_graph` does, without a graph."""
+    """The work of `bodies.cuda_graph`, without a graph."""
     work()
     return work
 
@@ -23,7 +23,7 @@ def replayed_graph() -> None:
 
 
 def everything() -> tuple:
-    """One job for all, since a job costs more than what it does."""
+    """One job for all, since a job costs more than its work."""
     replayed_graph()
     bodies.side_stream()
     return bodies.collectives(), bodies.styles(), bodies.bfloat16_training()

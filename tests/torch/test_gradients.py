@@ -215,7 +215,7 @@ def module_hooks(mesh: Any) -> None:
 
 @on_mesh()
 def writes_into_a_leaf(mesh: Any) -> None:
-    """Of a plain leaf and of a DTensor: refused with what to do, which then is right."""
+    """Writes into a plain leaf and into a DTensor are refused with a remedy, which then is right."""
     plain = randn(2, 3).requires_grad_()
     d, own = DTensor.from_local(plain, mesh, [Shard(0)]), leaf(mesh, Shard(0), 5, 3)
     writes: list[Any] = [
@@ -351,7 +351,7 @@ def training_leaks_nothing(mesh: Any) -> int:
         return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
 
     step()
-    gc.freeze()  # what earlier tests left behind is not looked at: it may be millions of objects
+    gc.freeze()  # objects that earlier tests left behind are not looked at: there may be millions
     try:
         before = count()
         for _ in range(STEPS):
@@ -363,7 +363,8 @@ def training_leaks_nothing(mesh: Any) -> int:
 
 @on_ranks(1, 2)
 def test_training_leaks_nothing(pool: Any, world_size: int) -> None:
-    # A leak shows as more tensors after every step; what earlier tests left to threads of the engine comes and goes.
+    # A leak shows as more tensors after every step; objects that earlier tests left to threads of the engine come and
+    # go.
     assert max(pool.run(world_size, training_leaks_nothing)) < STEPS // 2
 
 

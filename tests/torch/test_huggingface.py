@@ -77,8 +77,8 @@ def test_fully_shard_without_tensor_parallelism(pool: Any, world_size: int, case
 
 
 def test_llama_communicates_as_megatron_does(pool: Any) -> None:
-    """One all-reduce for the embedding, two a layer, one all-gather for the logits; back two a layer, one for the
-    head."""
+    """One all-reduce for the embedding, two a layer, one all-gather for the logits. In backward there are two a layer,
+    and one for the head."""
     (counts, _) = pool.run(2, f"{JOBS}:equals", "llama, tied", {})
     assert counts == {
         "forward": {"all_reduce": 1 + 2 * LAYERS, "all_gather": 1},

@@ -57,7 +57,7 @@ def round_trip(shape: tuple[int, ...], case: str, directory: str, dtype: torch.d
     for (name, x), (_, y) in zip(model.named_buffers(), single.named_buffers(), strict=True):
         assert not x.is_meta and torch.equal(x, y), name
     inputs = batch(single.config.vocab_size)
-    # Rows of the batch are alike on all ranks, so that losses are, too.
+    # Rows of the batch are the same on all ranks, so that losses are, too.
     result, expected = model(**inputs, use_cache=False), single(**inputs)
     tolerance = 1e-4 if dtype is torch.float32 else 0.05
     close(result.loss.float(), expected.loss.float(), "loss", tolerance)

@@ -1,4 +1,5 @@
-"""No operation of the architectures of transformers gathers by fallback, and all give what a single process gives."""
+"""No operation of the architectures of transformers gathers by fallback, and all give the results of a single
+process."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ EXPERTS = ["mixtral", "mixtral, eager", "qwen3 moe", "deepseek 2"] if ON_CPU els
 
 @on_mesh()
 def zoo(mesh: Any) -> list[str]:
-    """Forward, backward and greedy words of every architecture; gives the messages of what went wrong."""
+    """Forward, backward and greedy words of every architecture; gives the messages of all failures."""
     failures = []
     for case in CASES:
         try:
@@ -136,7 +137,7 @@ def test_lora(pool: Any, ranks: int, case: str, names: list[str], placements: di
 
 @on_mesh()
 def refused(mesh: Any) -> None:
-    """What is not known to be right is refused, and changes nothing."""
+    """A model that is not known to be right is refused, and stays unchanged."""
 
     def expect(words: str, model: Any, **options: Any) -> None:
         with pytest.raises(ValueError, match=words):
@@ -152,7 +153,7 @@ def refused(mesh: Any) -> None:
     if type(layer).__name__ == "Adapted":  # peft has a property of that name
         expect("unmerge_adapter", model)
     del layer._modules["lora_A"]
-    expect("none of LoRA on a linear layer", model)
+    expect("not LoRA on a linear layer", model)
     model = build("llama")
     model.lm_head.modules_to_save = torch.nn.ModuleDict()
     expect("a copy of its own", model)

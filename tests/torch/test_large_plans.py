@@ -1,4 +1,4 @@
-"""Plans of many patterns for models of many layers: what is done for each does not grow with their number."""
+"""Plans of many patterns for models of many layers: the work for each does not grow with their number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def beside_each_other(count: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def pairs(count: int) -> tuple[nn.Module, dict[str, Any]]:
-    """Layers that take what others give, as gate and up, of many sizes."""
+    """Layers that take the outputs of others, as gate and up, of many sizes."""
     sizes = [(4, 6 + 2 * (i % 3)) if i % 2 else (6 + 2 * (i // 2 % 3), 4) for i in range(count)]
     model = nn.Sequential(*(nn.Linear(*of_layer, bias=False) for of_layer in sizes))
     return model, {str(i): ColwiseParallel() if i % 2 else RowwiseParallel() for i in range(count)}
@@ -63,7 +63,7 @@ def calls_of_a_plan(make: Callable[[int], tuple[nn.Module, dict[str, Any]]], cou
 
 @pytest.mark.parametrize("make", [beside_each_other, pairs, half_of_them, attentions, globs])
 def test_twice_as_many_patterns_take_twice_as_long(make: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> None:
-    calls_of_a_plan(make, 8)  # what is looked up once
+    calls_of_a_plan(make, 8)  # look-ups that are made once
     few, many = calls_of_a_plan(make, 120), calls_of_a_plan(make, 240)
     assert many <= 2.1 * few, (few, many)
 
@@ -88,7 +88,7 @@ def test_many_keys_that_match_nothing() -> None:
 
 
 def test_patterns_name_what_they_named() -> None:
-    """Beside a comparison of each path with the pattern, segment by segment."""
+    """Compare with a match of each path against the pattern, segment by segment."""
 
     def matches(path: str, pattern: str) -> bool:
         if not path or not pattern:

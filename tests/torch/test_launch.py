@@ -56,7 +56,7 @@ from hyper_parallel import get_platform
 platform = get_platform()
 platform.init_process_group()
 rank, size = platform.rank(), platform.world_size()
-# Nobody leaves before all have met: gloo's connections are made by each rank at its own pace.
+# No rank leaves before all have met: gloo's connections are made by each rank at its own pace.
 group = platform.new_group([range(size)])
 print(rank, size, platform.all_gather_object(rank, group, size))
 platform.destroy_process_group()
@@ -117,7 +117,7 @@ def test_numbers_that_no_launcher_sets(wrong: dict[str, str], words: str) -> Non
 
 @pytest.mark.skipif(PLATFORM != "torch-cpu", reason="NCCL and HCCL choose their interfaces")
 def test_workers_listen_on_loopback() -> None:
-    """Nobody on another machine reaches those of `hyper-parallel test`, who exchange pickles."""
+    """No other machine can reach the workers of `hyper-parallel test`, which exchange pickles."""
     with WorkerPool(PLATFORM, size=2) as pool:
         found = [address for rank in pool.run(2, listening_at) for address in rank]
     assert found and {*found} == {"0100007F"}, found

@@ -30,7 +30,7 @@ _FEATURES, _HEADS = 8, 4
 
 
 class ConvNet(nn.Sequential):
-    """Of pictures (batch, 3, 8, 8)."""
+    """A network for pictures (batch, 3, 8, 8)."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -42,7 +42,7 @@ class ConvNet(nn.Sequential):
 
 
 class VisionTransformer(nn.Module):
-    """Of pictures (batch, 3, 8, 8), in patches."""
+    """A network for pictures (batch, 3, 8, 8), in patches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ class VisionTransformer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Of sequences (batch, 6, features), whose last elements are padding, each element seeing those before it."""
+    """An encoder for sequences (batch, 6, features), whose last elements are padding, each element seeing those before
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Encoder(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Of tokens (batch, 6)."""
+    """A network for tokens (batch, 6)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +266,7 @@ def test_cells_with_sharded_units(pool: Any) -> None:
 # ------------------------------------------------------------------------------------------------ other ways
 @on_mesh()
 def other_ways(mesh: Any) -> None:
-    """Calls that a layer does not serve itself are right still, or say what to do."""
+    """Calls that a layer does not serve itself are right still, or name the remedy."""
     x = shard(randn(4, 6), mesh, Shard(0))
     weight, ids = shard(randn(7, 6), mesh, Shard(0)), shard(torch.zeros(4, 2, dtype=torch.int64), mesh, Shard(0))
     for call, words in (
@@ -289,7 +290,7 @@ def other_ways(mesh: Any) -> None:
         F.embedding_bag(ids, weight, mode="mean", per_sample_weights=shard(randn(4, 2), mesh, Shard(0)))
 
 
-#: name -> (call, tensors): what a layer leaves to gathered operands, or torch to refuse.
+#: name -> (call, tensors): calls that a layer leaves to gathered operands, or torch to refuse.
 GATHERED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "rrelu in training": (lambda x: F.rrelu(x, training=True), [(4, 6)]),
     "a deprecated word": (lambda x, y: F.margin_ranking_loss(x, y, y, size_average=False), [(4, 6)] * 2),

@@ -20,13 +20,13 @@ from tests.torch.support import close, device, randn, shard
 #: Letters -> size. 5 samples are uneven on three ranks, and leave one of four with nothing.
 _SIZES = {"n": 5, "c": 8, "o": 4, "h": 6, "w": 5, "l": 7, "k": 3, "2": 2, "4": 4, "1": 1, "q": 16, "s": 3}
 
-#: name -> (letters of the sizes of the tensors, call). What begins with "#" is whole numbers.
+#: name -> (letters of the sizes of the tensors, call). Shapes that begin with "#" are of whole numbers.
 CALLS: dict[str, tuple[str, Callable[..., Any]]] = {
     "conv1d": ("ncl ock o", lambda x, w, b: F.conv1d(x, w, b, padding=1)),
     "conv2d": ("nchw ockk o", lambda x, w, b: F.conv2d(x, w, b, stride=(2, 1), padding="valid", dilation=1)),
     "conv2d with groups": ("nchw q4kk q", lambda x, w, b: F.conv2d(x, w, b, padding="same", groups=2)),
     "conv2d of each channel": ("nchw c1kk c", lambda x, w, b: F.conv2d(x, w, b, groups=8)),
-    "conv2d, channels in and out alike": ("nchw c4kk c", lambda x, w, b: F.conv2d(x, w, b, groups=2)),
+    "conv2d, equal channels in and out": ("nchw c4kk c", lambda x, w, b: F.conv2d(x, w, b, groups=2)),
     "conv2d without a batch": ("chw ockk o", F.conv2d),
     "conv3d": ("nchww ockkk", F.conv3d),
     "conv_transpose1d": ("ncl cok o", lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2)),
@@ -54,7 +54,7 @@ CALLS: dict[str, tuple[str, Callable[..., Any]]] = {
     "instance_norm": ("nchw c c", lambda x, w, b: F.instance_norm(x, weight=w, bias=b)),
     "batch_norm": ("nchw c c", lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True)),
     "batch_norm without parameters": ("nc", lambda x: F.batch_norm(x, None, None, training=True)),
-    "batch_norm of what was seen": ("nchw c", lambda x, m: F.batch_norm(x, m.detach(), m.detach().abs() + 1)),
+    "batch_norm of running statistics": ("nchw c", lambda x, m: F.batch_norm(x, m.detach(), m.detach().abs() + 1)),
     "dropout1d": ("ncl", lambda x: F.dropout1d(x, 0.4)),
     "dropout2d": ("nchw", lambda x: F.dropout2d(x, 0.4)),
     "dropout3d": ("chww", lambda x: F.dropout3d(x, 0.4)),

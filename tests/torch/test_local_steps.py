@@ -1,4 +1,4 @@
-"""Steps of element-wise optimizers on local tensors: what they see, and what is left when they are over."""
+"""Steps of element-wise optimizers on local tensors: the tensors that they see, and the state after them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def groups(mesh: Any) -> None:
 
 @on_mesh()
 def errors_in_steps(mesh: Any) -> None:
-    """What was plain for the step is distributed again."""
+    """After an error in a step, tensors that were plain for it are distributed again."""
     own = pairs(mesh)
     optimizer = torch.optim.AdamW([twin for _, twin in own], fused=True)
     original = adam.adam
@@ -228,8 +228,8 @@ def steps_with_known_state(mesh: Any, kind: type) -> int:
 
 @on_mesh()
 def torch_compile_keeps_out(mesh: Any) -> None:
-    """Of methods of torch's optimizers, by a wrapper, once something was compiled. It changes nothing; one of the user
-    around the same method may do more."""
+    """Once something was compiled, torch.compile keeps out of methods of torch's optimizers with a wrapper. It changes
+    nothing; one of the user around the same method may do more."""
     init_group: Any = torch.optim.AdamW._init_group
 
     @functools.wraps(init_group)
@@ -244,7 +244,7 @@ def torch_compile_keeps_out(mesh: Any) -> None:
 
 @on_mesh()
 def state_is_let_go(mesh: Any) -> None:
-    """State that is replaced or moved does not live on in what is kept from step to step; versions count writes."""
+    """Replaced or moved state does not live on in the caches between steps; versions count writes."""
     own = pairs(mesh)
     optimizer = torch.optim.AdamW([twin for _, twin in own], foreach=True)
     for number in range(3):
@@ -255,7 +255,7 @@ def state_is_let_go(mesh: Any) -> None:
     before = full(state["exp_avg"]).clone()
     set_gradients(own, mesh, 3)
     optimizer.step()
-    # Kernels of simulated devices do not count what they write.
+    # Kernels of simulated devices do not count their writes.
     assert state["exp_avg"]._version > version or device().type != "cpu"
     assert not torch.equal(full(state["exp_avg"]), before)
     copied = copy.deepcopy(state["exp_avg"])
@@ -290,7 +290,7 @@ def gradients_are_cleared(mesh: Any) -> None:
 
 @on_mesh()
 def parameters_that_are_partial_sums(mesh: Any) -> None:
-    """They step operation by operation, beside others too."""
+    """They step operation by operation, next to others too."""
     partial = DTensor.from_local(randn(5, 3), mesh, [Partial()]).detach().requires_grad_()
     other = shard(randn(4), mesh, Shard(0)).requires_grad_()
     value, gradient = mesh.size() * randn(5, 3), randn(5, 3, seed=1)

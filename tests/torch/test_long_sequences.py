@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut, where torch has what other frameworks lack."""
+"""Attention over a sequence that is cut, with torch features that other frameworks lack."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_mean_over_samples(pool: Any) -> None:
 
 @spmd.on_mesh()
 def inside_of_torchs(mesh: Any) -> None:
-    """Value, gradient of the logits, and what is sent: as inside of `loss_parallel`, whatever is asked for."""
+    """Value, gradient of the logits, and communication: as inside of `loss_parallel`, for all arguments."""
     calls: list[tuple[tuple[int, ...], dict[str, Any]]] = [
         ((6, 8), {}),
         ((6, 5), {"reduction": "sum", "ignore_index": 3}),
@@ -331,12 +331,12 @@ def test_weight_with_gradient(pool: Any) -> None:
 
 @spmd.on_mesh()
 def elsewhere(mesh: Any) -> None:
-    """Logits that were not computed with a head are not its part of the classes, whoever has as many."""
+    """Logits that were not computed with a head are not its part, even if they have as many classes."""
     x, t = randn(4, 6), targets(4, classes=6)
     model = parallelize_module(nn.Sequential(nn.Linear(6, 12)).to(device()), mesh, {"0": ColwiseParallel()})
     other, again = nn.Linear(6, 6).to(device()), copy.deepcopy(model)
     with pytest.raises(ValueError, match="part of the 12"):
-        F.cross_entropy(other(x), t)  # nobody knows of a head that was not called
+        F.cross_entropy(other(x), t)  # a head that was not called is unknown
     mine = model(x)
     assert mine.shape == (4, 6) == again(x).shape
     for _ in range(2):  # the second time with a head that has learned

@@ -56,7 +56,7 @@ def on_a_grid() -> None:
 
 @on_mesh()
 def collectives(mesh: Any) -> None:
-    """Numbers of elements and sums: what a rank has stays there."""
+    """Numbers of elements and sums: a rank's elements stay there."""
     d = distribute_tensor(torch.ones(8, 6, device=device()), mesh, [Shard(0)])
     with CommDebugMode() as comm, strict():
         torch.masked.var(d, dim=1)
@@ -64,7 +64,7 @@ def collectives(mesh: Any) -> None:
     with CommDebugMode() as comm, strict():
         torch.masked.var(d, dim=0)
     assert {str(kind).rsplit(".", 1)[-1] for kind, n in comm.get_comm_counts().items() if n} == {"all_reduce"}
-    # As ever.
+    # Plain tensors are unchanged.
     x = randn(3, 4)
     close(torch.masked.std(x, dim=0), x.std(0), "plain tensors")
 

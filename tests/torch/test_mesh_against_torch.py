@@ -1,4 +1,4 @@
-"""Meshes beside torch's: the same ranks, groups and slices for the same calls; groups of other backends; functional
+"""Meshes against torch's: the same ranks, groups and slices for the same calls; groups of other backends; functional
 collectives."""
 
 from __future__ import annotations

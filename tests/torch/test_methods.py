@@ -15,7 +15,7 @@ from tests.torch.support import close, device, full, shard
 
 
 class Seen(TorchFunctionMode):
-    """Notes what is called."""
+    """Notes the called functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,9 @@ def methods(mesh: Any) -> None:
     x = shard(plain, mesh, Shard(0))
     with Seen() as seen:
         y = x.transpose(0, 1) + 1
-    assert torch.Tensor.transpose in seen.functions and len(seen.functions) > 1, "modes see what is called on a DTensor"
+    assert torch.Tensor.transpose in seen.functions and len(seen.functions) > 1, (
+        "modes see the functions called on a DTensor"
+    )
     close(full(y), plain.T + 1, "under a mode")
     close(full(x.sum(dim=(0, 1))), plain.sum(), "a keyword")
     with pytest.raises(IndexError, match=r"transpose\(0, 7\) is out of range"):

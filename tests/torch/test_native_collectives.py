@@ -187,7 +187,7 @@ def start_alike(mesh: Any) -> None:
 
 
 def test_broadcast_of_parameters(pool: Any) -> None:
-    """Models that started from other seeds train alike after a broadcast of ``p.data``."""
+    """Models that started from other seeds train in the same way after a broadcast of ``p.data``."""
     pool.run(4, start_alike)
 
 
@@ -366,14 +366,14 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "rows of shards": (
         lambda m: all_gather_into_tensor(placed(m, Shard(0), 8, 4), placed(m, Shard(0)), group=m["dp"].get_group()),
         ValueError,
-        r"is not the same of the global ones. Give it to_local\(\)",
+        r"does not join or cut the global ones in the same way. Give it to_local\(\)",
     ),
     "to a rank with another shard": (
         lambda m: send(placed(m, Shard(0)), int(m["tp"].ranks[1 - m.get_local_rank("tp")])),
         ValueError,
         "different shards",
     ),
-    "parts of what is the same": (
+    "parts of equal values": (
         lambda m: reduce_scatter(
             distribute_tensor(torch.ones(2), m, [Replicate(), Shard(0)]), empty(2), group=m["dp"].get_group()
         ),

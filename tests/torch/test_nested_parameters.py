@@ -33,8 +33,8 @@ from tests.torch.support import close, device, full, randn
 from tests.torch.test_optimizer_matrix import OPTIMIZERS, in_full_precision, modes
 
 STEPS = 4
-#: Shape, how tensor parallelism cuts it, and data parallelism what that leaves; None where tensor parallelism does not.
-#: Uneven, empty on some ranks, packed; with other dimensions and with the same.
+#: Shape, how tensor parallelism cuts it, and how data parallelism cuts the rest; None where tensor parallelism does
+#: not. Uneven, empty on some ranks, packed; with other dimensions and with the same.
 PARAMETERS: list[tuple[tuple[int, ...], Any, Any]] = [
     ((5, 3), Shard(0), Shard(0)),
     ((3, 7), Shard(1), Shard(1)),
@@ -160,7 +160,8 @@ def kept(mesh: Any) -> None:
 
 @on_mesh(2, 2, names=("dp", "tp"))
 def operations(mesh: Any) -> None:
-    """What keeps the order of the cuts, and what is right in another one; with gradients, in step on all ranks."""
+    """Operations that keep the order of the cuts, and those that are right in another order. Gradients are checked, in
+    step on all ranks."""
     x, y = randn(5, 7).requires_grad_(), randn(7, 4, seed=1).requires_grad_()
     with check_ranks(mesh):
         for at in (

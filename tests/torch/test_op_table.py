@@ -1,4 +1,4 @@
-"""Every spelling of an operation binds to its row and gives what torch gives on plain tensors."""
+"""Every spelling of an operation binds to its row and gives torch's result on plain tensors."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _refused_by_some(x: Any) -> Any:
     return x + torch.ones(3) if isinstance(x, DTensor) else x * 0.0
 
 
-#: What the judge has to say of forward and backward -> functions of one tensor.
+#: The judge's verdicts on forward and backward -> functions of one tensor.
 JUDGED: dict[tuple[str, str], list[Callable[[Any], Any]]] = {
     ("own rule", "own rule"): [lambda x: x.exp(), lambda x: x.bfloat16()],
     ("gathered", "gathered"): [torch.ops.aten.pinverse.default],
@@ -82,7 +82,7 @@ JUDGED: dict[tuple[str, str], list[Callable[[Any], Any]]] = {
 
 
 def judged(wanted: tuple[str, str], number: int) -> None:
-    """A job: what the judge says of an operator that is all that its verdict wants."""
+    """A job: the judge's verdict on an operator that has all the properties of that verdict."""
     x = torch.arange(15.0, dtype=torch.float64).reshape(5, 3).sin().requires_grad_()
     side = SimpleNamespace(**vars(operators))
     side.calls = lambda name, count: [Call((x,), {}, {"forward": JUDGED[wanted][number]})]

@@ -1,5 +1,5 @@
-"""Steps with every optimizer of torch.optim equal those of the unsharded model; what torch's own DTensor does is
-recorded beside it."""
+"""Steps with every optimizer of torch.optim equal those of the unsharded model. The table records the results of
+torch's own DTensor too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.torch.test_against_torch import meshes, whole
 
 #: Enough for all moments, and for one save of the state in between.
 STEPS = 10 if everything() else 4
-#: torch's DTensor takes longer, and what it refuses it refuses at once.
+#: torch's DTensor takes longer, and refuses at the first step.
 STEPS_OF_TORCH = 3
 
 #: name -> (options, further variants of them)
@@ -58,7 +58,7 @@ def modes(name: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run left behind: losses, norms before clipping, final parameters by name."""
+    """The record of a training run: losses, norms before clipping, final parameters by name."""
 
     losses: list[float]
     norms: list[float]
@@ -226,7 +226,8 @@ def test_jobs(pool: Any, job: Any) -> None:
 
 # ---------------------------------------------------------------------- torch's DTensor
 
-#: What torch 2.13, 2.14 and 2.15 do with their own DTensor and styles, for those that do not equal the unsharded run.
+#: Results of torch 2.13, 2.14 and 2.15 with their own DTensor and styles, for those that do not equal the unsharded
+#: run.
 TORCH_FAILS = {
     "SGD {'fused': True}": "NotImplementedError",
     "Adagrad {'fused': True}": "NotImplementedError",

@@ -96,7 +96,7 @@ def step(model: nn.Module, steps: list[torch.optim.Optimizer], seed: int) -> Non
 
 
 def goes_on(kind: str, mesh: Any, name: str, options: str, groups: str, used: bool, whole: bool) -> None:
-    """Two steps, save, load into another model, two steps; ``whole``: what is loaded the single device saved."""
+    """Two steps, save, load into another model, two steps; ``whole``: the single device has saved the loaded state."""
     from torch.distributed.checkpoint import state_dict as helpers
 
     save, load = (helpers.StateDictOptions(**o) for o in OPTIONS[options])
@@ -158,10 +158,10 @@ def test_training_goes_on(pool: Any, kind: str) -> None:
     pool.run(4, run_rows, kind)
 
 
-# ---------------------------------------------------------------------- what does not fit
+# ---------------------------------------------------------------------- misfits
 @on_mesh(4, names=("dp",))
 def refused(mesh: Any) -> None:
-    """All ranks raise, and what the optimizer has stays as it is."""
+    """All ranks raise, and the optimizer's state stays as it is."""
     from torch.distributed.checkpoint import state_dict as helpers
 
     full, first = (
@@ -195,7 +195,7 @@ def refused(mesh: Any) -> None:
     for options in (full, first):
         check(r"does not fit: state.up.weight.exp_avg has shape \(5, 6\), given is \(4, 6\)", options, other)
 
-    # Not by torch's helper: its moments are whole beside shards.
+    # Not by torch's helper: its moments are whole next to shards.
     for name, p in zip(whole["param_groups"][0]["params"], optimizer.param_groups[0]["params"], strict=True):
         optimizer.state[p] = whole["state"][name]
     optimizer.state = dict(optimizer.state)  # another object, as `load_state_dict` makes

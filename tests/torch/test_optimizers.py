@@ -1,4 +1,4 @@
-"""What optimizers, gradient clipping and loss scaling call and are called by, on distributed parameters.
+"""Calls that optimizers, gradient clipping and loss scaling make and receive, on distributed parameters.
 
 `test_optimizer_matrix` trains with every optimizer.
 """
@@ -116,7 +116,7 @@ def kernels_over_lists(mesh: Any) -> None:
 
 @on_mesh()
 def plain_tensors_and_distributed_numbers(mesh: Any) -> None:
-    """What clipping without lists does to the gradients of parameters that are not distributed."""
+    """Clipping without lists: its calls on the gradients of parameters that are not distributed."""
     number, plain = shard(randn(5), mesh, Shard(0)).sum(), randn(5, 3)
     wanted = randn(5).sum()
     for name in ("add_", "sub_", "mul_", "div_"):
@@ -126,14 +126,14 @@ def plain_tensors_and_distributed_numbers(mesh: Any) -> None:
     close(plain.add_(number, alpha=2), randn(5, 3) + 2 * wanted)
     with pytest.raises(ValueError, match="plain tensor"):
         plain.mul_(shard(randn(5, 3), mesh, Shard(0)))
-    # Each rank would compute a part of its gradient, or all of it: nobody can tell.
+    # Each rank would compute a part of its gradient, or all of it: this cannot be known.
     with pytest.raises(ValueError, match="plain tensor"):
         plain.mul_(shard(randn(5), mesh, Shard(0)).requires_grad_().sum())
 
 
 @on_mesh()
 def closures_and_step_hooks(mesh: Any) -> None:
-    """Interception is off while an element-wise optimizer steps, but not in what the user hangs into it."""
+    """Interception is off while an element-wise optimizer steps, but not in the user's hooks and closures."""
     plain, sharded = models(mesh)
     for model in (plain, sharded):
         optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.1), []

@@ -1,4 +1,5 @@
-"""`overlap_collectives`: linear layers cut into chunks give what they give in one piece, with as many bytes moved."""
+"""`overlap_collectives`: linear layers cut into chunks give the same results as in one piece, with as many bytes
+moved."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ def test_in_chunks(pool: Any, world_size: int, dim: int | None, bias: bool, as_d
 
 @on_mesh()
 def not_cut(mesh: Any) -> None:
-    """What is small, does not divide, or is in another dtype runs as it does outside."""
+    """A call is not cut into chunks if its tensor is small, does not divide, or has another dtype."""
     model = parallelize_module(
         mlp(False), mesh, {"0": ColwiseParallel(input_layouts=Shard(1)), "2": RowwiseParallel(output_layouts=Shard(1))}
     )
@@ -155,7 +156,7 @@ class _Doubled(nn.Module):
 
 @on_mesh()
 def computed_bias(mesh: Any) -> None:
-    """What computes a bias is not left out."""
+    """A computed bias is not left out."""
     reference = nn.Linear(8, 6).to(device())
     with torch.no_grad():
         for p in reference.parameters():

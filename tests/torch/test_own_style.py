@@ -1,4 +1,4 @@
-"""The style in docs/styles.md runs as it stands, on two processes, and computes what the single device does."""
+"""The style in docs/styles.md runs as it stands, on two processes, and computes the result of the single device."""
 
 from __future__ import annotations
 

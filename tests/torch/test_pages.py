@@ -38,7 +38,7 @@ def test_page(pool: Any, page: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", by_length(ALONE))
 def test_page_of_programs(page: str, tmp_path: Path) -> None:
     blocks = blocks_of(page)
-    # What starts processes is a program of its own, whose other code those would run as well.
+    # Code that starts processes is a program of its own, whose other code those would run as well.
     apart = [block for block in blocks if "__main__" in block]
     together = "\n".join(block for block in blocks if block not in apart)
     for i, program in enumerate([together, *apart]):

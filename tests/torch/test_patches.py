@@ -1,4 +1,4 @@
-"""What is patched in torch: nothing before the first DTensor, then what is listed, and nothing after `uninstall`."""
+"""Patches in torch: none before the first DTensor, then the listed ones, and none after `uninstall`."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ print("passed")
 
 
 def test_a_torch_that_is_not_as_expected() -> None:
-    """No DTensor can be made, however often one tries; what only saves time is left out."""
+    """No DTensor can be made, however often one tries; patches that only save time are left out."""
     code = """
 import warnings
 del torch.optim.NAdam._init_group

@@ -139,7 +139,7 @@ def own_way(mesh: Any) -> None:
 
 @on_mesh(2)
 def with_hooks(mesh: Any) -> None:
-    """A hook of the user's is kept if it can be pickled, and else the error says what to do."""
+    """A hook of the user's is kept if it can be pickled, and else the error names the remedy."""
     model = parallelize_module(make_model(), mesh, PLAN)
     model.mlp[0].register_forward_hook(doubled)
     other = through_file(model)

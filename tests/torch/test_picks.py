@@ -1,5 +1,6 @@
-"""Operations whose results have sizes that the data say, and indices into sharded dimensions: right for every
-placement, with gradients, also where a rank has nothing, by rules alone, with no message that carries a whole operand.
+"""Operations whose results have sizes that the data say, and indices into sharded dimensions. They are right for every
+placement, with gradients, also where a rank has nothing. Rules alone serve them, with no message that carries a whole
+operand.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def messages() -> None:
 
 
 def refused() -> None:
-    """On all ranks, whoever has the data."""
+    """Refused on all ranks, whichever rank has the data."""
     mesh = spmd.device_mesh(4)
     x = distribute_tensor(torch.zeros(6, 4, device=device()), mesh, [Shard(0)])
     mask = distribute_tensor(torch.arange(24, device=device()).reshape(6, 4) > 3, mesh, [Shard(0)])

@@ -1,4 +1,4 @@
-"""The pictures of the documentation are what the library draws."""
+"""The pictures of the documentation are those that the library draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules have nothing about them that the short forward leaves out."""
+"""Modules that the short forward serves: they have no feature that it leaves out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans on torch: torch's own classes given to this library, and what a plan leaves plain."""
+"""Plans on torch: torch's own classes given to this library, and parameters that a plan leaves plain."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def what_stays_plain(mesh: Any) -> None:
     assert torch.equal(model.sparse.to_dense(), torch.eye(3) * (rank + 1))
     assert model.nowhere.is_meta and isinstance(model.lazy.weight, nn.parameter.UninitializedParameter)
     torch.manual_seed(0)
-    first = nn.ModuleList([nn.BatchNorm1d(4), nn.Linear(4, 8), nn.Linear(8, 4)])  # what rank 0 drew before
+    first = nn.ModuleList([nn.BatchNorm1d(4), nn.Linear(4, 8), nn.Linear(8, 4)])  # the numbers that rank 0 drew before
     assert torch.equal(model.position, torch.randn(3, 4).t()) and len(first)
     for name, p in model.named_parameters():
         assert (id(p), p.requires_grad) == (state[name][0], state[name][2]), name

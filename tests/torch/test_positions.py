@@ -1,5 +1,5 @@
-"""Operations of norms on what stands for a DTensor in compiled code, called outside of the compiler: each gives this
-rank's part of what the single device gives, or leaves it to eager mode."""
+"""Operations of norms on the stand-in for a DTensor in compiled code, called outside of the compiler. Each gives this
+rank's part of the single device's result, or leaves it to eager mode."""
 
 from __future__ import annotations
 

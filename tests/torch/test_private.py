@@ -1,5 +1,5 @@
-"""What is taken from torch's private parts is looked at first: what is missing or different is done in another way, or
-the backend says which versions of torch are tested."""
+"""Private parts of torch are checked before they are used. A missing or different one is replaced by another way, or
+the backend names the tested versions of torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_tested_torch_has_all_of_it() -> None:
     assert load().REPLACED == []
 
 
-#: What has another way: path -> what it then says, outside of everything.
+#: Names that have another way: path -> the answer of that way, outside of everything.
 OTHER_WAYS: dict[str, Any] = {
     "_C._len_torch_function_stack": lambda m: m.function_modes() == 1,
     "_C._len_torch_dispatch_stack": lambda m: m.dispatch_modes() == 1,
@@ -237,7 +237,7 @@ def test_all_of_it_is_in_the_docs() -> None:
     assert missing == []
 
 
-#: Where torch is patched: what that takes is checked there.
+#: Where torch is patched: the patches check their targets there.
 PATCHES = {"patches.py", "handlers/functions.py", "handlers/optimizers.py", "handlers/clipping.py"}
 PUBLIC = {"torch._C.DisableTorchFunctionSubclass"}
 

@@ -1,6 +1,6 @@
 """Weights that another library has quantised: refused in plans, and cut by hand as docs/torch_interop.md shows.
 
-Runs with a class of tensors that has what torchao's have, and with torchao's own where that is installed.
+Runs with a class of tensors that has the members of torchao's, and with torchao's own where that is installed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Int8Rows(torch.Tensor):
 
 
 def rows(model: nn.Module) -> None:
-    """What torchao's `quantize_` does."""
+    """A stand-in for torchao's `quantize_`."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(Int8Rows.of(module.weight), requires_grad=False)

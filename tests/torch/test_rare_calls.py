@@ -238,7 +238,7 @@ def test_rare_calls(pool: Any, job: Any, world_size: int) -> None:
 
 
 def test_spellings_and_values_of_arguments() -> None:
-    """What torch's functions call them, and what becomes of them. tests/unit/test_row_text.py has the rest."""
+    """Torch's names of arguments, and the values that they become. tests/unit/test_row_text.py has the rest."""
     bind = arguments("input dims keepdim=False")
     for args, kwargs in (((1, 2), {}), ((), {"self": 1, "axis": [2]}), ((), {"x": 1, "axes": (2,), "keepdims": 0})):
         assert bind(None, args, kwargs) == ((1,), ((2,), False))

@@ -54,7 +54,7 @@ def batched_gradients(mesh: Any) -> None:
         ValueError, match=r"call autograd\.grad once for each of the grad_outputs, with retain_graph=True"
     ):
         torch.autograd.grad(y, x, shard(gradients, mesh, Replicate()), is_grads_batched=True)
-    # What the message says to do.
+    # The remedy of the message.
     rows = [shard(g, mesh, Replicate()) for g in gradients]
     got = [torch.autograd.grad(y, x, row, retain_graph=True)[0] for row in rows]
     plain = randn(5, 3).requires_grad_()
@@ -185,7 +185,7 @@ def test_rare_gradients(pool: Any, job: Any, world_size: int) -> None:
 
 
 def test_a_cotangent_that_is_a_parameter() -> None:
-    """What backward of `Platform.autograd_function` computes with is plain, whatever class the cotangent has."""
+    """The tensors in backward of `Platform.autograd_function` are plain, whatever class the cotangent has."""
     kinds: list[type] = []
 
     def backward(ctx: Any, g: Any) -> Any:

@@ -207,7 +207,7 @@ def test_a_function_has_one_row() -> None:
         op_table._merge({torch.relu: rows[0]}, {torch.relu: rows[1]})
     merged = {torch.relu: rows[0], torch.tanh: rows[1]}
     assert op_table._merge({torch.relu: rows[0]}, {torch.tanh: rows[1]}) == merged
-    # What this torch does not have, or is no function (a dtype), gets no row.
+    # A name that this torch does not have, or that is no function (a dtype), gets no row.
     assert find("relu no_such_function", torch, torch.Tensor) == [torch.relu, torch.Tensor.relu]
     assert find("float", torch, torch.Tensor) == [torch.Tensor.float]
 

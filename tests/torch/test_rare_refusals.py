@@ -1,4 +1,4 @@
-"""Refusals of what is torch's that other tests do not come to: of one class and one text on all ranks."""
+"""Refusals of features of torch that other tests do not reach: of one class and one text on all ranks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def keywords_without_a_bind(mesh: Any) -> None:
 
 
 class Again(torch.autograd.Function):
-    """A checkpointing of one's own, of what was recorded: backward runs through that, and through what it computes."""
+    """A user's own checkpointing of a recorded graph: backward runs through that graph, and through the recomputed
+    one."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, layer: nn.Module) -> Any:
@@ -110,7 +111,7 @@ class Twice(nn.Module):
 
 
 def untied(mesh: Any) -> None:
-    """One of the places of a parameter gets another, laid out alike."""
+    """One of the places of a parameter gets another, with the same layout."""
     unit: Any = fully_shard(Twice().to(device()), mesh=mesh)
     unit.other.weight = nn.Parameter(unit.layer.weight.detach().clone())
     unit(torch.ones(2, 4, device=device()))
@@ -127,7 +128,7 @@ def nothing_distributed(mesh: Any) -> None:
 
 
 def groups_after_forward_of_a_part(mesh: Any) -> None:
-    """Of four ranks in a world of eight, of which the others would have to make the groups too."""
+    """A mesh of four ranks in a world of eight: the other ranks would have to make the groups too."""
     with dry_world(8):
         part = DeviceMesh(None, range(4))
         fully_shard(nn.Linear(4, 4), mesh=part, reshard_after_forward=2)
@@ -181,7 +182,7 @@ def test_each_is_an_error_on_all_ranks(pool: Any) -> None:
 
 
 def elsewhere() -> str:
-    """What a functional collective says on the one rank of two that is not part of its mesh."""
+    """The error of a functional collective on the one rank of two that is not part of its mesh."""
     meshes = [DeviceMesh(None, [rank]) for rank in range(2)]
     other = meshes[dist.get_rank() == 0]
     try:

@@ -1,4 +1,4 @@
-"""What the recorder says of collectives where torch computes a forward again."""
+"""Records of collectives where torch computes a forward again."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hyper_parallel.platform.torch.op_table import OP_TABLE
 
 
 def rule(shapes: tuple, static_args: tuple) -> Any:
-    """A rule that nobody asks."""
+    """A rule that is never asked."""
     return None
 
 

@@ -1,4 +1,4 @@
-"""What torch has to put other parameters, data and shapes into a parallelised model: right, or refused."""
+"""Torch's ways to put other parameters, data and shapes into a parallelised model: right, or refused."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_computed_norm(pool: Any) -> None:
 
 @on_mesh()
 def new_data_of_an_input(mesh: Any) -> None:
-    """``x.data = y`` while an earlier graph lives: what was kept about the data of before is not used."""
+    """``x.data = y`` while an earlier graph lives: caches about the data of before are not used."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -270,7 +270,7 @@ def test_new_data_of_an_input(pool: Any) -> None:
 
 @on_mesh()
 def new_data_of_a_dtensor(mesh: Any) -> None:
-    """What was gathered, and views of it, go with the data."""
+    """Gathered values, and views of them, are replaced with the data."""
     leaf = shard(randn(4, 6), mesh, Shard(0)).requires_grad_()
     weight = shard(randn(5, 6, seed=2), mesh, Shard(0)).requires_grad_()
     x = leaf.redistribute(placements=[Replicate()])
@@ -318,7 +318,7 @@ def other_sizes_in_place(mesh: Any) -> None:
     x = shard(randn(4, 6), mesh, Shard(0))
     assert x.set_(shard(randn(3, 6, seed=1), mesh, Replicate())) is x
     close(x, randn(3, 6, seed=1))
-    # What only renames dimensions is right, also of what was gathered.
+    # A call that only renames dimensions is right, also for gathered tensors.
     leaf = shard(randn(4, 1, 6), mesh, Shard(0)).requires_grad_()
     twin = randn(4, 1, 6).requires_grad_()
     for change in ("squeeze_", "t_"):

@@ -1,5 +1,5 @@
-"""`replicate` beside the single device and torch's own DistributedDataParallel: models, optimizers, accumulation, and
-what a rank does not use."""
+"""`replicate` against the single device and torch's own DistributedDataParallel: models, optimizers, accumulation, and
+parameters that a rank does not use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Parameters of all kinds: tied, frozen, without dimensions, without elements, used by nobody."""
+    """Parameters of all kinds: tied, frozen, without dimensions, without elements, unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,8 @@ _averaged: Any = lambda state, bucket: _reduced(state, bucket)  # noqa: E731
 
 @on_mesh()
 def counted(mesh: Any) -> None:
-    """Beside DistributedDataParallel: no more all-reduces, and as many bytes, but for a number for each parameter."""
+    """Compare with DistributedDataParallel: no more all-reduces, and as many bytes, but for a number for each
+    parameter."""
     group, size = mesh.get_group(0), mesh.size()
     for cap in (1e-6, 3e-4, 25):
         plain, copied, ids = models(mesh, bucket_cap_mb=cap)
@@ -192,7 +193,7 @@ def accumulated(mesh: Any) -> None:
     rank, parts = mesh.get_local_rank(0), 3
     batches = [[torch.roll(x, i, 0) for x in ids] for i in range(parts)]
     for i, batch in enumerate(batches):
-        skip = i if i < 2 else None  # what only the earlier batches use counts too
+        skip = i if i < 2 else None  # parameters that only the earlier batches use count too
         loss_of(plain(torch.cat(batch), skip)).backward()
         copied.set_requires_gradient_sync(i == parts - 1)
         with CommDebugMode() as comm:
@@ -247,7 +248,7 @@ def checkpointed(mesh: Any) -> None:
                         loss_of(copied(ids[rank], skips[rank], run)).backward()
                     check(plain, copied, f"{run.__name__}, skips {skips}")
                     assert len(comm.events) == count
-        # In one bucket, what is used after a checkpointed layer, and nothing that is used before.
+        # In one bucket are the parameters used after a checkpointed layer, and none used before.
         single = Late(run).to(device(), F64)
         copied = replicate(copy.deepcopy(single), mesh)
         x = torch.ones(2, 4, dtype=F64, device=device(), requires_grad=True)

@@ -102,7 +102,7 @@ def steps(mesh: Any) -> None:
             loss_of(plain(torch.cat(parts))).backward()
             with CommDebugMode() as comm, coalesce_gradients():
                 loss_of(copied(mine, [None, False, True, None, None][step])).backward()
-            # Buckets of 40 doubles or more of what each rank has, if all had equal parts.
+            # Buckets of 40 doubles or more of each rank's elements, if all had equal parts.
             assert sum(e.mesh.mesh_dim_names == ("dp",) for e in comm.events) == 4
             if step % 2:
                 with CommDebugMode() as comm:

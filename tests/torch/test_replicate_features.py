@@ -1,4 +1,4 @@
-"""`replicate` with what torch does around a module: copies, autocast, graphs that are used twice, hooks, compilers."""
+"""`replicate` with torch's features around a module: copies, autocast, graphs that are used twice, hooks, compilers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def dtypes(mesh: Any) -> None:
                 copied(x, last[mesh.get_local_rank(0)]).double().sum().backward()
             check(plain, copied, f"{last}", 2e-2)
             assert len(comm.events) == (8 if cap < 1 else 3)
-    # What a loss of one parameter needs, and nothing else.
+    # The collectives of a loss of one parameter, and no others.
     plain, copied, x = two(Mixed(), mesh)
     with CommDebugMode() as comm:
         (got,) = torch.autograd.grad(copied(x).sum(), [copied.b.weight])
@@ -146,7 +146,7 @@ def copies(mesh: Any) -> None:
         for p in other.parameters():
             p.mul_(2)
     plain(x).sum().backward()
-    check(plain, copied, "beside a copy")
+    check(plain, copied, "next to a copy")
     file = io.BytesIO()
     torch.save(other, file)
     file.seek(0)

@@ -62,7 +62,7 @@ def translated(plan: Any) -> Any:
 def outcome(
     build: Any, plan: Any, array: np.ndarray, mesh: Any, own: Any, takes: Any, gives: Any, distributed: bool
 ) -> str:
-    """``"equal"``, ``"refuses"``, or what torch's styles get wrong: ``"output"``, ``"gradient of weight"``, ..."""
+    """``"equal"``, ``"refuses"``, or the wrong value of torch's styles: ``"output"``, ``"gradient of weight"``, ..."""
     single, sharded = (adapter.load(build(adapter), np.random.default_rng(5)) for _ in range(2))
     whole = adapter.tensor(array)
     local = whole[slices_of(takes, array.shape, own)].clone()
@@ -101,7 +101,7 @@ def outcome(
 
 
 def run_matrix(size: int, style: str, module: str, even: bool) -> list[tuple[Any, Any, bool, str]]:
-    """What torch's styles do in each case of the matrix, on this rank."""
+    """Results of torch's styles in each case of the matrix, on this rank."""
     found = []
     both = meshes(size)
     if both:

@@ -36,7 +36,7 @@ on_2_by_2 = on_mesh(2, 2, names=("dp", "tp"))
 
 
 def groups_made(call: Any) -> tuple[Any, int]:
-    """What ``call()`` gives, and how many process groups it makes."""
+    """The result of ``call()``, and the number of process groups that it makes."""
     before = len(dist.distributed_c10d._world.pg_map)
     result = call()
     return result, len(dist.distributed_c10d._world.pg_map) - before
@@ -325,13 +325,13 @@ def clipped(mesh: Any) -> None:
                         close(whole(p.grad), single.grad, f"{count} {order} {foreach}")
     two = make()[:2]
     norm = nn.utils.get_total_norm([p.grad for p in two])
-    assert isinstance(norm, of_torch.DTensor), "what torch gives where it can"
+    assert isinstance(norm, of_torch.DTensor), "torch's own result where it can"
     nn.utils.clip_grads_with_norm_(two, 1.0, norm)
     close(nn.utils.get_total_norm([whole(p.grad) for p in two]), torch.tensor(1.0))
 
 
 def test_clipping_on_several_meshes(pool: Any) -> None:
-    """Torch's own DTensors on several meshes, beside plain tensors and DTensors, which torch refuses alone."""
+    """Torch's own DTensors on several meshes, mixed with plain tensors and DTensors, which torch alone refuses."""
     pool.run(4, clipped)
 
 

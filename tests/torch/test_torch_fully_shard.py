@@ -103,7 +103,7 @@ def train(
     clip: float | None = None,
     around: Any = contextlib.nullcontext,
 ) -> None:
-    """Two steps of AdamW; each of ``count`` ranks has a batch of its own, and the single device all of them."""
+    """Two steps of AdamW. Each of ``count`` ranks has a batch of its own, and the single device all of them."""
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (single, model)]
     for step in range(2):
         parts = [batch(sizes, count * step + i) for i in range(count)]
@@ -156,7 +156,7 @@ def placed(mesh: Any) -> None:
 
 
 def test_placements_are_those_of_torch(pool: Any) -> None:
-    """What torch's styles and its `fully_shard` give, and the same shards; on the groups that are there."""
+    """The placements and shards are those of torch's styles and its `fully_shard`, on the existing groups."""
     pool.run(4, placed)
 
 
@@ -171,7 +171,7 @@ def short(mesh: Any) -> None:
             sharded(model, mesh["dp"])
         with mock.patch.object(WeightParallel, "prepare_input", autospec=True, side_effect=general) as prepare:
             model(*batch(Sizes(), step)).backward()
-        # What the library sends: a `CommDebugMode` counts the collectives of torch's `fully_shard` too.
+        # The collectives of the library: a `CommDebugMode` counts those of torch's `fully_shard` too.
         sent: list[Any] = []
         LISTENERS.append(sent.append)
         try:
@@ -427,7 +427,7 @@ def by_columns(mesh: Any) -> None:
 
 
 def test_another_dimension(pool: Any) -> None:
-    """Whoever chooses one is asked about the parameters of the model."""
+    """A function that chooses the dimension to shard gets the parameters of the model."""
     pool.run(4, by_columns)
 
 
@@ -551,7 +551,7 @@ def refuse(mesh: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", [case[0].__name__ for case in REFUSED])
 def test_refusals(pool: Any, name: str) -> None:
-    """On all ranks alike, before anything is communicated: the pool would hang otherwise."""
+    """Refused on all ranks, before anything is communicated: the pool would hang otherwise."""
     pool.run(4, refuse, name)
 
 

@@ -1,5 +1,5 @@
-"""Training as trainers of large models do it, with torch's own checkpoints and with this library's: losses, norms, and
-what every checkpoint holds, against one process; resumed on other ranks than those that saved."""
+"""Training as trainers of large models do it, with torch's own checkpoints and with this library's. Losses, norms, and
+the contents of every checkpoint are compared with one process. It is resumed on other ranks than those that saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.trainer_setups import PAIRS, SETUPS, Setup
 from tests.torch.support import close, full
 from tests.torch.trainer import Trainer, trained
 
-#: Groups for the threads that save, which communicate beside the training; by the number of ranks.
+#: Groups for the threads that save, which communicate parallel to the training; by the number of ranks.
 _GROUPS: dict[int, Any] = {}
 
 

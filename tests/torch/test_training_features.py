@@ -1,4 +1,4 @@
-"""Ten steps of training with what loops have besides an optimizer equal those of the unsharded model."""
+"""Ten steps of training with the features of loops besides an optimizer equal those of the unsharded model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def saved_on_cpu(block: nn.Module, x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Features:
-    """What a training loop does.
+    """Options of a training loop.
 
     Attributes:
         wrap: how the block is called, by its name in `WRAPS`.
@@ -68,7 +68,7 @@ class Features:
         keep_zeros: whether gradients are set to zero, not to None.
         copy_at: step before which the model is replaced with a deep copy, and the optimizer with a new one that takes
             over its state.
-        average: whether an exponential moving average of the model is trained along; it is what is compared.
+        average: whether an exponential moving average of the model is trained along; then the average is compared.
         autocast: dtype of `torch.autocast`.
         scale: initial scale of a `GradScaler`; the loss of step 3 is infinite.
     """

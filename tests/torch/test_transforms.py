@@ -1,4 +1,4 @@
-"""Function transforms and forward-mode AD are refused on all ranks alike; what is built on backward is right."""
+"""Function transforms and forward-mode AD are refused on all ranks; features built on backward are right."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ ONE_BY_ONE: dict[str, Callable[[Callable[..., Any], Any], Any]] = {
 
 @on_mesh(2)
 def try_transforms(mesh: Any) -> dict[str, str]:
-    """What each transform says of functions of DTensors and of parallelised modules of plain tensors."""
+    """The outcome of each transform for functions of DTensors and for parallelised modules of plain tensors."""
     x, model = randn(4, 4), block(mesh)
     norm = parallelize_module(nn.LayerNorm(4).to(device()), mesh, SequenceParallel(use_local_output=True))
     prepared = parallelize_module(
@@ -127,7 +127,7 @@ def try_transforms(mesh: Any) -> dict[str, str]:
                     if name in ONE_BY_ONE:  # backward without communication
                         close(result, ONE_BY_ONE[name](f, given))
                         found[f"{name} of {what}"] = "right"
-                except Exception as error:  # the type and the words are what is compared
+                except Exception as error:  # the type and the words are compared
                     found[f"{name} of {what}"] = f"{type(error).__name__}: {error}"
             # These run the function itself outside of the transform, and its backward inside.
             if not name.startswith(("vectorized", "batched", "linearize")) and comm.get_total_counts():
@@ -183,7 +183,7 @@ def test_transforms_of_plain_tensors_cost_nothing_afterwards(pool: Any) -> None:
 
 @on_mesh()
 def differentiate(mesh: Any, outermost: str) -> None:
-    """What `torch.autograd.functional` makes of backward, of DTensors and of modules."""
+    """Check `torch.autograd.functional`, which is built on backward, for DTensors and for modules."""
     dtype = torch.float32 if device().type == "npu" else torch.float64  # its modules do not take the second
     x, v = randn(3, 4).to(dtype), randn(3, 4, seed=1).to(dtype)
     model, reference = block(mesh, dtype), block(dtype=dtype)

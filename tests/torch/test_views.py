@@ -111,7 +111,7 @@ def test_parts(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def read_memory(mesh: Any) -> None:
-    """`as_strided` reads what it reads on a single device, or refuses; no placement gives other elements."""
+    """`as_strided` reads the elements of a single device, or refuses; no placement gives other elements."""
     values = torch.arange(24.0, device=device()).reshape(4, 6)
     calls: list[Any] = [
         lambda x: x.as_strided((6,), (1,)),
@@ -120,7 +120,7 @@ def read_memory(mesh: Any) -> None:
         lambda x: torch.as_strided_copy(x, (6,), (1,)),
         lambda x: torch.as_strided_scatter(x, x[0, :3], (3,), (2,)),
     ]
-    # What a single device has in another order in memory, or in a part of another tensor's.
+    # Tensors that a single device has in another order in memory, or in a part of another tensor's.
     refused: list[Any] = [
         lambda x: x.t().as_strided((6,), (1,)),
         lambda x: (x.t() * 2).as_strided((6,), (1,)),
@@ -190,7 +190,7 @@ def test_heads(pool: Any, world_size: int) -> None:
 # ---------------------------------------------------------------------------- where people meet them
 @spmd.on_mesh()
 def embeddings(mesh: Any) -> None:
-    """`reset_parameters`, and what every ``_init_weights`` of Hugging Face does, leave the padding row 0."""
+    """`reset_parameters`, and the code of every ``_init_weights`` of Hugging Face, leave the padding row 0."""
     for pad in range(10):
         torch.manual_seed(0)
         plain = nn.Embedding(10, 4, padding_idx=pad, device=device())
@@ -228,7 +228,7 @@ def test_initialisation(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def partial(mesh: Any) -> None:
-    """A view of partial sums is one of partial sums: what is linear may be written."""
+    """A view of partial sums is one of partial sums: linear writes are allowed."""
     local = torch.arange(12.0, device=device()).view(4, 3) + mesh.get_local_rank()
     x = DTensor.from_local(local.clone(), mesh, [Partial()])
     before = x.full_tensor().clone()

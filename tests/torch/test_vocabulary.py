@@ -20,7 +20,7 @@ ROWS = RowwiseParallel(input_layouts=Replicate())
 
 @on_mesh()
 def unknown_ids(mesh: Any) -> None:
-    """An id outside the vocabulary is the error that it is on a single device, on every rank and without a hang."""
+    """An id outside the vocabulary is the error of a single device, on every rank and without a hang."""
     model = parallelize_module(nn.Embedding(7, 4), mesh, ROWS)
     for wrong in (7, 100, -1):
         with pytest.raises(IndexError, match="index out of range"):

@@ -190,7 +190,7 @@ def statistics(mesh: Any, samples: int, plain: bool) -> None:
 
 @on_ranks(1, 2, 4, gate=(1, 4))
 def test_running_statistics(pool: Any, world_size: int) -> None:
-    """Those of one device, in every mode and placement."""
+    """Running statistics are those of one device, in every mode and placement."""
     for samples in (5, 8, 3) if everything() else (5,):
         for plain in (True, False):
             if plain or world_size == 4 or everything():

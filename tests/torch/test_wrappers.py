@@ -133,5 +133,5 @@ def refuse(mesh: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", [case[0].__name__ for case in REFUSED])
 def test_refusals(pool: Any, name: str) -> None:
-    """On all ranks alike, before anything is communicated: the pool would hang otherwise."""
+    """Refused on all ranks, before anything is communicated: the pool would hang otherwise."""
     pool.run(4, refuse, name)

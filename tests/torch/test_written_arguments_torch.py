@@ -1,4 +1,4 @@
-"""Torch's functions that write into arguments and have no rule, and what is kept on tensors that are written to."""
+"""Torch's functions that write into arguments and have no rule, and caches on tensors that are written to."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def activated(mesh: Any, name: str) -> None:
         view = x[:]
         y = function(x, inplace=True)
         assert y is x and x.placements == (placement,)
-        same(numpy(view), numpy(wanted), f"a view of what {name} wrote, placed {placement}", 1e-5)
+        same(numpy(view), numpy(wanted), f"a view of the result of {name}, placed {placement}", 1e-5)
         (y * y).sum().full_tensor().backward()
         same(numpy(mine.grad), numpy(leaf.grad)[index], f"gradient of {name}, placed {placement}", 1e-5)
     part = DTensor.from_local(tensor(array), mesh, [Partial()])
@@ -140,18 +140,18 @@ def source_written(mesh: Any) -> None:
     mine = DTensor.from_local(tensor(x[index].copy()), mesh, [packed], shape=(4, 6)).requires_grad_()
     source = mine * 1.0
     gathered = source.redistribute(placements=[R])
-    source.mul_(3.0)  # has no part in what was gathered before
+    source.mul_(3.0)  # has no part in the earlier gather
     columns = get_layout(mesh, (S1,), (4, 6)).local_index()
     other = DTensor.from_local(tensor(b[columns].copy()), mesh, [S1], shape=(4, 6))
     total = (gathered + other).square().sum().full_tensor()
     total.backward()
-    same(numpy(mine.grad), numpy(leaf.grad), "gradient of what was gathered before the write", 1e-4)
+    same(numpy(mine.grad), numpy(leaf.grad), "gradient of the tensor gathered before the write", 1e-4)
 
 
 @spmd.on_mesh()
 def reader_written(mesh: Any, plain: bool) -> None:
-    """What layers read of their input is kept on it until it is written: the second layer reads the new value, and its
-    gradient takes the new way."""
+    """Values that layers read of their input are cached on it until it is written. The second layer then reads the new
+    value, and its gradient takes the new way."""
     x, w = floats(3, 6), floats(8, 6)
     leaf = tensor(x).requires_grad_()
     F.linear(leaf * 3.0, tensor(w)).square().sum().backward()

@@ -1,4 +1,4 @@
-"""Wrong uses of what looks ahead: each is an error with the remedy, and leaves the model as it was."""
+"""Wrong uses of the functions that look ahead: each is an error with the remedy, and leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def group_of_the_framework() -> Any:
         return platform.native_group("no group")
 
 
-#: name -> what is called, the type of the error, and what it says
+#: name -> the call, the type of the error, and its text
 WRONG: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "no model": (lambda m: explain("model", 2, PLAN, X), TypeError, "a Module of the platform .* is needed, got str"),
     "no mesh": (lambda m: explain(m, "tp=2", PLAN, X), ValueError, "a mesh is a DeviceMesh, a number of ranks, sizes"),
@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "no machine": (lambda m: dry_run(m, 2, PLAN, X, machine="H1"), ValueError, "register_machine adds others"),
     "no machine by name": (lambda m: machine_of("TPU"), ValueError, "no machine is called 'TPU'"),
     "no parallelism": (lambda m: dry_run(m, 2, PLAN, X, data_parallel="ddp"), ValueError, "'fully_shard', 'replicate'"),
-    "no layers": (lambda m: dry_run(m, 2, PLAN, X, recompute=True), ValueError, "no list of layers"),
+    "no layers": (lambda m: dry_run(m, 2, PLAN, X, recompute=True), ValueError, "no list of equal layers"),
     "no such layers": (lambda m: dry_run(m, 2, PLAN, X, recompute="a.*"), ValueError, "'a.*' names no module"),
     "no plans": (lambda m: search(m, 4, {}, X), ValueError, "at least one plan"),
     "no divisor": (lambda m: search(m, 4, {"p": PLAN}, X, tensor_parallel=[3]), ValueError, "does not divide 4 ranks"),

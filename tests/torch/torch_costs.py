@@ -1,10 +1,11 @@
-"""What operations on DTensors send, beside torch's own DTensor: the same calls, the same placements, over a fake group.
+"""Communication of operations on DTensors, next to torch's own DTensor: the same calls and placements, over a fake
+group.
 
     HYPER_PARALLEL_PLATFORM=torch-cpu python -m tests.torch.torch_costs
 
-writes the tables of docs/communication_costs.md. Counted is what rank 0 issues in forward, and the bytes that leave it
-when collectives go around in rings. Backward is left out: torch leaves gradients as sums that nobody has added up yet,
-here they have the placements of what they are gradients of.
+writes the tables of docs/communication_costs.md. Counted are the collectives that rank 0 issues in forward, and the
+bytes that leave it. Collectives go around in rings. Backward is left out: torch leaves gradients as partial sums that
+are not reduced yet. Here they have the placements of the tensors whose gradients they are.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ DIFFERENT: dict[tuple[str, str], str] = {
     ("cross_entropy", "S1"): "as softmax",
 }
 
-#: Torch since -> (operation, placements) -> what it sends, where that is not what the page says.
+#: Torch since -> (operation, placements) -> its communication, where that differs from the page.
 BEFORE: dict[str, dict[tuple[str, str], tuple[int, float]]] = {
     "2.13": {
         ("cat along 0", "S0, P"): (2, 1152),
@@ -127,14 +128,14 @@ BEFORE: dict[str, dict[tuple[str, str], tuple[int, float]]] = {
 
 @dataclass(frozen=True)
 class Sent:
-    """What rank 0 sends: collectives, and bytes that leave it."""
+    """The communication of rank 0: collectives, and bytes that leave it."""
 
     messages: int
     bytes: float
 
     @classmethod
     def of(cls, traffic: Traffic, ranks: int) -> Sent:
-        """Of collectives over this many ranks that go around in rings."""
+        """The cost of collectives over this many ranks that go around in rings."""
         others = ranks - 1
         per_byte = {"all_gather": float(others), "all_reduce": 2 * others / ranks, "broadcast": 1.0, "scatter": 1.0}
         return cls(
@@ -167,7 +168,7 @@ def _made(library: int, mesh: Any, names: Sequence[str], shape: tuple[int, ...])
     """A DTensor of one of the `LIBRARIES`, with nothing sent for it."""
     dtensor, _, distribute = LIBRARIES[library]
     whole = torch.zeros(shape)
-    # What every rank has one summand of is as large on each as what all have.
+    # A tensor of which every rank has one summand is as large on each as one that all have.
     lying = [PLACEMENTS["R" if name == "P" else name][library] for name in names]
     local = distribute(whole, mesh, lying, src_data_rank=None).to_local()
     wanted = [PLACEMENTS[name][library] for name in names]
@@ -212,7 +213,8 @@ def compare_operations() -> Iterator[Compared]:
 
 
 def compare_redistributions(shape: tuple[int, ...], size: tuple[int, ...]) -> Iterator[Compared]:
-    """Every redistribution of a tensor of this size on a mesh of this shape; inside a fake group of `RANKS` ranks."""
+    """Every redistribution of a tensor of this size on a mesh of this shape. It runs inside a fake group of `RANKS`
+    ranks."""
     dims = ("a", "b")[: len(shape)]
     meshes = [make("cpu", shape, mesh_dim_names=dims) for _, make, _ in LIBRARIES]
     assert math.prod(shape) == RANKS
@@ -246,7 +248,7 @@ def compare() -> dict[str, list[Compared]]:
 
 
 def page(found: dict[str, list[Compared]]) -> str:
-    """The generated part of `PAGE`, of what `compare` gives."""
+    """The generated part of `PAGE`, of the results of `compare`."""
     lines = [
         "| what | calls | torch refuses | the same | less here | more here |",
         "|---|---|---|---|---|---|",

@@ -1,5 +1,6 @@
-"""A trainer of the shape that trainers of large models have: built on meta, state dict wrappers made once before the
-first forward, accumulation, clipping, saves while it goes on, and a resume from any of them."""
+"""A trainer of the shape that trainers of large models have. It is built on meta, with state dict wrappers made once
+before the first forward. It has accumulation, clipping, saves in the middle of training, and a resume from any of
+them."""
 
 from __future__ import annotations
 
@@ -172,7 +173,7 @@ def parallel(model: nn.Module, setup: Setup, mesh: Any) -> nn.Module:
     return model
 
 
-# ---------------------------------------------------------------------- what is saved
+# ---------------------------------------------------------------------- saved state
 
 
 class ModelWrapper:

@@ -71,7 +71,7 @@ def _reshape(operands: tuple, static_args: tuple) -> Any:
 def _squeeze(operands: tuple, static_args: tuple) -> Any:
     x, dims = operands[0], static_args[0]
     dims = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
-    # Like the frameworks, unlike NumPy: what is not of size 1 stays.
+    # Like the frameworks, unlike NumPy: a dimension not of size 1 stays.
     return x.squeeze(tuple(d % x.ndim for d in dims if x.ndim and x.shape[d] == 1))
 
 
@@ -862,7 +862,7 @@ DROPOUT = [
     Case("dropout", "->", (floats(),), (0.5, True), _dropout),
 ]
 
-#: Operations that have their rule from another one, and differ from it in what their results share memory with.
+#: Operations that have their rule from another one, and differ from it in the memory that their results share.
 SAME_RULE = [
     Case("alias", "ab->ab", (floats(5, 4),), (), lambda o, s: o[0]),
     Case("contiguous", "ab->ab", (floats(5, 4),), (), lambda o, s: o[0]),

@@ -31,7 +31,7 @@ def _solve(operands: tuple, static_args: tuple) -> Any:
 
 
 def _squared_singular_values(operands: tuple, static_args: tuple) -> Any:
-    """Of the product of a matrix and its transpose: two results without signs that nobody has chosen."""
+    """Singular values of the product of a matrix and its transpose: two results without arbitrary signs."""
     (x,) = operands
     assert x.size, "no matrix"
     square = x.swapaxes(-1, -2) @ x

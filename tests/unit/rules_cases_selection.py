@@ -54,7 +54,7 @@ def _unique(operands: tuple, static_args: tuple) -> Any:
 
 
 def _in_order(operands: tuple, static_args: tuple) -> Any:
-    """Those that differ from the one before."""
+    """The elements that differ from the one before."""
     x, dim = operands[0], static_args[0]
     rows = x.reshape(-1) if dim is None else np.moveaxis(x, dim, 0)
     differs = np.array([i == 0 or (row != rows[i - 1]).any() for i, row in enumerate(rows)], bool)

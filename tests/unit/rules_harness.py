@@ -2,8 +2,8 @@
 
 Every way to run an operation that its `OpSharding` allows is simulated on meshes of several shapes: each mesh dimension
 shards one label, or keeps a partial sum, or replicates. The ranks are threads where the rule calls collectives. The
-splitting, the meaning of labels and terms, and the assembly of results are written here once more, on purpose
-independently of `core.operations.strategy`.
+splitting, the meaning of labels and terms, and the assembly of results are written here once more. They are independent
+of `core.operations.strategy` on purpose.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Case:
 
     @property
     def shapes(self) -> tuple:
-        """What the rule gets."""
+        """The shapes that the rule gets."""
         return tuple(x.shape if isinstance(x, np.ndarray) else None for x in self.operands)
 
     def sharding(self) -> OpSharding:
-        """What the rule says."""
+        """The answer of the rule."""
         found = OPERATIONS[self.op].rule(self.shapes, self.static_args)
         assert found is not None, f"{self.op} refuses {self.shapes}, {self.static_args}"
         return found
@@ -140,7 +140,7 @@ class _Platform(AttentionRole):
         return np.ones(shape, like.dtype)
 
     def with_strides(self, x: np.ndarray, strides: Sequence[int], behind: bool = False) -> np.ndarray:
-        return np.array(x)  # where it lies in memory is not what is tried here
+        return np.array(x)  # the place in memory is not tested here
 
     def masked_fill(self, x: np.ndarray, mask: np.ndarray, value: float) -> np.ndarray:
         assert mask.dtype == bool
@@ -230,7 +230,7 @@ class _Platform(AttentionRole):
 
 
 class _Mesh:
-    """What `Layout` and the collectives ask of a `DeviceMesh`, for one rank."""
+    """The part of a `DeviceMesh` that `Layout` and the collectives use, for one rank."""
 
     mesh_dim_names = None
 
@@ -272,7 +272,7 @@ def mesh_of_rank(shape: tuple[int, ...], rank: int) -> Any:
 # ---------------------------------------------------------------- ways to run
 @dataclass(frozen=True)
 class Choice:
-    """What one mesh dimension does: a placement for each operand and result."""
+    """The choice for one mesh dimension: a placement for each operand and result."""
 
     operands: tuple[Placement | None, ...]
     results: tuple[Placement, ...]
@@ -300,7 +300,7 @@ def choices(case: Case, sharding: OpSharding) -> Iterator[Choice]:
 
 
 def _packed_choices(case: Case, sharding: OpSharding) -> Iterator[Choice]:
-    """A sharded label whose dimension is two unequal parts, and what `OpSharding.unpack` says."""
+    """A sharded label whose dimension is two unequal parts, and the results of `OpSharding.unpack`."""
     for choice in _consecutive_choices(sharding):
         sizes = _sizes(case, sharding, choice.label)
         never_packed = choice.label in (None, *sharding.nonempty, *sharding.filled)
@@ -605,7 +605,7 @@ def check_labels(case: Case) -> None:
 # ---------------------------------------------------------------- mutants: is the check able to fail?
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong `OpSharding`: what was changed, and the result."""
+    """A wrong `OpSharding`: the change, and the result."""
 
     kind: str
     sharding: OpSharding = field(repr=False)
@@ -622,7 +622,7 @@ def fails(case: Case, mutant: Mutant) -> bool:
 
 
 def mutants(case: Case) -> Iterator[Mutant]:
-    """Wrong versions of what the rule says, each with one thing changed."""
+    """Wrong versions of the rule's answer, each with one thing changed."""
     right = case.sharding()
     for name in ("call", "localize"):
         if getattr(right, name) is not None:

@@ -1,10 +1,11 @@
-"""Rules that are missing, not wrong: what an operation could be sharded along, or keep partial, and no rule says.
+"""Rules that are missing, not wrong: dimensions along which an operation could be sharded, or sums that it could keep
+partial, and no rule says.
 
     python -m tests.unit.rules_missing
 
 prints them for all calls of `rules_cases`. An operation that by its numbers is linear in an operand that is in no
 `terms`, and one that gives the right result with a dimension sharded that the rule wants whole, are found by trying.
-`ACCEPTED` holds what is known, with the reason.
+`ACCEPTED` holds the known cases, with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ACCEPTED: dict[tuple[str, str], str] = {
         "attention",
         "operand 0 along dimension -2",
     ): "right without a causal mask only, which counts queries",
-    ("attention", "operand 2 along dimension -1"): "what is sharded in attention are heads",
+    ("attention", "operand 2 along dimension -1"): "attention is sharded by heads",
     ("batched", "linear in operand 1"): "right sides of a system: one rule serves all functions of matrices",
     ("batched", "operand 1 along dimension -1"): "right sides of a system, likewise",
     ("by_table", "operand 1 along dimension -1"): "places in parts of a table add up; whether it holds x does not",
@@ -65,7 +66,7 @@ _MESHES = ((2,), (3,))
 
 @dataclass(frozen=True)
 class Missing:
-    """What the rule of a case does not say.
+    """A dimension or a sum that the rule of a case does not mention.
 
     Attributes:
         op: the canonical operation.
@@ -79,7 +80,7 @@ class Missing:
 
 
 def missing_in(case: Case) -> Iterator[Missing]:
-    """What the rule of ``case`` leaves out."""
+    """The dimensions and sums that the rule of ``case`` leaves out."""
     sharding = case.sharding()
     if not all(np.size(y) > 1 or np.ndim(y) == 0 for y in expected_results(case)) or not all(
         np.size(x) > 1 for x in case.operands if isinstance(x, np.ndarray)
@@ -143,8 +144,8 @@ def _is_right(case: Case, wider: OpSharding) -> bool:
 
 
 def _wider(case: Case, right: OpSharding) -> Iterator[tuple[int, int, OpSharding]]:
-    """The rule with one more label: on dimensions of equal size that must be whole, in one operand or several, and in
-    all results or contracted in none."""
+    """The rule with one more label: on dimensions of equal size that must be whole, in one operand or several. The
+    label is in all results, or it is contracted and in none."""
     whole = [_whole(labels, shape) for labels, shape in zip(right.operands, case.shapes, strict=True)]
     results = [_whole(labels, shape) for labels, shape in zip(right.results, right.result_shapes, strict=True)]
     for i, dims in enumerate(whole):
@@ -175,7 +176,7 @@ def _whole(labels: Any, shape: Any) -> dict[int, int]:
 
 
 def main() -> None:
-    """Print what is missing, once for each operation."""
+    """Print the missing rules, once for each operation."""
     seen: dict[tuple[str, str], list[str]] = {}
     for case in CASES:
         for missing in missing_in(case):

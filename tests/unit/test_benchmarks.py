@@ -1,4 +1,4 @@
-"""What surrounds the measurements: statistics, reports, plots. The measurements check themselves."""
+"""The code around the measurements: statistics, reports, plots. The measurements check themselves."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_committed_plot_is_drawn_from_a_committed_run() -> None:
 
 
 def test_results_have_little_weight() -> None:
-    """One run of a machine, not the history: that is what the repository's is for."""
+    """One run of a machine, not the history: the repository keeps that."""
     files = [path for path in RESULTS[0].parent.iterdir() if path.suffix not in (".json", ".md")]
     assert not files
     assert all(len(path.read_text().splitlines()) < 1000 for path in RESULTS)

@@ -45,7 +45,7 @@ def test_a_draft_is_no_checkpoint(tmp_path: Path) -> None:
     draft = save({"step": 2}, tmp_path / "step-2").rename(tmp_path / left)
     assert latest(tmp_path) == first
     for call in (lambda: load({"step": 0}, draft), lambda: tool.show(draft)):
-        with pytest.raises(CheckpointError, match="cut short: it is no checkpoint"):
+        with pytest.raises(CheckpointError, match="interrupted: it is no checkpoint"):
             call()
     with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*step-2"):
         load({"step": 0}, tmp_path / "step-2")
@@ -79,7 +79,7 @@ def test_a_failure_of_an_asynchronous_save_reaches_the_loop(tmp_path: Path, monk
 
 
 def test_progress(monkeypatch: Any, capsys: Any) -> None:
-    """From two seconds on, on rank 0, where somebody looks at a terminal."""
+    """Progress is shown from two seconds on, on rank 0, on a terminal."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

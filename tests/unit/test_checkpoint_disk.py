@@ -1,4 +1,4 @@
-"""Files that are written past the cache of the system, block by block, and what a system may refuse."""
+"""Files that are written past the cache of the system, block by block, and refusals of a system."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def written(path: Path, size: int, chunk: int) -> list[int]:
 
 @pytest.mark.parametrize("chunk", [1000, BLOCK, 3 * BLOCK + 5, len(CONTENT)])
 def test_blocks(tmp_path: Path, chunk: int) -> None:
-    """Large files are written in blocks, with or without what is left over at the end; small ones as they come."""
+    """Large files are written in blocks, with or without a rest at the end; small ones as they come."""
     assert written(tmp_path / "large", len(CONTENT), chunk)[-1] in (123, chunk, len(CONTENT) % chunk)
     written(tmp_path / "even", 3 * BLOCK, chunk)
     assert len(written(tmp_path / "small", BLOCK, chunk)) == -(-BLOCK // chunk)
@@ -54,7 +54,7 @@ def test_blocks(tmp_path: Path, chunk: int) -> None:
 
 @pytest.mark.parametrize("before", [0, 100, BLOCK - 1, BLOCK, BLOCK + 4096])
 def test_without_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int) -> None:
-    """What lies in memory as it will in the file is written from there, but for what shares a page with other bytes."""
+    """Memory that is aligned as in the file is written without a copy, but for pages shared with other bytes."""
     memory = np.zeros(6 * BLOCK, np.uint8)
     start = (before - memory.ctypes.data) % 4096
     source = memory[start : start + 4 * BLOCK + 777]
@@ -79,7 +79,8 @@ def test_without_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before:
 
 
 def test_data_lies_in_files_as_in_memory(tmp_path: Path) -> None:
-    """That of the first large tensor does, and of all that begin where it does; small ones come then, odd ones last."""
+    """The data of the first large tensor is aligned as in memory. So are all that begin at the same offset. Small
+    tensors come next, odd ones last."""
     memory = [np.zeros(3 * BLOCK, np.uint8) for _ in range(2)]
     values = [x[(64 - x.ctypes.data) % 4096 :][: 2 * BLOCK] for x in memory]
     for i, x in enumerate(values):
@@ -123,12 +124,12 @@ def test_what_a_system_may_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def direct_in_name(file: disk.NewFile, on: bool) -> bool:
-    """Stands for what sets the flag: blocks are used, and any number of bytes can be written."""
+    """Stands for the function that sets the flag: blocks are used, and any number of bytes can be written."""
     return True
 
 
 def test_room_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is none, nothing is written; where a system cannot tell, files are written as ever."""
+    """Where there is none, nothing is written; where a system cannot tell, files are written as usual."""
     asked: list[int] = []
 
     def reserving(answer: int) -> Any:
@@ -167,7 +168,7 @@ def test_a_failure_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         disk.NewFile(tmp_path / "x", len(CONTENT)) as file,
     ):
         file.write(CONTENT)
-    with (  # what is left over at the end
+    with (  # the rest at the end
         pytest.raises(CheckpointError, match="y cannot be written: No space left"),
         disk.NewFile(tmp_path / "y", len(CONTENT)) as file,
     ):

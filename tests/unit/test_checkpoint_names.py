@@ -49,7 +49,7 @@ def test_names_of_checkpoints(tmp_path: Path, name: str, monkeypatch: Any) -> No
     draft: list[Path] = []
 
     def crash(kind: str, about: Path) -> None:
-        """The process ends here: what is on the disk now is what is left."""
+        """The process ends here: only the bytes on the disk are left."""
         if kind == "rename" and about.name.startswith(".") and about.name.endswith(".draft") and not draft:
             draft.append(about)
             shutil.copytree(tmp_path, crashed, ignore=lambda folder, names: [x for x in names if x == "crashed"])
@@ -68,7 +68,7 @@ def test_names_of_checkpoints(tmp_path: Path, name: str, monkeypatch: Any) -> No
     "run", ["*", "a/b", "[a]", "", ".", "..", "a\nb", "a" * 65, 3, None, ["a"], {"a": 1}, "a b", "ä"]
 )
 def test_what_an_index_says_of_the_run(tmp_path: Path, run: Any) -> None:
-    """A checkpoint of a run that no program has is not loaded; later saves work, and leave the others' drafts alone."""
+    """A checkpoint of a run that no program has is not loaded. Later saves work, and leave the others' drafts alone."""
     other = tmp_path / ".step-9.0123456789ab-cd.draft"
     other.mkdir()
     path = save({"step": 1}, tmp_path / "step-1")

@@ -1,4 +1,4 @@
-"""Damage in a neighbour stays there: `latest` and the saves beside it go on."""
+"""Damage in a neighbour stays there: `latest` and the saves next to it go on."""
 
 from __future__ import annotations
 

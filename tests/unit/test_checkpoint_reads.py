@@ -51,11 +51,12 @@ def test_boxes(tmp_path: Path, small: None, shape: tuple[int, ...], dtype: str) 
             file.read("x", box, target)
             assert target.tobytes() == wanted.tobytes(), (shape, bounds, target.strides)
         edge = np.pad(targets[1], 1) if sizes else inner
-        assert (inner == edge).all(), "nothing beside it is written"
+        assert (inner == edge).all(), "nothing outside of it is written"
 
 
 def test_as_much_is_read_as_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns of long rows are read row by row, those of short ones with what is between them, in little memory."""
+    """Columns of long rows are read row by row. Those of short rows are read with the bytes between them, in little
+    memory."""
     read, memory = [], []
 
     def preadv(file: int, places: Any, start: int, original: Any = os.preadv) -> int:

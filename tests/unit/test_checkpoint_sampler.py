@@ -16,7 +16,7 @@ def samplers(size: int, replicas: int, **options: Any) -> list[Sampler]:
 
 
 def draw(samplers: list[Sampler], steps: int | None = None) -> list[int]:
-    """What all ranks draw in so many steps, step by step; all that is left of the epoch where that is None."""
+    """The indices that all ranks draw in so many steps, step by step. None draws the rest of the epoch."""
     iterators: list[Iterator[int]] = [iter(s) for s in samplers]
     rows = zip(*(itertools.islice(i, steps) for i in iterators), strict=True)
     return [x for row in rows for x in row]
@@ -75,7 +75,7 @@ def test_an_iteration_goes_on_where_the_one_before_ended() -> None:
 
 
 def test_a_loader_that_draws_ahead() -> None:
-    """The state is that of what was used; also when the loader has drawn all of the epoch."""
+    """The state is that of the used samples; also when the loader has drawn all of the epoch."""
     sampler = Sampler(10, 2, 1, shuffle=False)
     assert draw([sampler]) == [1, 3, 5, 7, 9]
     sampler.set_used(3)

@@ -1,4 +1,4 @@
-"""Two programs that save into one directory: whose draft is whose, who is late, and what is left of the dead."""
+"""Two programs that save into one directory: the owner of each draft, a late save, and the files of ended programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DAY = 24 * 3600.0
 
 
 def begin(path: Path, step: int, overwrite: bool = False, keep: int | None = None) -> Callable[[], None]:
-    """Begin a save; what is returned goes on with it."""
+    """Begin a save; the returned function goes on with it."""
     job = jobs.prepare({"step": step}, path, Alone(), get_platform(), keep, overwrite, False, False)
     return lambda: jobs.write(job, Alone())
 
@@ -77,7 +77,7 @@ def test_a_late_save_does_not_overwrite_what_it_has_not_seen(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"last was not saved: process \d+ on .*\(run "):
         late()
     assert step_of(tmp_path / "last") == 3 and names(tmp_path) == {"last"}
-    # What it was to replace is gone, and what is there has no index.
+    # The checkpoint that it was to replace is gone, and the present one has no index.
     late = begin(tmp_path / "last", 4, overwrite=True)
     shutil.rmtree(tmp_path / "last")
     (tmp_path / "last").mkdir()
@@ -86,7 +86,8 @@ def test_a_late_save_does_not_overwrite_what_it_has_not_seen(tmp_path: Path) -> 
 
 
 def test_two_that_replace_one_at_the_same_moment(tmp_path: Path, monkeypatch: Any) -> None:
-    """As on two machines, which do not see each other's lock: what was taken away by mistake is put back."""
+    """As on two machines, which do not see each other's lock: a checkpoint that was taken away by mistake is put
+    back."""
     monkeypatch.setattr(disk, "_PATIENCE", 0.05)
     save({"step": 1}, tmp_path / "last")
     late, other = begin(tmp_path / "last", 2, overwrite=True), begin(tmp_path / "last", 3, overwrite=True)
@@ -168,7 +169,7 @@ def test_what_the_dead_have_left_is_removed(tmp_path: Path, monkeypatch: Any) ->
     gone = [
         hide(tmp_path, "of a process that has ended", process=f"{ended():x}"),
         hide(tmp_path, "of one whose number has another now", process=f"{os.getpid():x}", began="1"),
-        hide(tmp_path, "of one that nobody has asked for its end", process=f"{zombie.pid:x}"),
+        hide(tmp_path, "of one that was not waited for", process=f"{zombie.pid:x}"),
         hide(tmp_path, "of a machine that is silent", machine="a" * 12),
     ]
     kept = [
@@ -236,7 +237,7 @@ def test_writers_are_named() -> None:
 
 
 def test_keep_never_removes_what_was_just_saved(tmp_path: Path) -> None:
-    """Nor what another save has put in the place of an old one."""
+    """Nor does it remove a checkpoint that another save has put in the place of an old one."""
     first, second = begin(tmp_path / "a", 1, keep=1), begin(tmp_path / "b", 2, keep=1)
     job_times = [LATEST - 2, LATEST - 1]  # b is saved first, and says that it is later
     original = jobs._time
@@ -264,7 +265,7 @@ def test_keep_puts_back_what_has_changed(tmp_path: Path, monkeypatch: Any) -> No
 
 
 def test_the_lock(tmp_path: Path, monkeypatch: Any) -> None:
-    """It keeps other threads out, is free afterwards, though a child has the file too, and nobody waits for ever."""
+    """It keeps other threads out, and is free afterwards, though a child has the file too. No wait is endless."""
     inside: list[str] = []
 
     def enter() -> None:

@@ -1,4 +1,4 @@
-"""The command line: arguments, what is printed, exit statuses."""
+"""The command line: arguments, output, exit statuses."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_specifications() -> None:
 
 
 def test_the_file_that_was_named(tmp_path: Path) -> None:
-    """Two files and a module of Python are called ``platform``; what comes twice is one object."""
+    """Two files and a module of Python are called ``platform``; one that comes twice is one object."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "platform.py").write_text(f"class Made:\n    place = {name!r}\n")

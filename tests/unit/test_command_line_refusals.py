@@ -1,4 +1,4 @@
-"""Wrong uses of the command: each ends with a sentence that says what to give, without a traceback; nothing starts."""
+"""Wrong uses of the command: each ends with a sentence that names the remedy, without a traceback; nothing starts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ plan = {"": ColwiseParallel()}
 listed = [ColwiseParallel()]
 """
 
-#: of every command, on any backend: arguments, exit status, what is said
+#: of every command, on any backend: arguments, exit status, text
 ANYWHERE = [
     ("", 2, "the following arguments are required: command"),
     ("frobnicate", 2, "invalid choice: 'frobnicate'"),
@@ -88,7 +88,7 @@ ANYWHERE = [
             ("9" * 5000, "write a number of ranks, or sizes by name"),
             ("0", "a dimension has at least 1 rank"),
             ("dp=2,tp=0", "a dimension has at least 1 rank"),
-            ("tp=2,tp=4", "the dimension tp stands twice"),
+            ("tp=2,tp=4", "the dimension tp appears twice"),
         )
     ),
     ("explain --model llama-tiny --mesh 2 --batch 0", 2, "--batch 0: give a number from 1"),
@@ -96,7 +96,7 @@ ANYWHERE = [
     ("explain --model llama-tiny --mesh 2 --svg no/x.svg", 2, "there is no folder"),
     ("dry-run --model llama-tiny --mesh 2 --svg x.svg", 2, "--svg and --memory go with --search"),
     ("dry-run --model llama-tiny --mesh 2 --memory 1GB", 2, "--svg and --memory go with --search"),
-    ("dry-run --model llama-tiny --mesh 2 --memory 1.2.3GB --search", 2, "'1.2.3GB' is no size"),
+    ("dry-run --model llama-tiny --mesh 2 --memory 1.2.3GB --search", 2, "'1.2.3GB' is not a size"),
     ("dry-run --model llama-tiny --mesh 2 --machine X", 2, "no machine is called 'X': there are 'H100'"),
     ("dry-run --model llama-tiny --mesh 2 --data-parallel weird", 2, "invalid choice: 'weird'"),
     ("dry-run --model llama-tiny --mesh dp=2,tp=2 --batch 3", 2, "--batch 3 does not divide over dp=2"),
@@ -137,7 +137,7 @@ def said(arguments: str, folder: Path, capsys: pytest.CaptureFixture[str], monke
     (folder / "folder.py").mkdir()
     (folder / "s.py").write_text("raise SystemExit('started')")
     monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(folder))  # and forgets what was imported from another folder
+    monkeypatch.syspath_prepend(str(folder))  # and forgets modules that were imported from another folder
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     try:
         status = main(arguments.split())

@@ -1,4 +1,4 @@
-"""The conformance kit without a framework: what it refuses, what it reports, and that the gates run the same checks."""
+"""The conformance kit without a framework: its refusals, its reports, and that the gates run the same checks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The container recipes fit the repository: what they copy is there, what they install is what the gate needs, and they
-run the gate. Nobody builds them here."""
+"""The container recipes fit the repository: the files that they copy exist, they install the gate's requirements, and
+they run the gate. No test here builds them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse(text: str) -> list[tuple[str, str]]:
 
 
 def problems(root: Path, backend: str, text: str) -> list[str]:
-    """What is wrong with the recipe of ``backend``."""
+    """The problems of the recipe of ``backend``."""
     try:
         instructions = parse(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The contract is small: what a backend must bring, and what the others verbs answer of themselves."""
+"""The contract is small: the verbs that a backend must bring, and the default answers of the other verbs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.collectives import CollectiveRole
 
 CONTRACT = Path(contract.__file__).parent
-#: What `Platform.factory` makes, which a string chooses.
+#: Results of `Platform.factory`, which a string chooses.
 FACTORIES = ("full", "empty", "rand", "randn", "linspace", "logspace")
 
 
@@ -69,7 +69,7 @@ def test_a_role_is_on_two_screens() -> None:
 
 
 class _Arrays:
-    """What the verbs with an answer of their own rest on, for NumPy's arrays."""
+    """The verbs that the default answers use, for NumPy's arrays."""
 
     Tensor = np.ndarray
 

@@ -22,7 +22,7 @@ SIZES = (0, 1, 3, 5, 7, 8, 12, 13)
 
 
 def cut(elements: np.ndarray, parts: int, rank: int) -> np.ndarray:
-    """What `torch.chunk` gives, of one dimension."""
+    """The result of `torch.chunk`, of one dimension."""
     each = -(-len(elements) // parts)
     return elements[rank * each : (rank + 1) * each]
 
@@ -78,7 +78,7 @@ def test_parts_of_every_order(mesh: tuple[int, ...], packed: bool) -> None:
 
 
 def test_placements_say_the_order() -> None:
-    """Two orders are never placed alike, unless they cut alike."""
+    """Two orders never have the same placements, unless they cut in the same way."""
     for mesh in MESHES:
         parts: dict[tuple, tuple] = {}
         for order in orders(mesh):
@@ -116,7 +116,7 @@ def owned(layout: Layout) -> np.ndarray:
 @pytest.mark.parametrize("shape", in_gate([(7, 4), (3, 5)], [(3, 5)]), ids=str)
 @pytest.mark.parametrize("mesh", [(2, 2), (3, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2)], ids=str)
 def test_steps_between_every_two_layouts(mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """What a step gathers, cuts or exchanges is what the ranks have and shall have."""
+    """The parts that a step gathers, cuts or exchanges lead from the ranks' old shards to the new ones."""
     ranks = [mesh_of_rank(mesh, rank) for rank in range(math.prod(mesh))]
     layouts = every_layout(mesh, shape)
     targets = [t for t in layouts if not any(p.is_partial() for p in t)]
@@ -150,7 +150,7 @@ def test_steps_between_every_two_layouts(mesh: tuple[int, ...], shape: tuple[int
         assert [layout.placements for layout in before] == [target] * len(ranks)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 @pytest.mark.parametrize(
     ("placements", "message"),
     [

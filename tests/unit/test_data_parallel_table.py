@@ -1,4 +1,4 @@
-"""The table of data parallelism: what is in it, and what the nightly run made of it."""
+"""The table of data parallelism: its rows, and the results of the nightly run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_all_pairs_of_small_choices() -> None:
 
 
 def test_choices_without_a_meaning() -> None:
-    """``b`` means something beside ``a`` alone."""
+    """``b`` means something with ``a`` alone."""
     choices = {"a": (False, True), "b": (False, True), "c": (0, 1)}
     rows = covering(choices, lambda row: {**row, "b": row["b"] and row["a"]})
     assert {(row["a"], row["b"]) for row in rows} == {(False, False), (True, False), (True, True)}

@@ -1,4 +1,4 @@
-"""What CommTrace, explain and their like print and draw, without a framework: numbers, tables, pictures, traces."""
+"""Texts and pictures of CommTrace, explain and their like, without a framework: numbers, tables, pictures, traces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_numbers() -> None:
 
 
 def test_tables_as_wide_as_a_terminal() -> None:
-    """The widest column is folded between words, then the next; what ends at one place never is."""
+    """The widest column is folded between words, then the next; columns that end at one place never are."""
     rows = [("up", "forward: 2 all_gather, 2 reduce_scatter", 12), ("down", "nothing", 4)]
     table = format_table(("module", "what", "n"), rows, right=[2], width=32)
     assert table.splitlines() == [
@@ -51,7 +51,7 @@ def test_tables_as_wide_as_a_terminal() -> None:
 
 
 def test_lines_as_wide_as_a_terminal() -> None:
-    """What goes on stands to the right of all that is below the line; long words and short lines stay as they are."""
+    """Continuations stand to the right of everything below the line. Long words and short lines stay as they are."""
     tree = "  up  Linear\n    weight (8, 4) -> (4, 4), Shard(0) on tp\n\na_name_of_some_module.that_is_long x"
     assert fold_lines(tree, 32).split("\n") == [
         "  up  Linear",

@@ -1,4 +1,4 @@
-"""Which part of the package may import which, and that no imports go in a circle; on the parsed files."""
+"""Allowed imports between parts of the package, and that no imports go in a circle; on the parsed files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ FOLDERS = {
 
 
 def below(floor: str) -> set[str]:
-    """What a floor of core may import."""
+    """The parts that a floor of core may import."""
     return {*_GROUND, *FLOORS[: FLOORS.index(floor)]}
 
 
@@ -126,8 +126,8 @@ def imports_of(text: str, for_types: bool) -> tuple[tuple[int, str, str], ...]:
 
 
 def imports(tree: ast.AST, for_types: bool) -> Iterator[tuple[int, str, str]]:
-    """(line, module, name) of what is imported when the program runs, also inside functions and as a call; with
-    ``for_types``, for type checkers too."""
+    """(line, module, name) of each import when the program runs, also inside functions and as a call. With
+    ``for_types``, imports for type checkers too."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") and not for_types:
             continue

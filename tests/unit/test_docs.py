@@ -33,7 +33,7 @@ def referenced() -> set[str]:
 
 
 def public() -> dict[str, Any]:
-    """Full name -> what it names, one name for each thing."""
+    """Full name -> its object, one name for each thing."""
     found = {f"hyper_parallel.{name}": getattr(hyper_parallel, name) for name in hyper_parallel.__all__}
     known = {id(value) for value in found.values()}
     for module in map(importlib.import_module, MODULES):
@@ -104,7 +104,7 @@ def test_errors_that_are_explained_are_raised() -> None:
 
 
 def test_texts_of_errors() -> None:
-    """Those that are handed to what raises them, and those in a variable, are seen too."""
+    """Texts that are handed to a function that raises them, and texts in a variable, are seen too."""
     found = {(error.kind, error.text): error.path for error in error_table.texts()}
     assert len(found) > 400
     assert found["ValueError", "the plan's … matches no module…"] == "core/tensor_parallel/checks/plan.py"
@@ -115,7 +115,7 @@ def test_texts_of_errors() -> None:
 
 
 def test_errors_that_no_test_reached(tmp_path: Path) -> None:
-    """`ci.raises` lists what is raised and did not run, but nothing that is raised again, nor what is for tests."""
+    """`ci.raises` lists the errors that did not run. Errors that are raised again and errors for tests are left out."""
     pytest.importorskip("coverage")
     from ci import raises
 
@@ -134,7 +134,7 @@ def test_errors_that_no_test_reached(tmp_path: Path) -> None:
     (package / "testing" / "b.py").write_text("raise ValueError\n", encoding="utf-8")
     assert raises.unreached(package, {"package/a.py": {1, 2, 3}}) == (2, ["package/a.py:8: raise TypeError('b')"])
     assert raises.unreached(package, {"package/a.py": {3, 8}}) == (2, [])
-    # What has to stay, until it is gone or a test comes to it.
+    # A statement that has to stay, until it is gone or a test reaches it.
     kept = {("a.py", "TypeError('b')"): "why", ("a.py", "TypeError('c')"): "why"}
     assert raises.unreached(package, {"package/a.py": {3}}, kept) == (2, [])
     assert raises.outdated(package, {"package/a.py": {3}}, kept) == [("a.py", "TypeError('c')")]

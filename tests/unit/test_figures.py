@@ -126,7 +126,7 @@ def test_commits_with_changes() -> None:
 
 
 def test_every_measured_figure_of_this_project_has_a_commit() -> None:
-    """If not: enter a stamp, see CONTRIBUTING.md, or say in `NO_FIGURE` what it is."""
+    """If not: enter a stamp, see CONTRIBUTING.md, or name its kind in `NO_FIGURE`."""
     texts = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in figures.pages(ROOT)}
     assert [line for name, text in texts.items() for line in figures.unstamped(name, text)] == []
     assert len([stamp for name, text in texts.items() for stamp in figures.stamps(name, text)]) > 30

@@ -14,7 +14,7 @@ from tests.support.in_threads import failures_in_threads
 
 
 class Slow:
-    """A platform that takes a moment for what it does once."""
+    """A platform that takes a moment for work that it does once."""
 
     def __init__(self) -> None:
         self.done: list[str] = []

@@ -1,4 +1,4 @@
-"""Processes that were forked from a rank: what they send is refused, unless they have joined a group of their own."""
+"""Processes that were forked from a rank: their messages are refused, unless they have joined a group of their own."""
 
 from __future__ import annotations
 

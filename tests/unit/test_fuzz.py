@@ -1,4 +1,5 @@
-"""Random programs as data: made alike from a seed, with everything in them that they should have, and made smaller."""
+"""Random programs as data: one seed makes one program, with everything in them that they should have, and made
+smaller."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def program_with(word: str) -> Program:
 
 @pytest.mark.parametrize("word", ["softmax", "cat", "set", "redistribute"])
 def test_smallest(word: str) -> None:
-    """What is left is the step that fails, what it is made of, and one output."""
+    """The smallest program has the step that fails, the steps that it depends on, and one output."""
     program = program_with(word)
     asked = []
 
@@ -132,7 +133,7 @@ def test_outcomes_of_ranks() -> None:
 
 
 class Scripted:
-    """Instead of a pool: says what becomes of a program, run after run."""
+    """Stands for a pool: gives the outcome of a program, run after run."""
 
     def __init__(self, *kinds: str) -> None:
         self.kinds = list(kinds)

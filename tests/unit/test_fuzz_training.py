@@ -1,4 +1,4 @@
-"""Random programs of trainers as data: made alike from a seed, with everything in them that they should have."""
+"""Random programs of trainers as data: one seed makes one program, with everything in them that they should have."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_units_in_the_order_of_blocks() -> None:
 
 
 def test_smaller_programs() -> None:
-    """Of a program that fails because of two of its actions, the two are left, with the smallest model."""
+    """A program that fails because of two of its actions keeps those two, with the smallest model."""
     program = next(p for p in PROGRAMS if len(p.model.blocks) > 2 and p.model.writer and len(p.actions) > 5)
     program = replace(program, actions=(("keep", "data"), *program.actions[:-1], ("eval", 3)))
 

@@ -1,5 +1,5 @@
-"""The gate itself: it fails when a test fails, when none runs or the report is missing, when an area is under its
-threshold, and when there is no threshold."""
+"""The gate itself. It fails when a test fails, when none runs or the report is missing. It also fails when an area is
+under its threshold, and when there is no threshold."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def part_of(gate: Any) -> Any:
-    """What a part of the gate prints to, here all of it to the terminal."""
+    """A part of the gate with its output stream, here all of it to the terminal."""
     return gate.Part("demo", sys.stdout)
 
 
@@ -100,7 +100,7 @@ def test_sign():
 
 @pytest.mark.parametrize(("least", "status"), [pytest.param(60, 0, marks=pytest.mark.nightly), (70, 1)])
 def test_thresholds(tmp_path: Path, least: int, status: int) -> None:
-    """Of four lines and two branches, one each is not reached: 66.6 %."""
+    """One of four lines and one of two branches are not reached: 66.6 %."""
     found, output = run_gate(project(tmp_path, least, PASSES), "demo")
     assert found == status, output
     verdict = "FAIL: coverage of hyper_parallel/core" if status else "ok"
@@ -132,7 +132,7 @@ def test_errors_that_no_test_came_to(tmp_path: Path, status: int) -> None:
     found, output = run_gate(root, "demo")
     assert found == status and "asked" in output, output
     said = "\nFAIL: the library raises errors that no test came to. They are listed above the table"
-    assert (said in output) == bool(status) and "what failed may come to them" not in output
+    assert (said in output) == bool(status) and "the failed tests may reach them" not in output
     (root / "platform" / "other").mkdir()
     found, output = run_gate(root, "demo")
     assert found == 0 and "asked" not in output and said not in output, output
@@ -144,11 +144,11 @@ def test_errors_that_tests_which_fail_do_not_come_to(tmp_path: Path) -> None:
     root.joinpath("tests", "conformance", "test_other.py").write_text("def test_other():\n    pass\n")
     asks(root, 1)
     found, output = run_gate(root, "demo")
-    assert found == 1 and "say in ci/raises.py why it has to stay; what failed may come to them" in output, output
+    assert found == 1 and "say in ci/raises.py why it has to stay; the failed tests may reach them" in output, output
 
 
 def test_errors_after_a_backend_without_tests(gate: Any, tmp_path: Path) -> None:
-    """What it would have come to is not known, for whatever reason it did not run."""
+    """The errors of a backend that did not run are unknown, for whatever reason it did not run."""
     root = project(tmp_path, 60, PASSES)
     asks(root, 1)
     row = gate.Row
@@ -166,7 +166,7 @@ def test_errors_after_a_backend_without_tests(gate: Any, tmp_path: Path) -> None
         "[areas]\nhyper_parallel/core = 95\nhyper_parallel/platform/*.py = 95",
         "[areas]\nhyper_parallel/core = 95\nhyper_parallel/platform = 0",
     ],
-    ids=["no file", "no areas", "empty areas", "none of its own", "only what all share", "no threshold"],
+    ids=["no file", "no areas", "empty areas", "none of its own", "only areas that all share", "no threshold"],
 )
 def test_no_threshold(gate: Any, tmp_path: Path, areas: str | None) -> None:
     """A backend whose own code has no threshold fails, rather than pass unmeasured."""
@@ -221,7 +221,7 @@ def test_failing_test(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_several_processes(tmp_path: Path) -> None:
-    """The files are shared out, and what all of them reached and failed counts together."""
+    """The files are shared out, and the coverage and failures of all of them count together."""
     root = project(tmp_path, 60, PASSES)
     for name, line in (("negative", "    assert sign(-2) == -1\n"), ("wrong", "    assert sign(2) == 2\n")):
         text = PASSES.replace("def test_sign", f"def test_{name}") + line
@@ -254,7 +254,7 @@ import time
 
 
 def test_early():
-    print("what it printed")
+    print("a printed line")
     assert 1 == 2, "seen early"
 
 
@@ -276,7 +276,7 @@ def test_failures_are_shown_at_once(tmp_path: Path, processes: int) -> None:
         assert run.stdout is not None
         for line in run.stdout:
             lines.append(line)
-            if line == "what it printed\n":
+            if line == "a printed line\n":
                 assert any("AssertionError: seen early" in before for before in lines)
                 (root / "seen").touch()
     output = "".join(lines)
@@ -520,8 +520,8 @@ def test_real_device(gate: Any, tmp_path: Path) -> None:
 
 
 def test_thresholds_of_this_project() -> None:
-    """What the project promises: 95 % of core, of a backend's own code and of what surrounds it, all of
-    tensor_parallel, 90 % of what all backends share."""
+    """The thresholds of the project: 95 % of core, of a backend's own code and of the code around it. It is all of
+    tensor_parallel, and 90 % of the code that all backends share."""
     backends = sorted(path.parent.name for path in ROOT.glob("platform/*/requirements.txt"))
     assert backends == ["mindspore", "torch-cpu", "torch-cuda", "torch-npu"]
     for backend in backends:

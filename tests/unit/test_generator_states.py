@@ -1,4 +1,4 @@
-"""Which meshes go on with the states of their generators that a checkpoint had."""
+"""Selects the meshes that go on with the states of their generators that a checkpoint had."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hyper_parallel.core.rules import random
 
 
 class Mesh:
-    """What is asked of one."""
+    """The part of a mesh that is used."""
 
     def __init__(self, *ranks: int) -> None:
         self.ranks = np.array(ranks)
@@ -19,7 +19,7 @@ class Mesh:
 def test_only_meshes_all_of_whose_ranks_load(
     monkeypatch: pytest.MonkeyPatch, members: tuple[int, ...] | None, kept: list[int]
 ) -> None:
-    """Another rank would wait for a state that nobody sends."""
+    """Another rank would wait for a state that is never sent."""
     meshes = [Mesh(0, 1), Mesh(2, 3), Mesh(0, 1, 2, 3)]
     monkeypatch.setattr(random, "MESHES", dict(enumerate(meshes)))
     monkeypatch.setattr(random, "_SYNCHRONIZED", set())

@@ -1,4 +1,4 @@
-"""What is written for people who work on the project fits the repository: its commands, pins and pages."""
+"""Texts for people who work on the project fit the repository: its commands, pins and pages."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_rule_of_the_first_day_is_where_the_page_says() -> None:
 
 
 def test_changelog_has_the_usual_form() -> None:
-    """That of keepachangelog.com."""
+    """The form is that of keepachangelog.com."""
     headings = re.findall(r"^## (.+)$", text("CHANGELOG.md"), re.MULTILINE)
     assert headings[0] == "[Unreleased]"
     assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading) for heading in headings[1:])

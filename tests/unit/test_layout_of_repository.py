@@ -1,4 +1,4 @@
-"""Who may know a framework: the rules of the repository, checked on the parsed files."""
+"""Files that may know a framework: the rules of the repository, checked on the parsed files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PACKAGE = ROOT / "hyper_parallel"
 
 # Package of a framework -> the folder of hyper_parallel/platform/ that may import it.
 FOLDER_OF = {"torch": "torch", "torch_npu": "torch", "mindspore": "mindspore"}
-# No identifier or string in core may contain one of these. Docstrings and comments may: they cite what core mirrors.
+# No identifier or string in core may contain one of these. Docstrings and comments may: they cite the sources that core
+# mirrors.
 NAMES = ("torch", "mindspore")
 
 
@@ -53,13 +54,13 @@ def words_of_code(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def may_import(path: Path, framework: str) -> bool:
-    """Whether a file belongs to a framework: its platform folder, and what the conformance suite knows of it."""
+    """Whether a file belongs to a framework: its platform folder, and the conformance suite's adapters for it."""
     known = path.parent == PACKAGE / "testing/adapters" and path.name.startswith(f"{framework}_")
     return known or PACKAGE / "platform" / framework in path.parents
 
 
 def offending_imports(files: list[Path]) -> list[str]:
-    """Imports of a framework outside of what may import it."""
+    """Imports of a framework outside of the files that may import it."""
     return [
         f"{path.relative_to(ROOT)}:{line}: imports {package}"
         for path in files

@@ -31,7 +31,7 @@ def platform(meta: bool = True) -> Any:
 
 
 def scaled_sum(x: np.ndarray, others: list[np.ndarray], factor: float, *, also: Any = None) -> list[np.ndarray]:
-    """Of two results."""
+    """A function of two results."""
     return [x * factor + sum(others), x if also is None else x + also]
 
 
@@ -49,7 +49,7 @@ def test_arguments_find_their_places() -> None:
 
 
 def rule_of(listed: Any, meta: bool = True) -> Any:
-    """What the rule says of a call with two summands, and of what it was asked."""
+    """The rule's answer to a call with two summands, and the arguments that it was asked with."""
     asked: list[Any] = []
 
     def function(x: Any, others: Any, factor: float, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`HYPER_PARALLEL_LOG`: which words there are, and what the logger says then."""
+"""`HYPER_PARALLEL_LOG`: its words, and the lines of the logger with each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def logger() -> Iterator[None]:
 
 @pytest.mark.parametrize("wrong", ["loud", "info,rings", "info,debug", "1"])
 def test_wrong_words(wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever asks for a backend is told, and whoever gives a command, without a traceback."""
+    """A call that asks for a backend raises it, and a command prints it, without a traceback."""
     monkeypatch.setenv(VARIABLE, wrong)
     for ask in (words, lambda: set_up(int), lambda: get_platform("no such backend")):
         with pytest.raises(ValueError, match=f"HYPER_PARALLEL_LOG={wrong} is no level .*set it to info for"):

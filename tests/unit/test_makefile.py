@@ -1,4 +1,4 @@
-"""Which environment the targets make, and with which release of torch."""
+"""The environments that the targets make, and with which release of torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_make(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
-    """What make would do, if nothing had been made yet (-B)."""
+    """Print the commands of make, if nothing had been made yet (-B)."""
     return run_make("-nB", *words)
 
 
@@ -78,7 +78,7 @@ def test_some_files(words: tuple[str, ...], environments: list[str], command: st
 
 @pytest.mark.parametrize("words", [("test",), ("test", "PLATFORM=torch-cpu", "TORCH=2.14.1"), ("lint",), ("docs",)])
 def test_nothing_is_silent(words: tuple[str, ...]) -> None:
-    """What takes long runs below a program that says so every ten seconds; the gate does it itself."""
+    """Long commands run below a program that says so every ten seconds; the gate does it itself."""
     lines = make(*words).stdout.replace("\\\n", "").splitlines()
     long = [line for line in lines if re.search(r"-m (venv|pip)|mypy|mkdocs", line)]
     assert len(long) >= 2 and all("ci/heartbeat.py " in line for line in long)

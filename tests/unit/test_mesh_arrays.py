@@ -15,7 +15,7 @@ from hyper_parallel.core.mesh.arrays import check_ranks_of_mesh
     [
         (3, None, "non-empty array of ranks, got 3"),
         ([], None, r"non-empty array of ranks, got \[\]"),
-        ([0, 1, 0], None, r"a rank stands twice in the mesh \[0, 1, 0\]"),
+        ([0, 1, 0], None, r"a rank appears twice in the mesh \[0, 1, 0\]"),
         ([[0, 1], [2, 8]], None, "has ranks outside the world of 8"),
         ([-1, 0], None, "has ranks outside the world of 8"),
         ([[0, 1]], ("tp",), r"shape \(1, 2\) needs 2 mesh_dim_names"),

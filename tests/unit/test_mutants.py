@@ -1,4 +1,4 @@
-"""`ci/mutants`: which mutations there are, which tests are run for each, what is remembered and reported."""
+"""`ci/mutants`: the mutations there are, the tests that are run for each, the memory and the report."""
 
 from __future__ import annotations
 
@@ -68,17 +68,18 @@ def test_only_what_stands_in_one_line() -> None:
 
 
 def test_apply() -> None:
-    """Places are bytes: what stands before them may be longer in UTF-8 than in characters."""
+    """Places are bytes: the text before them may be longer in UTF-8 than in characters."""
     source = "x = 'größer', a < b  # <\n"
     (mutation,) = mutations.mutations_of("a.py", source)
     assert mutation.apply(source) == "x = 'größer', (a <= b)  # <\n"
-    with pytest.raises(ValueError, match=r"a\.py:1 is not what it was"):
+    with pytest.raises(ValueError, match=r"a\.py:1 has changed since the mutation was made"):
         mutation.apply("x = 'grosser', a < b\n")
 
 
 @pytest.mark.nightly
 def test_sample() -> None:
-    """The same for a seed, at most one of a line, of every area, all of them valid Python that differs."""
+    """The sample is the same for a seed, with at most one mutation of a line. All areas are in it, and all mutations
+    are valid Python that differs."""
     first = mutations.sample(ROOT, 120, 7)
     one = ("hyper_parallel/core/tensor_parallel",)
     assert mutations.sample(ROOT, 9, 7, one) == mutations.sample(ROOT, 9, 7, one) != mutations.sample(ROOT, 9, 8, one)
@@ -141,7 +142,8 @@ def test_later_recordings_count() -> None:
 
 
 def test_rounds() -> None:
-    """Tests of the line, then of the function, then of the file; the quick ones first, in turn of each function."""
+    """Tests of the line, then of the function, then of the file. The quick ones come first, in turn of each
+    function."""
     seconds = {"t::slow": 9.0, "t::quick[1]": 0.1, "t::quick[2]": 0.2, "t::other": 0.3, "t::far": 0.1, "t::near": 5.0}
     source = "def f(x):\n    y = x\n    return y + 1\n\n\ndef g(x):\n    return x\n"
     found = reach.Reach([recording(seconds, {2: [5], 3: [0, 1, 2, 3], 7: [4, 0]}, source)])
@@ -217,7 +219,7 @@ def test_nightly_tests_are_left_out_of_the_gate_and_come_first_at_night(
     assert place.ran == ran
 
 
-# ---------------------------------------------------------------------- what is remembered
+# ---------------------------------------------------------------------- memory
 def some_mutations() -> list[Mutation]:
     return mutations.mutations_of("a.py", "x = 1\ny = a < b\nz = a and b\n")
 
@@ -312,7 +314,8 @@ def test_report(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- a small project
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project of which one line is tested by the gate, two are at night, by a test and by an amount, one is not."""
+    """A project with four lines: the gate tests one, two are tested at night, by a test and by an amount. One is not
+    tested."""
     pytest.importorskip("torch")
     root = tmp_path / "project"
     shutil.copytree(ROOT / "ci" / "mutants", root / "ci" / "mutants", ignore=shutil.ignore_patterns("__pycache__"))
@@ -375,7 +378,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.mark.nightly
 def test_command(project: Path) -> None:
-    """One mutant of each line; that of the line that is not tested survives, and a second run tries nothing again."""
+    """One mutant of each line. The mutant of the untested line survives, and a second run tries nothing again."""
 
     def run(*options: str) -> tuple[str, dict[str, Any]]:
         command = [sys.executable, "-m", "ci.mutants", "--backend=torch-cpu", "--at-once=1", *options]
@@ -400,7 +403,7 @@ def test_command(project: Path) -> None:
 
 @pytest.mark.nightly
 def test_trial(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails and what hangs, in a copy; the mutation is taken back."""
+    """Failing and hanging tests, in a copy; the mutation is taken back."""
     monkeypatch.setattr(trial, "HANG_SECONDS", 1.0)
     monkeypatch.setattr(trial, "_load", lambda: 1.0)
     path = "hyper_parallel/core/small.py"

@@ -102,7 +102,7 @@ def run_nightly(root: Path, *words: str) -> tuple[int, str]:
 
 
 def test_every_part_is_recorded(table: Any, tmp_path: Path) -> None:
-    """Those that failed too, with the names of their tests; a part alone leaves the record of the others."""
+    """Failed parts are recorded too, with the names of their tests; a part alone leaves the record of the others."""
     root = with_page(project(tmp_path, 10, FAILS_AT_NIGHT), table)
     found, output = run_nightly(root, "demo")
     assert found == 1 and "2 passed" not in output and "1 passed, 1 failed, 0 skipped" in output, output

@@ -1,7 +1,7 @@
 """The NumPy backend, a package of its own: installed, found through its entry points, checked by the conformance kit.
 
-Everything is installed into a folder of the test and run from there, as an author of a backend has it. The backend
-brings what the contract requires and nothing more, so what core uses beyond that fails here.
+Everything is installed into a folder of the test and run from there. An author of a backend has it so. The backend
+brings only the requirements of the contract, so any use in core beyond them fails here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    # Copies: a build leaves files beside the sources, and takes in those that an earlier one left.
+    # Copies: a build leaves files next to the sources, and takes in those that an earlier one left.
     for name in ("hyper_parallel", EXAMPLE):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     site = tmp_path_factory.mktemp("site")
@@ -51,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(site: Path) -> dict[str, str]:
-    """Of a user who has installed both, and chosen no platform."""
+    """The environment of a user who has installed both, and chosen no platform."""
     kept = {k: v for k, v in os.environ.items() if k not in ("HYPER_PARALLEL_PLATFORM", "HYPER_PARALLEL_ADAPTER")}
     return {**kept, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
 
@@ -100,7 +100,7 @@ from numpy_backend.array import Array
 import numpy_backend.platform as p
 print(json.dumps([sorted(vars(Array)), [n for n in p.NumpyPlatform.__dict__ if not n.startswith("_")]]))
 """
-#: Python's own, and what the backend keeps in an array.
+#: Python's own, and the attributes that the backend keeps in an array.
 OF_PYTHON = {"__doc__", "__module__", "__init__", "__slots__", "__hash__", "__repr__", "__annotations__"}
 OWN = {"value", "node", "writes", "_grad", "__dict__", "__weakref__", "__static_attributes__", "__firstlineno__"}
 OPERATORS = """add radd sub rsub mul rmul truediv rtruediv mod pow neg invert matmul gt ge lt le eq ne and or iadd isub
@@ -114,7 +114,7 @@ def test_arrays_have_the_members_of_the_contract_and_no_others(site: Path) -> No
     declared = {name for name, x in vars(TensorMembers).items() if isinstance(x, (property, FunctionType))}
     declared = declared - {"__init__", "__subclasshook__"} | {f"__{name}__" for name in OPERATORS.split()}
     assert members - OF_PYTHON - OWN == declared
-    # It brings what must be there; the rest answers for itself, but for what it keeps for later.
+    # It brings all required members; the rest answers for itself, but for members that are kept for later.
     assert Platform.__abstractmethods__ <= verbs
 
 
@@ -145,7 +145,7 @@ class Broken(NumpyPlatform):
 
 
 def install_by_hand(site: Path, name: str, module: str, entry_points: str) -> None:
-    """What an installer leaves of a package of one module."""
+    """Write the files that an installer leaves of a package of one module."""
     (site / f"{name}.py").write_text(module)
     information = site / f"{name}-1.0.dist-info"
     information.mkdir()

@@ -1,4 +1,4 @@
-"""No module of hyper_parallel assigns into a framework, but for the one that installs what the `patches` list."""
+"""No module of hyper_parallel assigns into a framework, but for the one that installs the listed `patches`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGE = ROOT / "hyper_parallel"
 FRAMEWORKS = ("torch", "torch_npu", "mindspore", "transformers")
 #: Install patches: everything that they write is listed in a module patches.py.
 INSTALL = (PACKAGE / "platform" / "patching.py", PACKAGE / "platform" / "places.py")
-#: State of a framework, which is data that it writes itself, and not a function: file -> what is written there.
+#: State of a framework, which is data that it writes itself, and not a function: file -> the names written there.
 STATE = {
     # MindSpore goes on saying that there are groups after it has destroyed them.
     "platform/mindspore/processes/launch.py": {"GlobalComm.INITED"},
@@ -23,7 +23,7 @@ STATE = {
     # The counters of random operations.
     "platform/mindspore/basics/seeds.py": {"COUNTERS[name, given]"},
 }
-#: What may be set on a function or an object of one's own.
+#: Attributes that may be set on a function or an object of one's own.
 HARMLESS = {"__class__", "__name__", "__qualname__", "__doc__", "__dict__", "__module__", "__kwdefaults__"}
 CHANGES = {"append", "insert", "extend", "update", "setdefault", "pop", "popitem", "clear", "remove"}
 
@@ -50,12 +50,12 @@ def imports_of(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 
 class Names:
-    """Which names in a part of a file stand for modules and classes of a framework, or for what these hold."""
+    """Names in a part of a file that stand for modules and classes of a framework, or for their attributes."""
 
     def __init__(self, nodes: list[ast.AST], known: set[str]) -> None:
         self.framework = set(known)
         before = -1
-        while before != len(self.framework):  # what is derived from what is derived
+        while before != len(self.framework):  # names derived from derived names
             before = len(self.framework)
             for node in nodes:
                 self._follow(node)
@@ -95,12 +95,13 @@ class Names:
 
 
 def _is_framework(module: str) -> bool:
-    # What a backend takes from private parts of its framework stands in one module, and is still the framework's.
+    # Private parts that a backend takes from its framework stand in one module, and are still the framework's.
     return module.partition(".")[0] in FRAMEWORKS or module.endswith(".private")
 
 
 def parts_of(tree: ast.AST) -> Iterator[list[ast.AST]]:
-    """The nodes of a file: first those outside of functions, then those of each function, with what is inside of it."""
+    """The nodes of a file: first those outside of functions, then those of each function, with everything inside of
+    it."""
     outside, functions, waiting = [], [], [tree]
     while waiting:
         node = waiting.pop()
@@ -114,13 +115,13 @@ def parts_of(tree: ast.AST) -> Iterator[list[ast.AST]]:
 
 
 def assignments(source: str) -> Iterator[tuple[int, str]]:
-    """(line, what is written) of each assignment into a framework, or into a class that may be a framework's."""
+    """(line, target) of each assignment into a framework, or into a class that may be a framework's."""
     tree = ast.parse(source)
     known, own = imports_of(tree)
     for i, nodes in enumerate(parts_of(tree)):
         names = Names(nodes, known)
         if not i:
-            known = names.framework  # what a module derives its functions know
+            known = names.framework  # functions of a module know the names that it derives
         own_class = any(
             isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "classmethod" for d in node.decorator_list)
             for node in nodes
@@ -151,7 +152,7 @@ def targets_of(node: ast.AST) -> list[ast.Attribute | ast.Subscript]:
 
 
 def test_no_other_module_assigns_into_a_framework() -> None:
-    """What is replaced in a framework is listed in the patches.py of its backend, and nowhere else."""
+    """Replacements in a framework are listed in the patches.py of its backend, and nowhere else."""
     found, state = [], {}
     files = [p for p in sorted(PACKAGE.rglob("*.py")) if "testing" not in p.parts and p not in INSTALL]
     assert len(files) > 100

@@ -1,4 +1,5 @@
-"""docs/operators.md is what its generator makes: every category is counted, and the counts are those of the names."""
+"""docs/operators.md is the output of its generator: every category is counted, and the counts are those of the
+names."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def written(platform: str) -> str:
 
 
 def read_back(text: str) -> dict[str, Any]:
-    """What the paragraphs of a section say was found."""
+    """Read the findings back from the paragraphs of a section."""
     found: dict[str, Any] = {}
     for heading, count, listed in re.findall(r"^\*\*([^*]+)\*\*\s\((\d+)\):\s([^*]+)$", text, re.MULTILINE):
         heading = " ".join(heading.split())  # long ones have a second line

@@ -1,4 +1,4 @@
-"""What is installed: the wheel, its version, and the names that type checkers and users see."""
+"""The installed package: the wheel, its version, and the names that type checkers and users see."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parsed(path: str) -> ast.Module:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Built as pip builds it, from a copy of what it is made of; nothing is downloaded."""
+    """Built as pip builds it, from a copy of its sources; nothing is downloaded."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "hyper_parallel", source / "hyper_parallel", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "platform", source / "platform")  # must stay out
@@ -103,7 +103,7 @@ def test_on_another_platform_they_say_what_to_do(name: str, monkeypatch: pytest.
 
 
 def test_the_commands_need_no_pytest() -> None:
-    """Which a plain install does not have: only the conformance kit imports it."""
+    """A plain install has no pytest: only the conformance kit imports it."""
     code = (
         "import sys; sys.modules['pytest'] = None\n"
         "import hyper_parallel.testing.comparisons, hyper_parallel.testing.plan_check\n"
@@ -127,7 +127,7 @@ def test_another_package_of_the_name_is_refused(tmp_path: Path, theirs: str, fir
 
 
 def test_metadata(wheel: zipfile.ZipFile) -> None:
-    """What an index shows of the package."""
+    """The metadata that an index shows of the package."""
     metadata = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     text = wheel.read(metadata).decode()
     fields = [line.partition(": ")[::2] for line in text.split("\n\n")[0].splitlines()]

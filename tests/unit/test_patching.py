@@ -23,8 +23,8 @@ class Base:
 
 @pytest.fixture
 def framework(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A module with what frameworks have: a class, functions, a list, a dict; and one that holds a function of it. The
-    patches of real frameworks, which other tests have installed, are none of its business."""
+    """A module with the members of frameworks: a class, functions, a list, a dict; and one that holds a function of it.
+    The patches of real frameworks, which other tests have installed, are none of its business."""
     monkeypatch.setattr(patching, "_INSTALLED", [])
     module: Any = types.ModuleType("fw")
     exec("def clip(x, limit): return min(x, limit)\ndef other(x): return x", module.__dict__)
@@ -131,7 +131,7 @@ def test_everywhere(framework: Any) -> None:
     ],
 )
 def test_all_or_nothing(framework: Any, wrong: Patch, what: str) -> None:
-    """A target that is not as expected stops all; the message says what is wrong, with which version, and why."""
+    """A target that is not as expected stops all; the message gives the problem, the version, and the reason."""
     before, patches = state_of(framework), PatchSet("fw", "9.9", [*EVERY_KIND, wrong])
     with pytest.raises(RuntimeError, match=rf"^fw 9\.9: {what}.*tested with 1.0 to 1.2.*numbers are wrong.*nothing"):
         patches.install()

@@ -1,4 +1,4 @@
-"""The counter-based generator against its published answers, in parts, and what it needs of memory."""
+"""The counter-based generator against its published answers, in parts, and its need of memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_part_is_a_part_of_the_whole(monkeypatch: pytest.MonkeyPatch, kind: st
 
 
 def test_memory() -> None:
-    """Of a part of 4 MiB of a tensor of 4 TiB."""
+    """The memory for a part of 4 MiB of a tensor of 4 TiB."""
     tracemalloc.start()
     try:
         counter.numbers("normal", (1, 2), (1 << 20, 1 << 20), [((7, 1),), ((0, 1 << 20),)], "float32")

@@ -56,14 +56,14 @@ def unknown_kind(folder: Path) -> None:
 
 
 def no_such_dtype(folder: Path) -> None:
-    """Of a backend that has few."""
+    """A backend that has few dtypes."""
     index: Any = SimpleNamespace(find=lambda name: name, tensors={"x": SimpleNamespace(dtype="bfloat16")})
     filling: Any = SimpleNamespace(index=index, platform=SimpleNamespace(dtypes={}, name="mine"))
     targets.Filling.new_tensor(filling, "x", None)
 
 
 def no_counter(folder: Path) -> None:
-    """Of a backend that names no dtypes."""
+    """A backend that names no dtypes."""
     mesh: Any = SimpleNamespace(platform=SimpleNamespace(dtypes={}, name="mine"))
     counter.request(mesh, True)
 
@@ -118,7 +118,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
 def test_launching_without_the_framework(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That of a backend in a package of its own, for which torchrun would be asked."""
+    """A backend in a package of its own, for which torchrun would be used."""
     (tmp_path / "train.py").touch()
     monkeypatch.setattr(launch, "get_platform", lambda name: SimpleNamespace(name="mine"))
     monkeypatch.setattr(launch, "find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""Lines of progress: what the gate says while its parts run, and while a command is silent."""
+"""Lines of progress: those of the gate while its parts run, and while a command is silent."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_progress(
 
 
 def test_lines(reporter: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """One for all parts, again and again; what a failing test said comes before the end of its part."""
+    """One for all parts, again and again; the text of a failing test comes before the end of its part."""
     with reporter.Reporter(every=0.0) as lines:
         lines.expect()
         lines.expect()

@@ -1,4 +1,4 @@
-"""What is made of the gates' results: the tables, the README's section, the reports of runs on hardware."""
+"""Products of the gates' results: the tables, the README's section, the reports of runs on hardware."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_markdown(results: Any) -> None:
 
 
 def test_json(results: Any, tmp_path: Path) -> None:
-    """What is read is what was written; a file that is not there is explained."""
+    """Reading returns the written rows; a missing file is explained."""
     rows = [row(results), results.Row("torch-npu", "simulated NPU", left_out="no gcc")]
     results.write(tmp_path / "folder" / "table.json", rows)
     assert results.read(tmp_path / "folder" / "table.json") == rows
@@ -116,7 +116,7 @@ def test_stamp(results: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_id_of_the_code(results: Any, tmp_path: Path) -> None:
-    """The id is that of the files of the package as they lie there, whether git has seen them or not."""
+    """The id is that of the files of the package in the folder, whether git has seen them or not."""
     root = checkout(tmp_path)
     package, committed = root / "hyper_parallel", results.committed_tree(root)
     (root / "README.md").write_text("outside of the package\n")
@@ -164,7 +164,7 @@ def test_readme_section(results: Any, table: Any, tmp_path: Path) -> None:
 def test_failed_gates_stay_out_of_the_readme(
     results: Any, table: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """What was there stays, other rows are taken over, and the command fails."""
+    """The old row stays, other rows are taken over, and the command fails."""
     root = readme_project(tmp_path, results, table, [row(results, passed=7)])
     table.main(["--root", str(root)])
     has_run(root, results, [row(results, passed=8, problem="pytest exit 1"), row(results, "mindspore", passed=9)])
@@ -177,7 +177,7 @@ def test_failed_gates_stay_out_of_the_readme(
 def test_rows_of_other_code_stay_out_of_the_readme(
     results: Any, table: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """The committed package is what counts, not the name of the commit."""
+    """The committed package counts, not the name of the commit."""
     root = readme_project(tmp_path, results, table, [row(results, passed=7)])
     package = root / "hyper_parallel" / "a.py"
     package.write_text("one = 2\n")
@@ -189,7 +189,7 @@ def test_rows_of_other_code_stay_out_of_the_readme(
     )
     assert said[1] == table.REMEDY and len(said) == 2
     assert "| 8 (1" not in (root / "README.md").read_text()
-    # What ran before it was committed will do once it is.
+    # A run before the commit serves once it is committed.
     git(root, "commit", "--quiet", "-a", "-m", "two")
     assert table.main(["--root", str(root)]) == 0
     assert "| 8 (1 skipped) |" in (root / "README.md").read_text()

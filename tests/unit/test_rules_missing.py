@@ -1,4 +1,5 @@
-"""No rule says less than it could, but for what is accepted with a reason; and the search for it finds something."""
+"""Rules say all that they can, but for the cases that are accepted with a reason. The search for missing rules finds
+something."""
 
 from __future__ import annotations
 

@@ -11,12 +11,13 @@ from tests.unit.rules_missing import ACCEPTED
 RIGHT = {
     # Linear in the log-probabilities, which are never a partial sum: the rule does not say so, and the mutant is right.
     ("nll_loss", "terms"),
-    # The values are right for empty parts too; what goes wrong is the order of collectives in backward.
+    # The values are right for empty parts too; the order of collectives in backward goes wrong.
     ("fused_attention", "nonempty"),
-    # The largest elements of parts give the largest of all without it: what it adds is how ties share a gradient.
+    # The largest elements of parts give the largest of all without it: it adds how ties share a gradient.
     ("amax", "call"),
     ("amin", "call"),
-    # Right where many elements are taken too; the sum of what ranks take is then larger than what they have.
+    # Right where many elements are taken too; the sum of the taken elements of all ranks is then larger than their
+    # parts.
     ("index_select", "label added"),
     # Here ranks share the noise of a case.
     ("fused_attention", "call"),

@@ -1,4 +1,4 @@
-"""docs/rules.md has the table that its generator makes of what stands at the rules."""
+"""docs/rules.md has the table that its generator makes of the rules."""
 
 from __future__ import annotations
 

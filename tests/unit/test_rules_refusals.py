@@ -1,4 +1,5 @@
-"""What rules refuse: it then runs on gathered operands, and the native operation says what is wrong, if anything."""
+"""Refusals of rules: the operation then runs on gathered operands, and the native operation reports its error, if
+any."""
 
 from __future__ import annotations
 

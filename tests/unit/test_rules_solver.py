@@ -1,4 +1,4 @@
-"""The solver reads rules as the brute-force check does: what it chooses gives the right result."""
+"""The solver reads rules as the brute-force check does: its choice gives the right result."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_the_solver_chooses_is_right(case: Case) -> None:
 
 
 def _on_rank(rank: int, mesh_shape: tuple[int, ...], sharding: Any, layouts: tuple, pinned: int | None) -> list | None:
-    """What the solver chooses on another rank."""
+    """The solver's choice on another rank."""
     mesh = mesh_of_rank(mesh_shape, rank)
     there = tuple(layout and get_layout(mesh, layout.placements, layout.shape) for layout in layouts)
     strategy = solve(sharding, there, mesh, pinned)
@@ -73,7 +73,7 @@ def _placements(strategy: Strategy) -> list:
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0)], ids=str)
 def test_a_rank_with_everything_chooses_as_the_others(sizes: tuple[int, int]) -> None:
-    """One row over two ranks: the first has the whole tensor, but all run alike."""
+    """One row over two ranks: the first has the whole tensor, but all make the same choice."""
     sharding = OPERATIONS["embedding"].rule(((4,), (1, 2)), (None,))
     assert sharding is not None
     mesh = mesh_of_rank((2,), 0)
@@ -96,7 +96,7 @@ def _any_layout(x: np.ndarray, mesh: Any, chance: random.Random) -> Layout:
 
 
 def test_packed_shards_stay_where_the_native_operation_runs() -> None:
-    """What replaces it may ask where a shard begins, and gets the tensor whole."""
+    """A native operation's replacement may ask where a shard begins, and gets the tensor whole."""
     mesh = mesh_of_rank((2,), 0)
     rule, packed = OPERATIONS["amax"].rule, get_layout(mesh, (PackedShard(0, (4, 2)),), (6, 5))
     for dims, stays in (((1,), True), ((0,), False)):
@@ -114,7 +114,7 @@ FIRST_LAST = (StridedShard(0, 2), S0)
 @pytest.mark.parametrize(
     ("op", "operands", "wanted", "result"),
     [
-        # What acts on each element keeps any order of cuts, of one operand and of operands that agree.
+        # An operation that acts on each element keeps any order of cuts, of one operand and of operands that agree.
         ("pointwise", [FIRST_LAST], [FIRST_LAST], FIRST_LAST),
         ("pointwise", [(StridedShard(0, 2), NESTED)], [(StridedShard(0, 2), NESTED)], (StridedShard(0, 2), NESTED)),
         ("pointwise", [(NESTED, S0)], [(NESTED, S0)], (NESTED, S0)),
@@ -164,7 +164,7 @@ def test_two_orders_of_one_dimension() -> None:
     ids=["split", "view"],
 )
 def test_parts_of_packed_shards_that_are_cut_further(op: str, arguments: Any, native: Any, placements: tuple) -> None:
-    """Before the parts are taken apart, what cuts them further is undone."""
+    """Before the parts are taken apart, further cuts of them are undone."""
     mesh, x = mesh_of_rank((2, 2), 0), np.arange(24.0).reshape(8, 3)
     case = Case(op, "", (x,), arguments, native)
     strategy = solve(case.sharding(), (get_layout(mesh, placements, x.shape),), mesh)

@@ -145,7 +145,7 @@ def test_strides_of_a_shard(order: tuple[int, ...]) -> None:
 
 # ---------------------------------------------------------------------------- the order of new tensors, and of shards
 def test_dense_strides_are_those_of_numpy() -> None:
-    """Of tensors without stretched dimensions, where NumPy's and torch's rules agree."""
+    """Strides of tensors without stretched dimensions, where NumPy's and torch's rules agree."""
     for order in itertools.permutations(range(3)):
         for index in ((slice(None),) * 3, (slice(0, 2), slice(None), slice(0, 4, 2)), (slice(0, 1), ...)):
             x = X.transpose(order)[index]
@@ -153,7 +153,7 @@ def test_dense_strides_are_those_of_numpy() -> None:
 
 
 def test_dense_strides_leave_stretched_dimensions_where_they_are() -> None:
-    """As in torch: ``ones(1, 4).expand(3, 4) * 2`` is contiguous, and so is what lies beside a permuted one."""
+    """As in torch: ``ones(1, 4).expand(3, 4) * 2`` is contiguous, and so are the dimensions next to a permuted one."""
     assert dense_strides((3, 4), (0, 1)) == (4, 1)
     assert dense_strides((4, 3), (1, 0)) == (3, 1)
     assert dense_strides((2, 2, 3), (1, 0, 2)) == (1, 2, 4)

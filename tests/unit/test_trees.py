@@ -1,4 +1,4 @@
-"""Tensors in what modules are called with and return: `core.data_parallel.trees`."""
+"""Tensors in the arguments and results of modules: `core.data_parallel.trees`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A user's program that `make lint` type-checks and nobody runs: every public name, and types that are more than Any.
+"""A user's program that `make lint` type-checks and that never runs: every public name, and types that are more than
+Any.
 
 ``assert_type`` fails for Any, so each line below would notice a name whose type got lost on the way.
 """
@@ -123,7 +124,7 @@ OFFLOAD: OffloadPolicy = CPUOffloadPolicy()
 
 
 def train(model: Any, x: Any) -> None:
-    """One step, with what a program of a user touches."""
+    """One step, with the names that a program of a user touches."""
     mesh = init_device_mesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "tp"))
     assert_type(mesh, DeviceMesh)
     assert_type(mesh["tp"], DeviceMesh)

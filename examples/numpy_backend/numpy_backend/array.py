@@ -1,7 +1,7 @@
-"""The tensor of this framework: a NumPy array with a tape for gradients and what core asks of a tensor.
+"""The tensor of this framework: a NumPy array with a tape for gradients and the members that core asks of a tensor.
 
-Operations are functions, in `operations` and `layers`; the methods are what Python's operators need, and those
-that the contract of HyperParallel names (`hyper_parallel.platform.contract.members`).
+Operations are functions, in `operations` and `layers`. The methods are those that Python's operators need. There are
+also those that the contract of HyperParallel names (`hyper_parallel.platform.contract.members`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Array:
         self.value, self.requires_grad = np.asarray(value), requires_grad
         self.writes = [0]
 
-    # ------------------------------------------------------------------------------ what is known of it
+    # ------------------------------------------------------------------------------ properties
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape; of a distributed array, the global one."""
@@ -164,8 +164,8 @@ def gradients(output: Array, inputs: Sequence[Array], cotangent: Array, create_g
     """The gradients of ``(output * cotangent).sum()`` by leaves or other arrays; None where there is none.
 
     Args:
-        output: what is differentiated.
-        inputs: by what.
+        output: the output to differentiate.
+        inputs: the arrays to differentiate by.
         cotangent: of the output, of its shape.
         create_graph: whether the gradients can be differentiated in turn.
     """

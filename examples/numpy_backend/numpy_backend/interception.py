@@ -1,7 +1,7 @@
 """Operations that arrive at HyperParallel's dispatcher when one of their operands is distributed.
 
-`operation` makes a function one. Its first parameters are the operands, the others are static arguments, in the order
-of the table of canonical operations (`hyper_parallel.core.rules`): so all rows are made in one way.
+`operation` makes a function one. Its first parameters are the operands, the others are static arguments. Their order is
+that of the table of canonical operations (`hyper_parallel.core.rules`): so all rows are made in one way.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def no_dispatch() -> Iterator[None]:
 
 
 class DistributedArray(Array):
-    """What is special about a distributed array; core's methods come with its mixin (`platform.make_dtensor_class`)."""
+    """A distributed array: holds the state of core; core's methods come with its mixin
+    (`platform.make_dtensor_class`)."""
 
     _core: Core
 

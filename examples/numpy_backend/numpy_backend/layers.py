@@ -192,7 +192,7 @@ def _along(weight: Array, dim: int, ndim: int) -> Array:
 
 
 def _losses(logs: Array, target: Array, weight: Array | None, ignore: int) -> tuple[Array, Array]:
-    """The loss of each sample, and what it counts in the mean."""
+    """The loss of each sample, and its weight in the mean."""
     dim = 0 if logs.ndim == 1 else 1
     ignored = Array(target.value == ignore)
     places = Array(np.where(ignored.value, 0, target.value))

@@ -43,7 +43,7 @@ class Module:
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
     def __repr__(self) -> str:
-        """Its layers, a line each, with what a plan has made of them."""
+        """Its layers, a line each, with their styles."""
         lines = [text_of_plan(self, self._parameters, type(self).__name__)]
         for name, module in self._modules.items():
             lines += f"{name}: {module!r}".split("\n")
@@ -73,7 +73,7 @@ class Module:
                     yield f"{path}.{name}" if path else name, parameter
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call computes."""
+        """Compute the output of a call."""
         raise TypeError(f"{type(self).__name__} has no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def _value(x: Any, like: np.dtype) -> Any:
-    """What NumPy computes with: numbers take the dtype of the arrays beside them."""
+    """The NumPy value of an operand: numbers take the dtype of the arrays next to them."""
     if isinstance(x, Array):
         return x.value
     return np.asarray(x, like) if np.issubdtype(like, np.inexact) and not isinstance(x, bool) else x
@@ -408,7 +408,7 @@ def _setitem(x: Array, value: Any, tensors: tuple, encoded: tuple) -> Array:
 
 
 def _written(x: Array, value: Any, index: Any, part: Callable[[Array], Array]) -> None:
-    """Write, and let the gradient of what was overwritten end there."""
+    """Write, and let the gradient of the overwritten values end there."""
     before = Array(x.value)
     before.requires_grad, before.node = x.requires_grad, x.node
     x.value[index] = value.value if isinstance(value, Array) else value

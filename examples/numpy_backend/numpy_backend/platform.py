@@ -1,4 +1,4 @@
-"""The backend: what HyperParallel's contract asks for, in NumPy. Each verb is a line or two."""
+"""The backend: the verbs of HyperParallel's contract, in NumPy. Each verb is a line or two."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float3
 
 
 class _Context:
-    """What an autograd function keeps for its backward."""
+    """Values that an autograd function keeps for its backward."""
 
     saved_tensors: tuple = ()
 
@@ -234,7 +234,7 @@ class NumpyPlatform(Platform):
     def wrap(self, local: Array, layout: Any) -> Any:
         distributed = self._classes[0]
         if isinstance(local, (distributed, Parameter)):
-            if local.__dict__.get("_layout") is layout:  # an operation gave back what it was given
+            if local.__dict__.get("_layout") is layout:  # an operation returned its own input
                 return local
             local = self.alias(local)
         local.__class__ = distributed

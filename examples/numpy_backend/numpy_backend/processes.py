@@ -1,7 +1,7 @@
 """Ranks as processes of one machine or several: a connection between every two, and gathering over them.
 
 Rank 0 listens where ``MASTER_ADDR`` and ``MASTER_PORT`` say. There each rank tells where it listens itself and learns
-of the others. A thread for each connection reads what arrives, so that nobody who sends has to wait for who receives.
+of the others. A thread for each connection reads incoming messages, so that no sender has to wait for a receiver.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _KEY = b"numpy-backend"
 
 @dataclass(frozen=True)
 class Group:
-    """Some of the ranks, in order; ``number`` counts the groups of the program, which are made in the same order on all
-    ranks."""
+    """Some of the ranks, in order. ``number`` counts the groups of the program, which all ranks make in the same
+    order."""
 
     ranks: tuple[int, ...]
     number: int
@@ -60,7 +60,7 @@ class World:
         return Group(tuple(ranks), self._groups)
 
     def gather(self, value: Any, group: Group, what: str) -> list[Any]:
-        """What every rank of the group gives, in its order.
+        """Gather the value that every rank of the group gives, in the order of its ranks.
 
         Raises:
             RuntimeError: when a rank does not come, has gone, or gives something else than ``what``.

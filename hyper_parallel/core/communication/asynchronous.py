@@ -39,13 +39,13 @@ class _Started:
 def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "") -> Work:
     """Begin a collective of ``x`` along a mesh dimension of ``size`` ranks. Not differentiable.
 
-    What the backend cannot do natively is done before this returns. Both buffers are 1-D, contiguous and all of their
-    storage. Until `Work.wait` the result is left alone, and the operand may be read.
+    A collective that the backend cannot do natively is done before this returns. Both buffers are 1-D, contiguous and
+    all of their storage. Until `Work.wait` the result is left alone, and the operand may be read.
 
     Args:
         collective: ``"all_gather"``, ``"reduce_scatter"``, ``"shift"`` or ``"all_reduce"``.
         out: buffer for the result: of ``size`` times the elements of ``x``, of a ``size``-th of them, else of as many.
-        x: what this rank gives.
+        x: the operand of this rank.
         mesh: the mesh.
         mesh_dim: along which dimension.
         op: of a reduction: ``"sum"``, ``"avg"``, ...

@@ -24,11 +24,11 @@ class coalesce_gradients:
     dtype. It sends each parameter once, however often the model, or several backward passes, have used it.
 
     The gradients of these parameters are complete after the block, and their part of this backward is missing inside.
-    So whatever reads them - clipping, the optimizer, an exchange over a data-parallel mesh dimension - goes after the
-    block, and nothing that reads them by hooks on the accumulation of gradients may be in use, such as
+    So code that reads them goes after the block: clipping, the optimizer, an exchange over a data-parallel mesh
+    dimension. Nothing may be in use that reads them by hooks on the accumulation of gradients, such as
     ``DistributedDataParallel``. Parameters with ``register_post_accumulate_grad_hook``, and gradients that
-    ``torch.autograd.grad`` returns, are all-reduced at once as ever. On MindSpore, which returns gradients, what
-    `hyper_parallel.mindspore` returns inside the block is all-reduced together, and complete.
+    ``torch.autograd.grad`` returns, are all-reduced at once as without the block. On MindSpore, which returns
+    gradients, those that `hyper_parallel.mindspore` returns inside the block are all-reduced together, and complete.
 
     Example:
         >>> from hyper_parallel import coalesce_gradients

@@ -1,11 +1,12 @@
-"""Collectives on plain local tensors along one mesh dimension: uneven sizes and what a backend lacks, in one place.
+"""Collectives on plain local tensors along one mesh dimension: uneven sizes and the features that a backend lacks, in
+one place.
 
 Nothing here is differentiable; `transitions` pairs these into autograd functions. A mesh dimension of size 1 and a
 tensor without elements cause no communication. Where a rank is lost, each raises `CollectiveError`. All pass `_bind`,
 which tells the recorder of them.
 
-Those that run often are given as a function of the tensor alone (`bind_all_reduce` and its like): what can be looked up
-is looked up once.
+Collectives that run often are given as a function of the tensor alone (`bind_all_reduce` and its like), after all
+look-ups.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def all_reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Any:
 
 
 def all_reduce_extreme(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
-    """`all_reduce` by ``"max"`` or ``"min"`` into a new tensor, with NaN where a rank has NaN. What a backend makes of
-    a number and NaN depends on the backend, and on which comes first. So they travel apart, in one message."""
+    """`all_reduce` by ``"max"`` or ``"min"`` into a new tensor, with NaN where a rank has NaN. A backend's maximum of a
+    number and NaN depends on the backend, and on which comes first. So they travel apart, in one message."""
     platform = mesh.platform
     shape = tuple(platform.shape_of(x))
     if (
@@ -218,7 +219,7 @@ def all_to_all(
     src_sizes: Sequence[int],
     dst_sizes: Sequence[int],
 ) -> Any:
-    """From a shard of tensor dimension ``src_dim`` to a shard of ``dst_dim``; rank i holds ``src_sizes[i]`` of the
+    """Turn a shard of tensor dimension ``src_dim`` into a shard of ``dst_dim``. Rank i holds ``src_sizes[i]`` of the
     one before and ``dst_sizes[i]`` of the other after."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
@@ -250,10 +251,10 @@ def all_to_all(
 
 
 def exchange_rows(x: Any, mesh: DeviceMesh, mesh_dim: int, counts: np.ndarray) -> Any:
-    """The rows of ``x`` to the ranks that are to have them, exactly as many as there are.
+    """Send the rows of ``x`` to the ranks that are to have them, without padding.
 
     Args:
-        x: its rows lie in the order of the ranks that they go to; those of the result, of the ranks that they are from.
+        x: its rows are in the order of the ranks that they go to; those of the result, of the ranks that they are from.
         mesh, mesh_dim: between which ranks.
         counts: ``counts[i, j]`` rows go from rank i of the mesh dimension to rank j; the same on all ranks.
     """
@@ -307,8 +308,8 @@ def broadcast(x: Any, mesh: DeviceMesh, mesh_dim: int, src: int) -> Any:
 
 
 def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], src: int) -> Any:
-    """This rank's ``sizes[rank]`` of tensor dimension ``dim`` of the ``x`` that rank ``src`` of the mesh dimension
-    holds; on the other ranks only shape and dtype of ``x`` matter."""
+    """This rank's ``sizes[rank]`` of tensor dimension ``dim`` of the ``x`` of rank ``src`` of the mesh dimension. On
+    the other ranks only shape and dtype of ``x`` matter."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     rank, largest = mesh.get_local_rank(mesh_dim), max(sizes)
 
@@ -333,7 +334,7 @@ def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
 
 
 def all_gather_object(value: Any, mesh: DeviceMesh, mesh_dim: int) -> list[Any]:
-    """One picklable value of each rank of the mesh dimension, in its order. Off the hot path, not counted."""
+    """Gather one picklable value of each rank of the mesh dimension, in its order. Off the hot path, not counted."""
     size = mesh.shape[mesh_dim]
     if size == 1:
         return [value]
@@ -349,7 +350,8 @@ def all_gather_object(value: Any, mesh: DeviceMesh, mesh_dim: int) -> list[Any]:
     return values
 
 
-# ------------------------------------------------------------ in place of what a backend lacks: not recorded
+# ------------------------------------------------------------ in place of collectives that a backend lacks: not
+# recorded
 def _reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
     platform = mesh.platform
     if platform.supports("all_reduce", op, x):

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-#: What local computations raise. Refusals are ValueErrors and TypeErrors: the same on all ranks.
+#: Errors of local computations. Refusals are ValueErrors and TypeErrors: the same on all ranks.
 _LOCAL_ERRORS = (RuntimeError, IndexError, MemoryError, ArithmeticError)
 
 
 class CollectiveError(RuntimeError):
     """A collective failed because ranks did not do their part: they ended, hang, or do something else.
 
-    Every rank that waited in the collective raises it, no later than the time-out of the process group and a few
-    seconds; the error of the backend is its ``__cause__``. The process group may be unusable afterwards.
+    Every rank that waited in the collective raises it, within the time-out of the process group and a few seconds. The
+    error of the backend is its ``__cause__``. The process group may be unusable afterwards.
 
     Attributes:
-        collective: what failed: ``"all_reduce"``, ``"all_gather"``, ...
+        collective: its name: ``"all_reduce"``, ``"all_gather"``, ...
         ranks: global ranks that should have taken part.
         missing: those of them that did not report that they were waiting too; None where that cannot be known.
 
@@ -40,8 +40,8 @@ class CollectiveError(RuntimeError):
 
 
 class RankMismatchError(ValueError):
-    """Ranks have given what does not belong together or, inside `check_ranks`, were about to do different things. All
-    ranks raise it, before anything is done.
+    """Ranks have given values that do not belong together or, inside `check_ranks`, were about to do different things.
+    All ranks raise it, before anything is done.
 
     Attributes:
         ranks: global ranks whose value is not that of the majority; without a majority, not that of the first rank.
@@ -82,9 +82,9 @@ def explain(error: Exception, collective: str, what: str, platform: Any, group: 
     """Return if ``error`` is of another kind than a rank that was lost.
 
     Args:
-        error: what the platform's verb raised.
+        error: the error of the platform's verb.
         collective: its name.
-        what: the same with what it worked on, for messages.
+        what: the same with its operand, for messages.
         platform, group, ranks: whose collective it was.
 
     Raises:
@@ -111,8 +111,8 @@ def explain(error: Exception, collective: str, what: str, platform: Any, group: 
 
 
 def tell_of_failure(error: Exception, what: str, mesh: DeviceMesh) -> None:
-    """Tell the other ranks of ``mesh`` about an error with which this rank leaves ``what``, so that they do not wait
-    for it. Returns when they have failed in the same way, or know."""
+    """Tell the other ranks of ``mesh`` about an error with which this rank leaves ``what``. So they do not wait for it.
+    Returns when they have failed in the same way, or know."""
     if not isinstance(error, _LOCAL_ERRORS) or isinstance(error, CollectiveError) or hasattr(error, _TOLD):
         return
     error.__dict__[_TOLD] = True  # the modules around it raise it too

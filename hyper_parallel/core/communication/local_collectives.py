@@ -1,8 +1,8 @@
 """Collectives of the framework that a program calls on DTensors by itself, as in data parallelism written by hand.
 
 A DTensor is its local tensor, so such a collective acts on this rank's part: the gradients of the data-parallel ranks
-are averaged shard by shard. That is right where the ranks that take part hold the same part. What is known about them
-is the mesh: ranks of one mesh that differ in a dimension hold different shards, or different summands, along it. There
+are averaged shard by shard. That is right where the ranks that take part hold the same part. The mesh is the known fact
+about them: ranks of one mesh that differ in a dimension hold different shards, or different summands, along it. There
 the collective is refused, on all of them, since all know the layout and the ranks of the group.
 """
 
@@ -49,8 +49,7 @@ def check_local_collective(
         layout: of the DTensor.
         ranks: global ranks that take part.
         linear: whether it moves, adds or averages values: only these may be done to a partial sum.
-        apart: whether what each rank gives stays apart from what others give, in plain tensors: shards may then differ,
-            but not in size.
+        apart: whether the values of the ranks stay apart, in plain tensors: shards may then differ, but not in size.
         parts: whether it leaves another result on each rank.
 
     Raises:
@@ -80,7 +79,7 @@ def check_local_collective(
                 )
             if len(layout.part_sizes(placement.dim)) > 1:
                 raise ValueError(
-                    f"{where} shards differ in size: use full_tensor(), or pad what to_local() gives to one size"
+                    f"{where} shards differ in size: use full_tensor(), or pad the results of to_local() to one size"
                 )
         elif parts and mesh_dim in within:
             raise ValueError(
@@ -90,8 +89,8 @@ def check_local_collective(
 
 
 def check_rows(name: str, whole: Layout, part: Layout, count: int) -> None:
-    """Raise unless a tensor with layout ``whole`` is ``count`` tensors with layout ``part`` one after the other along
-    dimension 0, on local tensors as on global ones.
+    """Raise unless a tensor with layout ``whole`` is ``count`` tensors with layout ``part``, one after the other along
+    dimension 0. This must hold for local tensors and for global ones.
 
     Raises:
         ValueError: when placements differ, dimension 0 is sharded, or shapes do not fit.
@@ -101,6 +100,6 @@ def check_rows(name: str, whole: Layout, part: Layout, count: int) -> None:
     if not fits:
         raise ValueError(
             f"{name} with DTensors of shape {tuple(whole.shape)} placed {list(whole.placements)} and of shape "
-            f"{tuple(part.shape)} placed {list(part.placements)}: what it joins or cuts along dimension 0 of the local "
-            f"tensors is not the same of the global ones. Give it to_local() of both"
+            f"{tuple(part.shape)} placed {list(part.placements)}: joining or cutting the local tensors along "
+            "dimension 0 does not join or cut the global ones in the same way. Give it to_local() of both"
         )

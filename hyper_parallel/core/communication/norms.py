@@ -54,7 +54,8 @@ class _Share:
 
 
 def _shares(layouts: Sequence[Layout | None]) -> list[_Share]:
-    """One a mesh, in the order of the tensors. Plain tensors, the same on all ranks, go with the first mesh."""
+    """The shares of this rank, one for each mesh, in the order of the tensors. Plain tensors, the same on all ranks, go
+    with the first mesh."""
     shares = []
     joined = joined_meshes(layouts)
     first_mesh = next(iter(joined.values()))
@@ -84,7 +85,8 @@ _SHARES = Table(_shares, 1 << 8, "shares of norms")
 
 
 def _sharding(layout: Layout | None, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
-    """The mesh dimensions that shard a tensor; those of ``mesh``, if that is given, of which its mesh is a slice."""
+    """The mesh dimensions that shard a tensor. With ``mesh``, of which its mesh is a slice, they are those of
+    ``mesh``."""
     if layout is None:
         return ()
     own = [d for d, p in enumerate(layout.placements) if isinstance(p, Shard)]
@@ -110,7 +112,7 @@ def _norm_of_share(share: _Share, tensors: Sequence[Any], order: float, norm_of:
 
 
 def _combined(norms: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], order: float) -> Any:
-    """Norms of whole tensors, from the ``norms`` of what this rank holds, which may be overwritten."""
+    """Norms of whole tensors, from the ``norms`` of this rank's parts, which may be overwritten."""
     if math.isinf(order):
         for mesh_dim in mesh_dims:
             norms = collectives.all_reduce_extreme(norms, mesh, mesh_dim, "max" if order > 0 else "min")

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def part_of(x: Any, dim: int, sizes: Sequence[int], i: int, platform: Any) -> Any:
-    """Part ``i`` of parts of these sizes, which lie one after the other along ``dim``."""
+    """Part ``i`` of consecutive parts of these sizes along ``dim``."""
     return platform.narrow(x, dim, sum(sizes[:i]), sizes[i])
 
 

@@ -70,7 +70,7 @@ def is_wrong_on_a_rank(layout: Layout, dtype: str, wrong: bool) -> bool:
 
 
 def check_parts(local: Any, layout: Layout, misfit: str | None, what: str) -> None:
-    """Compare parts over the ranks of the mesh, and the values of what is replicated.
+    """Compare parts over the ranks of the mesh, and the values of replicated tensors.
 
     Args:
         local: this rank's part.
@@ -86,7 +86,7 @@ def check_parts(local: Any, layout: Layout, misfit: str | None, what: str) -> No
     facts = {
         "the global shape, which follows from the local one where it is not given": str(tuple(layout.shape)),
         "the placements": str(list(layout.placements)),
-        "what does not fit": (misfit and misfit.replace(here, "")) or "nothing",
+        "the problem found": (misfit and misfit.replace(here, "")) or "nothing",
         "the dtype": str(local.dtype),
     }
     with check_ranks(layout.mesh):

@@ -1,7 +1,7 @@
-"""`check_ranks`: before each collective, compare what the ranks are about to do.
+"""`check_ranks`: before each collective, compare the next step of all ranks.
 
-A mistake that makes ranks run different collectives shows, without it, as a hang or as wrong numbers. Ranks exchange
-a digest of each step; only when digests differ do they exchange the step itself, to say where the difference is.
+A mistake that makes ranks run different collectives shows, without it, as a hang or as wrong numbers. Ranks exchange a
+digest of each step. Only when digests differ do they exchange the step itself, to say where the difference is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Check:
 
     Attributes:
         count: of collectives that were compared.
-        at_end: what is to be compared once more when the context is left, by what it is about.
+        at_end: comparisons to repeat when the context is left, by their subject.
     """
 
     def __init__(self, platform: Platform, axes: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
@@ -69,8 +69,8 @@ class Check:
         """Return when all ranks are at the same step.
 
         Args:
-            step: what comes next.
-            facts: what must be equal on all ranks, by name, in the order in which to compare.
+            step: the next step.
+            facts: values that must be equal on all ranks, by name, in the order in which to compare.
             row: global ranks between which ``row_facts`` must be equal, the same tuple on each of them.
             row_facts: see there.
             remedy: the end of the message where these differ.
@@ -80,7 +80,7 @@ class Check:
         """
         if self._platform.sends_nothing:
             return  # there is one rank, which agrees with itself
-        shared = {"what comes next": step, **(facts or {})}
+        shared = {"the next step": step, **(facts or {})}
         mine = _Step(self._platform.rank(), shared, tuple(row), row_facts or {})
         digest = mine._replace(facts=_digest(mine.facts), row_facts=_digest(mine.row_facts))
         steps = self._gather(digest)
@@ -117,18 +117,24 @@ class Check:
 
 @contextmanager
 def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
-    """Inside, ranks compare what they are about to do, and all raise when one differs, instead of hanging.
+    """Inside, ranks compare their next steps, and all raise when one differs, instead of hanging.
 
-    Compared are: each collective (which one, in which module, forward or backward, along which mesh dimension, shape
-    and dtype of the local tensors and what else it is given); each `DeviceMesh` that is made; each plan that
-    `parallelize_module` applies, with the names, shapes, dtypes and ``requires_grad`` of the model's parameters; and
-    leaving the context, also by an exception. The exception of one rank is named on the others.
+    These steps are compared.
 
-    Values are compared where all ranks must have the same, to the bit: parameters and buffers that a model's plan
-    leaves plain or replicates (when the plan is applied, when the model is first called inside, and at the end), plain
-    inputs that a style or `DTensor.from_local` takes for replicated, and the states of the generators of a mesh on
-    which random numbers were drawn. Where a mesh dimension shards a batch unevenly, shapes may differ:
-    they are compared between the ranks of one collective only.
+    * Each collective: its kind, module and mesh dimension, forward or backward, shape and dtype of the local tensors,
+      and other arguments.
+    * Each `DeviceMesh` that is made.
+    * Each plan that `parallelize_module` applies, with the names, shapes, dtypes and ``requires_grad`` of the model's
+      parameters.
+    * Leaving the context, also by an exception.
+
+    The exception of one rank is named on the others.
+
+    Values are compared, to the bit, where all ranks must have the same. These are parameters and buffers that a model's
+    plan leaves plain or replicates: when the plan is applied, when the model is first called inside, and at the end.
+    They are also plain inputs that a style or `DTensor.from_local` takes for replicated. The last ones are the states
+    of the generators of a mesh on which random numbers were drawn. Where a mesh dimension shards a batch unevenly,
+    shapes may differ: they are compared between the ranks of one collective only.
 
     Use it to find a mistake, not in production: each comparison is one more collective, on the host.
 
@@ -168,10 +174,10 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
 
 
 def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, remedy: str) -> None:
-    """Compare what should be equal along a mesh dimension; to be called when a check is on.
+    """Compare values that should be equal along a mesh dimension. Call it only while a check is on.
 
     Args:
-        values: tensors, of which the local values are compared, or bytes; by what messages call them.
+        values: tensors, of which the local values are compared, or bytes; by their names in messages.
         mesh, mesh_dim: between which ranks.
         remedy: the end of the message.
 
@@ -187,12 +193,12 @@ def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, rem
             elif platform.has_values(x):
                 digest = hashlib.sha256(platform.bytes_of(x)).hexdigest()[:12]
                 facts[f"the values of {what}"] = f"{x.dtype} {tuple(platform.shape_of(x))} with digest {digest}"
-    step = f"the comparison of what is the same on all ranks {describe_dim(mesh, mesh_dim)}"
+    step = f"the comparison of values that are the same on all ranks {describe_dim(mesh, mesh_dim)}"
     CHECKS[-1].agree(step, None, mesh.ranks_along(mesh_dim), facts, remedy)
 
 
 def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], what: str) -> None:
-    """Compare a local tensor along the mesh dimensions on which it is replicated; to be called when a check is on."""
+    """Compare a local tensor along the mesh dimensions on which it is replicated. Call it only while a check is on."""
     for mesh_dim, placement in enumerate(placements):
         if placement.is_replicate() and mesh.shape[mesh_dim] > 1:
             check_values(
@@ -217,7 +223,7 @@ def _check_of_world() -> Check:
 
 
 def _report_exception(check: Check, error: Exception) -> None:
-    """Tell the ranks that go on why this one does not. What they raise about it, this rank does not: it has its own."""
+    """Tell the ranks that go on why this one does not. This rank does not raise their error: it has its own."""
     try:
         check.agree(f"leaving check_ranks() with {type(error).__name__}: {error}")
     except (RankMismatchError, CollectiveError):
@@ -229,12 +235,12 @@ def _digest(facts: Facts) -> Facts:
 
 
 def _mismatch(steps: Sequence[_Step], step: str, remedy: str) -> RankMismatchError:
-    """The error that tells of the first difference between steps that are not all alike."""
-    what, values = _first_difference(steps) or ("what they compare", {"": [s.rank for s in steps]})
+    """The error that tells of the first difference between steps that are not all equal."""
+    what, values = _first_difference(steps) or ("the compared facts", {"": [s.rank for s in steps]})
     usual = max(values, key=lambda value: (len(values[value]), -min(values[value])))
     odd = tuple(sorted(r for value, ranks in values.items() if value != usual for r in ranks))
     parts = [f"{names_of(ranks)}: {value}" for value, ranks in values.items() if value != usual]
-    place = "" if what == "what comes next" else f"before {step}, "
+    place = "" if what == "the next step" else f"before {step}, "
     message = f"{place}{names_of(odd)} and {names_of(values[usual])} differ in {what}. "
     message += "; ".join([*parts, f"{names_of(values[usual])}: {usual}"])
     remedied = remedy and any(what in s.row_facts for s in steps)
@@ -242,7 +248,7 @@ def _mismatch(steps: Sequence[_Step], step: str, remedy: str) -> RankMismatchErr
 
 
 def _first_difference(steps: Sequence[_Step]) -> tuple[str, dict[str, list[int]]] | None:
-    """Name of the first fact that is not equal where it should be, and the ranks that have each value of it."""
+    """Name of the first fact that is not equal where it should be. With it, the ranks that have each value of it."""
     rows = {s.rank: s.row for s in steps}
     clashing = {r for s in steps for other in s.row if rows.get(other, s.row) != s.row for r in (s.rank, other)}
     to_compare: list[dict[int, Facts]] = [

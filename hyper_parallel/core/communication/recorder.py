@@ -1,7 +1,7 @@
-"""The one place that every collective passes before it is issued, for whoever wants to know of it.
+"""The one place that every collective passes before it is issued, where listeners are told of it.
 
-`CommDebugMode` counts what passes here, `CommTrace` measures it, `explain` and dry runs list it, and `check_ranks`
-compares it over the ranks. While nobody listens, a collective pays one look at an empty list.
+`CommDebugMode` counts the collectives that pass here, and `CommTrace` measures them. `explain` and dry runs list them,
+and `check_ranks` compares them over the ranks. Without a listener, a collective pays one look at an empty list.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ class CollectiveEvent:
     Attributes:
         kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"shift"``,
             ``"broadcast"``, ``"scatter"``, or ``"all_gather_object"`` for values that are pickled.
-        mesh, mesh_dim: along which the ranks communicate; None for what the program issues by itself, on a group.
+        mesh, mesh_dim: along which the ranks communicate; None for a collective that the program itself issues, on a
+            group.
         op: of a reduction, ``"sum"`` for example; empty otherwise.
         shape: of the local tensor that the rank gives. Where shards differ in size, the largest one's on all ranks.
         dtype: the framework's dtype of that tensor; None for values that are pickled.
         bytes: of a tensor of this shape and dtype. 0 where no rank has elements, and nothing is sent.
-        details: what else the collective is given, by what messages call it: tensor dimension, sizes of shards, source.
+        details: further arguments of the collective, by their names in messages: tensor dimension, sizes of shards,
+            source.
         uneven_dim: dimension of the tensor in which the sizes of the ranks may differ, or None.
         module: path of the module whose forward is running, as the plan names it. Its class where no plan names it,
             and empty outside of modules that have a style: in backward, unless a forward is computed again there, or
@@ -65,9 +67,9 @@ def dim_name(mesh: Any, mesh_dim: int) -> str:
     return names[mesh_dim] if names else str(mesh_dim)
 
 
-#: What a listener returns is called when the collective is done, where that is known.
+#: The function that a listener returns is called when the collective is done, where that is known.
 Listener = Callable[[CollectiveEvent], Callable[[], None] | None]
-#: Called with each event, in this order. What one raises, the collective raises instead of being issued.
+#: Called with each event, in this order. If one raises, the collective raises its error instead of being issued.
 LISTENERS: list[Listener] = []
 
 
@@ -92,8 +94,8 @@ def record(
     details: Mapping[str, Any] | None = None,
     uneven: tuple[int, int] | None = None,
 ) -> Callable[[], None] | None:
-    """Tell the `LISTENERS` of a collective, right before it; to be called where there are some. Gives what is to be
-    called when it is done, None where nobody wants to know.
+    """Tell the `LISTENERS` of a collective, right before it. Call it only where there are listeners. Gives a function
+    to call when it is done, None where no listener needs that.
 
     Args:
         kind, mesh, mesh_dim, op, details: see `CollectiveEvent`.
@@ -130,7 +132,7 @@ def _call_all(callbacks: list[Callable[[], None]]) -> None:
 
 
 def set_module(path: str) -> str:
-    """Let events be recorded as those of the module at ``path`` from now on; returns what it was before."""
+    """Let events be recorded as those of the module at ``path`` from now on; returns the path before it."""
     before = _MODULE.get()
     _MODULE.set(path)
     return before
@@ -157,8 +159,8 @@ def attributed(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def attributed_backwards() -> Iterator[None]:
-    """Inside, the events of a backward have the `CollectiveEvent.module` of the forward that it belongs to, if that ran
-    inside too."""
+    """Inside, the events of a backward have the `CollectiveEvent.module` of the forward that it belongs to. That
+    forward must have run inside too."""
     BACKWARD_WRAPPERS.append(attributed)
     try:
         yield

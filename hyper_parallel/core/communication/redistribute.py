@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def redistribute(x: Any, layout: Layout) -> Any:
     """The DTensor ``x`` with ``layout``, which has its mesh and shape; ``x`` itself when it has that layout already.
 
-    To be called under `Platform.no_dispatch`.
+    Call it under `Platform.no_dispatch`.
     """
     source = x._layout
     if source is layout:
@@ -52,10 +52,10 @@ def redistribute_local(local: Any, source: Layout, target: Layout) -> Any:
 def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     """The local tensor of ``x`` for a consumer whose cotangent is partial over ``mesh_dims``.
 
-    ``x`` is a DTensor replicated on these mesh dimensions. The view has the same data. Its backward all-reduces; where
-    ``x`` was gathered from a shard, it does one reduce-scatter instead; where the gradient of ``x`` is left as
-    summands, it sends nothing. The view is kept on ``x`` (or on the plain tensor that ``x`` was made from), so that
-    several consumers share one collective. To be called under `Platform.no_dispatch`.
+    ``x`` is a DTensor replicated on these mesh dimensions. The view has the same data. Its backward all-reduces. Where
+    ``x`` was gathered from a shard, it does one reduce-scatter instead. Where the gradient of ``x`` is left as
+    summands, it sends nothing. The view is kept on ``x``, or on the plain tensor that ``x`` was made from. So several
+    consumers share one collective. Call it under `Platform.no_dispatch`.
     """
     layout = x._layout
     mesh = layout.mesh
@@ -80,7 +80,7 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
         elif linear is None:
             view = identity_reduce_grad(mesh, mesh_dims)(x)
         else:
-            # Other consumers may return a cotangent that somebody else holds too, which must not be overwritten.
+            # Other consumers may return a cotangent that has another owner too, which must not be overwritten.
             view = ConvertCotangent(platform, platform.clone)(linear.reshape(platform.shape_of(x)))
     else:
         source, step, data = gathered[:3]
@@ -130,7 +130,7 @@ def _plan(key: tuple[Layout, Layout]) -> tuple[Move, ...]:
     return tuple(itertools.starmap(_step_between, itertools.pairwise(_search(*key)[1])))
 
 
-#: (source, target) -> steps, and what they cost.
+#: (source, target) -> steps, and their cost.
 _PLANS: Table = Table(_plan, 1 << 14, "plans of redistribution")
 _COSTS: Table = Table(lambda key: _search(*key)[0], 1 << 14, "costs of redistribution")
 

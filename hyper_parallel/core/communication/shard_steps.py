@@ -16,7 +16,7 @@ from hyper_parallel.platform.contract.autograd import TensorFunction, named
 
 
 class Gather(Move):
-    """For consumers that return the full cotangent."""
+    """Gather a shard for consumers that return the full cotangent."""
 
     @cached_property
     def back(self) -> Step:
@@ -57,10 +57,11 @@ class Gather(Move):
 
     @cached_property
     def take_both(self) -> Callable[[Any], tuple[Any, Any, Any]]:
-        """Bound, for both kinds of consumers.
+        """A bound function for both kinds of consumers.
 
-        Gives the whole tensor for consumers that return its full cotangent; the same for those that return a partial
-        one, where that costs next to nothing, else None; and the data of both.
+        Gives three values. The first is the whole tensor for consumers that return its full cotangent. The second is
+        the same for those that return a partial one, where that costs next to nothing, else None. The third is the data
+        of both.
         """
         requires_grad, detach = self.platform.requires_grad, self.platform.detach
 
@@ -100,7 +101,7 @@ class Gather(Move):
 
 
 class GatherForParts(Gather):
-    """For consumers of which each computes a part, and returns a partial cotangent."""
+    """Gather a shard for consumers that each compute a part, and return a partial cotangent."""
 
     @cached_property
     def back(self) -> Step:
@@ -108,7 +109,7 @@ class GatherForParts(Gather):
 
 
 class Slice(Move):
-    """This rank's part of what all ranks have."""
+    """This rank's part of a tensor that all ranks have."""
 
     @cached_property
     def back(self) -> Step:
@@ -140,7 +141,7 @@ class Slice(Move):
 
 
 class AllToAll(Move):
-    """From shards of one dimension to shards of another."""
+    """Exchange shards of one dimension for shards of another."""
 
     @cached_property
     def back(self) -> Step:
@@ -191,8 +192,8 @@ def take_packed(x: Any, placement: PackedShard, rank: int, size: int, platform: 
 
 
 def by_rank(x: Any, placement: Shard, size: int, platform: Platform) -> Any:
-    """The whole plain tensor ``x`` with its elements in the order in which the ranks hold them, so that a collective
-    can cut it at consecutive places."""
+    """The whole plain tensor ``x`` with its elements in the order in which the ranks hold them. So a collective can cut
+    it at consecutive places."""
     if not isinstance(placement, PackedShard) or size == 1:
         return x
     pieces = [take_packed(x, placement, rank, size, platform) for rank in range(size)]

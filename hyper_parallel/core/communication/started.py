@@ -1,4 +1,4 @@
-"""Redistribution whose last collective goes on while this rank computes: the result waits by itself on first use."""
+"""Redistribution whose last collective goes on while this rank computes: the first use of the result waits for it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def start_redistribution(x: Any, target: Layout) -> Any:
     """The DTensor ``x`` with the layout ``target``, where `can_start` says so. The last step on the way there is under
     way when this returns.
 
-    To be called under `Platform.no_dispatch`.
+    Call it under `Platform.no_dispatch`.
     """
     platform = target.mesh.platform
     *before, last = plan_redistribution(x._layout, target)
@@ -72,7 +72,7 @@ class _Started(Step):
 
     Attributes:
         work: the collective, once the step is taken.
-        finish: what is to be done then, or None.
+        finish: a function to call then, or None.
     """
 
     work: Work = FINISHED

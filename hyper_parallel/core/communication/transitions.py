@@ -1,9 +1,10 @@
 """The differentiable steps between placements on one mesh dimension, and the views that reduce gradients.
 
-A step is a function of a local tensor. Its class says what it does to local data (``forward``) and which step the
-cotangent takes (``back``), which is differentiable in turn: so gradients of gradients are right too. The contract that
-all of them keep: the cotangent of a local tensor is the full gradient for `Replicate`, the shard of it for `Shard`, and
-for `Partial` the full gradient (what each summand receives). The steps from and to shards are in `shard_steps`.
+A step is a function of a local tensor. Its class defines its effect on local data (``forward``) and the step that the
+cotangent takes (``back``). That one is differentiable in turn: so gradients of gradients are right too. All of them
+keep one contract for the cotangent of a local tensor. For `Replicate` it is the full gradient, and for `Shard` the
+shard of it. For `Partial` it is the full gradient, which each summand receives. The steps from and to shards are in
+`shard_steps`.
 
 ====================  =========================  =======================  ====================
 step                  placements                 forward                  step of the cotangent
@@ -19,8 +20,8 @@ step                  placements                 forward                  step o
 `IdentityReduceGrad`  partial-gradient view      identity                 `AllReduce`
 ====================  =========================  =======================  ====================
 
-What runs often has bound forms besides, properties that give a function of the tensor alone: with what `Platform.fast`
-brings they cost less, and give the same.
+Steps that run often also have bound forms, properties that give a function of the tensor alone. With the functions of
+`Platform.fast` they cost less, and give the same.
 
 Source: the f, g and g-bar functions of Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022): f is
 `IdentityReduceGrad`, g is `AllReduce`.
@@ -68,11 +69,11 @@ class Step(ABC):
 
     @abstractmethod
     def backward(self, ctx: Any, g: Any) -> Any:
-        """The cotangent of what the step was given, of the cotangent ``g`` of what it gave. Differentiable."""
+        """The cotangent of the step's input, from the cotangent ``g`` of its output. Differentiable."""
 
 
 class _View(Step):
-    """The same data, with another cotangent."""
+    """A step that gives the same data, with another cotangent."""
 
     def __call__(self, x: Any) -> Any:
         return self._take(x, self) if self.platform.requires_grad(x) else x
@@ -107,7 +108,7 @@ class IdentityReduceGrad(_View):
 
     @cached_property
     def of_parameter(self) -> TensorFunction:
-        """Bound, of a parameter, which `coalesce_gradients` may take part in; see `Platform.gradient_view`."""
+        """The bound form for a parameter, in which `coalesce_gradients` may take part; see `Platform.gradient_view`."""
         platform, mesh, mesh_dims = self.platform, self.mesh, self.mesh_dims
         reducers = [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
 
@@ -155,7 +156,7 @@ class Move(Step):
     def back(self) -> Step: ...
 
     def move(self, x: Any) -> Any:
-        """The step of a DTensor: gives one of `layout`. To be called under `Platform.no_dispatch`."""
+        """The step of a DTensor: gives one of `layout`. Call it under `Platform.no_dispatch`."""
         return self.platform.wrap(self(x), self.layout)
 
     def bind(self) -> TensorFunction:
@@ -180,8 +181,8 @@ class AllReduce(Move):
 
     @cached_property
     def back(self) -> Step:
-        # A summand receives the full gradient, but what each rank then does with it is a part of the whole
-        # computation. So the cotangent of that gradient, in gradients of gradients, is a partial sum.
+        # A summand receives the full gradient, but each rank's use of it then is a part of the whole computation. So
+        # the cotangent of that gradient, in gradients of gradients, is a partial sum.
         return identity_reduce_grad(self.mesh, (self.mesh_dim,))
 
     def forward(self, ctx: Any, x: Any) -> Any:
@@ -189,8 +190,8 @@ class AllReduce(Move):
 
     @cached_property
     def in_place(self) -> TensorFunction:
-        """Bound, of a sum: into the tensor itself, which nobody else holds and whose operation does not need its value
-        in backward. Where the platform has hooks there is no node in the graph."""
+        """The bound form of a sum that writes into the tensor itself. The tensor has no other reference, and its
+        operation does not need its value in backward. Where the platform has hooks there is no node in the graph."""
         write, fast = collectives.bind_all_reduce(self.mesh, self.mesh_dim), self.platform.fast or NOTHING_FASTER
         in_place = _AllReduceInPlace(self.mesh, self.mesh_dim, self.source, self.target)
         return fast.in_place_step(write, self.back) or in_place
@@ -202,12 +203,12 @@ class _AllReduceInPlace(AllReduce):
 
 
 def differs(x: Any, y: Any) -> Any:
-    """Where ``x`` is not ``y``; NaN is NaN."""
+    """A mask that is true where ``x`` is not ``y``; NaN equals NaN."""
     return (x != y) & ((x == x) | (y == y))
 
 
 class ReduceExtreme(AllReduce):
-    """The largest or the smallest of what the ranks have. Elements that tie share the cotangent evenly, as those of one
+    """The largest or the smallest of the ranks' elements. Elements that tie share the cotangent evenly, as those of one
     tensor do in amax."""
 
     def __call__(self, x: Any) -> Any:
@@ -234,7 +235,7 @@ class ReduceExtreme(AllReduce):
 
 
 class ReduceProduct(AllReduce):
-    """The product of what the ranks have: each receives the cotangent times the product of the others."""
+    """The product of the ranks' elements: each receives the cotangent times the product of the others."""
 
     def forward(self, ctx: Any, x: Any) -> Any:
         platform, rank = self.platform, self.mesh.get_local_rank(self.mesh_dim)
@@ -267,7 +268,7 @@ class OneSummand(Move):
 
 
 class SummandGradient(_View, Move):
-    """The gradient of summands as that of what all ranks have: what is computed from it counts once, see
+    """The gradient of summands, as the gradient of their replicated sum: values computed from it count once, see
     `AllReduce.back`."""
 
     @property
@@ -311,13 +312,13 @@ def identity_reduce_grad(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Identi
 
 
 def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
-    """The key under which a tensor keeps what linear layers read of it in place of `partial_grad_view`: the same, or
-    2-D with its leading dimensions as one."""
+    """The key under which a tensor keeps the view that linear layers read in place of `partial_grad_view`. It is the
+    same view, or 2-D with its leading dimensions as one."""
     return mesh, mesh_dims, "linear"
 
 
 def to_owner(gradient: Any, layout: Layout) -> Any:
-    """See `platform.contract.Core.to_owner`. What is computed from it is the same on all ranks, and counts once."""
+    """See `platform.contract.Core.to_owner`. Values computed from it are the same on all ranks, and count once."""
     for mesh_dim in layout.summed_mesh_dims:
         gradient = one_summand(layout.mesh, mesh_dim).back(gradient)
     return gradient

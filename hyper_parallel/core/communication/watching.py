@@ -1,4 +1,4 @@
-"""Collectives as ranges of the framework's profiler and as lines of the log: what ``HYPER_PARALLEL_LOG`` asks for."""
+"""Collectives as ranges of the framework's profiler and as lines of the log, as ``HYPER_PARALLEL_LOG`` asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line that says what was done to a model, for whoever lets the log speak."""
+"""The log line that says which change was made to a model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["announce"]
 
 def announce(what: str, module: Any, mesh: DeviceMesh) -> None:
     """Log that something was done to a model: ``what``, the platform, the mesh, and how much of the model this rank
-    holds now. The first rank of the mesh at level INFO, the others at DEBUG, and a dry run not at all. Where nobody
-    listens nothing is counted."""
+    holds now. The first rank of the mesh at level INFO, the others at DEBUG, and a dry run not at all. Nothing is
+    counted where the log level is off."""
     platform = mesh.platform
     level = logging.DEBUG if any(mesh.get_coordinate() or ()) else logging.INFO
     if not LOG.isEnabledFor(level) or platform.sends_nothing:

@@ -32,8 +32,8 @@ def distribute_tensor(
             mesh's. A DTensor that is placed so already is returned as it is.
         device_mesh: the mesh; None is the one entered with ``with mesh:``.
         placements: `Shard` or `Replicate` for each mesh dimension; None is `Replicate` everywhere. With `Partial`, the
-            first rank along the mesh dimension holds the value, and the others hold what changes nothing: zeros of a
-            sum, ones of a product, and otherwise the value too.
+            first rank along the mesh dimension holds the value. The others hold neutral values: zeros of a sum, ones of
+            a product, and otherwise the value too.
         src_data_rank: which rank's data counts, as an index along each mesh dimension: one scatter or broadcast for
             each mesh dimension. None takes each rank's own data and communicates nothing.
 
@@ -134,7 +134,8 @@ def distribute_module(
         module: module of the framework; it is changed in place.
         device_mesh: the mesh; None is the one entered with ``with mesh:``.
         partition_fn: ``partition_fn(path, submodule, mesh)`` is called for every module below, the whole one included,
-            and distributes parameters, for example with `distribute_parameter`. What it leaves plain is replicated.
+            and distributes parameters, for example with `distribute_parameter`. Parameters that it leaves plain are
+            replicated.
         input_fn: ``input_fn(module, args, mesh)`` gives the new positional inputs;
             ``input_fn(module, args, kwargs, mesh)`` gives ``(args, kwargs)``. Torch's older
             ``input_fn(args, mesh)`` is taken too.

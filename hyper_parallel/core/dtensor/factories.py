@@ -13,7 +13,7 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.rules import counter
 from hyper_parallel.core.rules.random import synchronize, take_part
 
-#: What frameworks call types of devices besides.
+#: Other names of device types in frameworks.
 _DEVICE_NAMES = {"ascend": "npu", "gpu": "cuda"}
 
 
@@ -76,10 +76,10 @@ def full(size: Sequence[int], fill_value: Any, **options: Any) -> Any:
 def rand(*size: Any, **options: Any) -> Any:
     """A DTensor of random numbers, uniform in [0, 1).
 
-    They are the numbers that the framework's generator gives to a single device with the same seed, for any number of
-    ranks and any placements: every rank draws the whole tensor and keeps its part. Where the generators of the ranks
-    differ, the first rank's state counts. Each rank draws its part only where `manual_seed` has asked for that.
-    Arguments and errors are those of `zeros`.
+    They are the numbers that the framework's generator gives to a single device with the same seed. This holds for any
+    number of ranks and any placements: every rank draws the whole tensor and keeps its part. Where the generators of
+    the ranks differ, the first rank's state counts. Each rank draws its part only where `manual_seed` has asked for
+    that. Arguments and errors are those of `zeros`.
 
     Example:
         >>> import torch

@@ -39,20 +39,21 @@ def local_map(
         out_placements: of its result, one for each mesh dimension; of several, a tuple of such sequences, None for a
             result that is no tensor. Results in nested tuples, lists and dicts count one by one.
         in_placements: for each positional argument, nested ones one by one, the placements that it needs, or None for
-            what is no tensor. None takes all as they lie.
-        in_grad_placements: for each positional argument how the gradient of the local tensor lies, as in
+            an argument that is no tensor. None takes all with their present placements.
+        in_grad_placements: for each positional argument the placements of the local tensor's gradient, as in
             `DTensor.to_local`.
         device_mesh: of the results; None is the mesh of the first DTensor.
-        redistribute_inputs: redistribute arguments that lie otherwise, instead of raising.
+        redistribute_inputs: redistribute arguments with other placements, instead of raising.
 
     Returns:
-        The function of DTensors. The global shape of a sharded result follows from what all ranks return, which they
-        exchange in one small all-gather for each call. The sizes of its parts are those that `distribute_tensor` gives.
+        The function of DTensors. The global shape of a sharded result follows from the results of all ranks. These
+        exchange shapes in one small all-gather for each call. The sizes of its parts are those that `distribute_tensor`
+        gives.
 
     Raises:
-        ValueError: when called: for an argument that lies otherwise, and when placements are not one for each. On all
+        ValueError: when called: for an argument with other placements, and when placements are not one for each. On all
             ranks for results that are no parts of one tensor, a `RankMismatchError`.
-        TypeError: when called: for placements of what is no tensor, or none for a tensor.
+        TypeError: when called: for placements of an argument that is no tensor, or none for a tensor.
 
     Example:
         >>> import torch
@@ -140,7 +141,7 @@ def _distributed(results: list[Any], out_placements: Any, mesh: DeviceMesh, name
         None if p is None else own_placements(p) for p in ((out_placements,) if single else out_placements)
     ]
     misfit = _misfit(results, given, platform, name)
-    # What all ranks know says whether they exchange shapes: not what one of them has returned.
+    # Facts that all ranks know decide whether they exchange shapes: not the result of one of them.
     sharded = [i for i, own in enumerate(given) if type(own) is tuple and any(isinstance(p, Shard) for p in own)]
     layouts: dict[int, Layout] = {}
     if sharded and mesh.size() > 1 and mesh.get_coordinate() is not None:

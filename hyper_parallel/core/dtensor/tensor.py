@@ -31,9 +31,9 @@ from hyper_parallel.platform import Platform
 
 _GIVEN = "the local tensor given to DTensor.from_local"
 _BOUND: dict[Platform, type] = {}
-#: (layout, placements) -> layout, of what `DTensor.redistribute` was asked for.
+#: (layout, placements) -> layout, of calls of `DTensor.redistribute`.
 _TARGETS: dict[tuple[Layout, tuple[Placement, ...]], Layout] = Cache(1 << 14, "targets of redistribute")
-#: (mesh, placements, local shape) -> layout, of what `DTensor.from_local` was given where shards are equal.
+#: (mesh, placements, local shape) -> layout, of calls of `DTensor.from_local` where shards are equal.
 _EVEN_LAYOUTS: dict[tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]], Layout] = Cache(
     1 << 14, "layouts of equal shards"
 )
@@ -43,7 +43,7 @@ class DTensor:
     """A distributed tensor. It is a tensor of the framework too, and its shape is the global one.
 
     Operations on it run on this rank's local part, with the communication that their sharding rules ask for. Its local
-    tensor is part of the framework's autograd graph, and its gradient is a DTensor placed as it is itself, with
+    tensor is part of the framework's autograd graph. Its gradient is a DTensor with the same placements, but with
     `Replicate` for `Partial`. Instances are made by `from_local`, `distribute_tensor`, the factories and operations,
     not by the constructor.
 
@@ -201,8 +201,8 @@ class DTensor:
         Args:
             device_mesh: None, the tensor's own mesh, or another one of the same ranks.
             placements: one for each mesh dimension; None is `Replicate` everywhere.
-            async_op: return while the last collective is under way; the result waits for it by itself when it is first
-                used. Where parts differ in size, or the backend starts no collectives, it is ready.
+            async_op: return while the last collective is under way; the first use of the result waits for it. Where
+                parts differ in size, or the backend starts no collectives, it is ready.
             forward_dtype: dtype to communicate in, and that of the result; None is the tensor's.
             backward_dtype: dtype to communicate the gradient in, which arrives in the tensor's; None is that.
 
@@ -240,7 +240,7 @@ class DTensor:
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
         """The whole tensor, as a plain tensor of the global shape on every rank of the mesh. It is differentiable. All
-        ranks of the mesh must call it, for it gathers what is sharded and reduces what is partial.
+        ranks of the mesh must call it, for it gathers sharded dimensions and reduces partial values.
 
         Args:
             grad_placements: as in `to_local`, of the whole tensor.
@@ -263,8 +263,8 @@ class DTensor:
 
     @property
     def _local_tensor(self) -> Any:
-        """This rank's part as a plain tensor that shares its memory, without gradients; for code that reads torch's
-        attribute of this name. `to_local` is differentiable."""
+        """This rank's part as a plain tensor that shares its memory, without gradients. It is for code that reads
+        torch's attribute of this name. `to_local` is differentiable."""
         platform = self._layout.mesh.platform
         with platform.no_dispatch():
             return platform.detach(self)
@@ -299,7 +299,7 @@ def restore(rebuild: Callable[..., Any], layout: Layout, coordinate: tuple[int, 
         rebuild: the backend's ``rebuild(layout, *parts)``, which makes the DTensor.
         layout: where it was pickled, and here.
         coordinate: in the mesh, of the rank that has pickled it.
-        parts: its local tensor and what else the backend has saved.
+        parts: its local tensor and the other values that the backend has saved.
 
     Raises:
         RuntimeError: when another rank has saved it, which holds another part.

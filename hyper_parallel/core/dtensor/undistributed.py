@@ -28,8 +28,8 @@ _PLANS = WeakTable()
 def broadcast_undistributed(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Give every rank of a mesh the plain parameters and buffers that rank ``src_data_rank`` has, in place.
 
-    They stay the same objects, plain, with their ``requires_grad`` and on their device. What is tied travels once; what
-    has no values (meta) does not. One broadcast a dtype, more where there are more than `BUCKET` elements.
+    They stay the same objects, plain, with their ``requires_grad`` and on their device. A tied tensor travels once; one
+    without values (meta) does not travel. One broadcast a dtype, more where there are more than `BUCKET` elements.
 
     Args:
         module: all below it counts.
@@ -113,7 +113,7 @@ def model_of(submodule: Any) -> Any:
 
 
 def planned_meshes() -> list[DeviceMesh]:
-    """The 1-D meshes of the plans of all modules that live; those that nothing refers to any more are let go before."""
+    """The 1-D meshes of the plans of all live modules. Modules that nothing refers to any more are released before."""
     if not _PLANS.values():
         return []
     gc.collect()  # a module and its parts refer to each other
@@ -122,8 +122,8 @@ def planned_meshes() -> list[DeviceMesh]:
 
 
 def check_first_call(submodule: Any) -> None:
-    """To be called when a check is on and a module with a style is called: the first call of a model inside
-    `check_ranks` compares what should be equal in the whole of it, and the end of the context does so again.
+    """Compare tensors that should be equal on all ranks. Call it only while a check is on, where a module with a style
+    is called. The first call of a model inside `check_ranks` compares the whole model. So does the end of the context.
 
     Raises:
         RankMismatchError: as `check_whole_tensors`; also where the generators of a 1-D mesh differ.
@@ -142,7 +142,7 @@ def check_first_call(submodule: Any) -> None:
 
 
 def check_whole_tensors(module: Any, mesh: DeviceMesh) -> None:
-    """Compare what should be equal on all ranks of a mesh: parameters and buffers that are plain or replicated.
+    """Compare tensors that should be equal on all ranks of a mesh: parameters and buffers that are plain or replicated.
 
     Raises:
         RankMismatchError: names the first that differs, by its path.
@@ -159,7 +159,7 @@ def check_whole_tensors(module: Any, mesh: DeviceMesh) -> None:
             held,
             mesh,
             mesh_dim,
-            "parallelize_module gives all ranks those of one, with src_data_rank=0; what changes them afterwards must "
-            "do the same on every rank, and a gradient that differs needs a style, such as SequenceParallel() or "
-            "NoParallel(), for the module",
+            "parallelize_module gives all ranks those of one, with src_data_rank=0; code that changes them "
+            "afterwards must do the same on every rank, and a gradient that differs needs a style, such as "
+            "SequenceParallel() or NoParallel(), for the module",
         )

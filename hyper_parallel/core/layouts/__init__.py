@@ -1,1 +1,1 @@
-"""Where every element of a distributed tensor lies: which part a rank holds, and in which order in memory."""
+"""The place of every element of a distributed tensor: which part a rank holds, and in which order in memory."""

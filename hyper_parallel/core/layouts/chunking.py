@@ -1,4 +1,4 @@
-"""How a dimension of a given size is split over ranks: in one place."""
+"""The split of a dimension of a given size over ranks: in one place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def shard_sizes(placement: Shard, size: int, parts: int) -> tuple[int, ...]:
-    """How many of the ``size`` elements of its dimension each of ``parts`` ranks holds under ``placement``.
+    """The number of elements that each of ``parts`` ranks holds of a dimension of ``size`` elements under
+    ``placement``.
 
     Example:
         >>> from hyper_parallel import PackedShard
@@ -35,7 +36,7 @@ def shard_sizes(placement: Shard, size: int, parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def packed_ranges(placement: PackedShard, rank: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """(start, length) of what ``rank`` holds of each part of a resolved `PackedShard`.
+    """(start, length) of the part that ``rank`` holds of each part of a resolved `PackedShard`.
 
     Example:
         >>> from hyper_parallel import PackedShard

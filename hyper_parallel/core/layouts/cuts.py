@@ -1,7 +1,7 @@
-"""In which order mesh dimensions cut a tensor dimension, and what a rank is left with.
+"""The order in which mesh dimensions cut a tensor dimension, and the pieces of each rank.
 
-Placements say the order (see `StridedShard`): a plain shard cuts before everything to its right, a strided one after
-the mesh dimensions to its right whose sizes multiply to its factor, a packed one first of all.
+Placements say the order (see `StridedShard`). A plain shard cuts before everything to its right. A strided one cuts
+after the mesh dimensions to its right whose sizes multiply to its factor. A packed one cuts first of all.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def ranges_of(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> tuple[tuple[int, int], ...]:
-    """(start, length) of the pieces that the rank at ``coordinate`` holds of a dimension of ``size`` elements that
-    ``cuts`` (mesh dimensions, in their order) cut: one, but of a packed dimension.
+    """(start, length) of the pieces of a dimension of ``size`` elements that the rank at ``coordinate`` holds. ``cuts``
+    are the mesh dimensions that cut it, in their order. There is one piece, unless the dimension is packed.
 
     Example:
         >>> from hyper_parallel import PackedShard, StridedShard

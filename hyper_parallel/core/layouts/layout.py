@@ -1,4 +1,4 @@
-"""Layout: where every element of a distributed tensor lies. Interned, so that plans are cached by identity."""
+"""Layout: the place of every element of a distributed tensor. Interned, so that plans are cached by identity."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class Layout:
-    """Mesh, placements and global shape of a distributed tensor, and what follows from them for this rank.
+    """Mesh, placements and global shape of a distributed tensor, and the facts that follow from them for this rank.
 
-    Two tensor dimensions sharded by the same mesh dimension are impossible; one tensor dimension may be sharded by
+    Two tensor dimensions sharded by the same mesh dimension are impossible. One tensor dimension may be sharded by
     several mesh dimensions, in the order that the placements say (see `cuts`). Get one with `get_layout`; equal layouts
     are the same object.
 

@@ -1,8 +1,9 @@
-"""In which order the elements of a distributed tensor would lie in the memory of a single device.
+"""The order that the elements of a distributed tensor would have in the memory of a single device.
 
-It decides whether an operation gives a view or a copy, and which element gets which random number. Where every rank has
-two rows or more of each dimension, local strides tell; elsewhere they are tracked on the tensor (see `aliasing`). What
-redistribution gives is contiguous; what an operation reads after data moved is brought into order again (`bind_order`).
+It decides whether an operation gives a view or a copy, and which element gets which random number. Local strides tell
+where every rank has two rows or more of each dimension. Elsewhere the order is tracked on the tensor (see `aliasing`).
+Redistribution gives contiguous tensors. A tensor that an operation reads after data moved is brought into order again
+(`bind_order`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ UNKNOWN: Any = "unknown"
 
 def strides_of(x: Any, layout: Layout) -> Strides | Any:
     """Strides that the tensor of ``layout`` would have on a single device; ``x`` is its local tensor. `UNKNOWN` where
-    they are not known. To be called with interception off."""
+    they are not known. Call it with interception off."""
     tracked = getattr(x, "_strides", None)
     if tracked is not None:
         return tracked
@@ -64,9 +65,10 @@ def bind_noted_strides(layout: Layout) -> Callable[[Any], Strides | Any]:
 
 
 def bind_order(have: Layout, read: Layout, spaced: bool) -> Callable[[Any, Any], Any] | None:
-    """``order(x, y)`` for an operation that is to run on ``y``, the local tensor of layout ``read`` that redistribution
-    made of ``x``: ``y`` in memory as a single device's tensor is, so that the operation's results are as well. With
-    ``spaced``, gaps count, and where dimensions were stretched: for views. None where there is nothing to be done."""
+    """Give ``order(x, y)`` for an operation that is to run on ``y``. This is the local tensor of layout ``read`` that
+    redistribution made of ``x``. ``order`` brings ``y`` into the memory order of a single device's tensor, so that the
+    operation's results have it too. With ``spaced``, gaps count, and where dimensions were stretched: for views. None
+    where there is nothing to be done."""
     platform, shape, part = have.mesh.platform, have.shape, tuple(read.local_shape)
     if 0 in part or not (spaced or (platform.keeps_memory_order and len(shape) > 1)):
         return None

@@ -1,5 +1,5 @@
-"""Layouts of one tensor on several slices of a mesh: of which the local parts are distributed once more over another
-slice, or which more ranks hold alike."""
+"""Layouts of one tensor on several slices of a mesh. Their local parts are distributed once more over another slice, or
+more ranks hold the same part."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def nest(inner: Layout | None, mesh: DeviceMesh, placements: Sequence[Placement]
 
 
 def joined_meshes(layouts: Sequence[Layout | None]) -> dict[DeviceMesh, DeviceMesh]:
-    """For each mesh of the layouts, in their order, the one along all dimensions of those of the same root, if there is
-    one, else itself."""
+    """For each mesh of the layouts, in their order, the mesh along all dimensions of those of the same root. It is the
+    mesh itself where there is no such mesh."""
     meshes = list({layout.mesh: None for layout in layouts if layout is not None})
     found: dict[DeviceMesh, DeviceMesh] = {}
     for mesh in meshes:

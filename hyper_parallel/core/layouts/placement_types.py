@@ -10,16 +10,17 @@ from typing import Any, ClassVar
 
 from hyper_parallel.core.lookalikes import described_placement
 
-#: What a `Partial` may be reduced with.
+#: The reductions of a `Partial`.
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Placement:
-    """How a tensor lies on one dimension of a mesh: base class of `Shard`, `PackedShard`, `Replicate` and `Partial`.
+    """The placement of a tensor on one dimension of a mesh: base class of `Shard`, `PackedShard`, `Replicate` and
+    `Partial`.
 
-    Placements cannot be changed, and equal ones are one object. A DTensor has one for each mesh dimension. Those of the
-    framework's own DTensors, of torch's, are taken in their place everywhere, and equal them (but are other keys of a
-    dict).
+    Placements cannot be changed, and equal ones are one object. A DTensor has one for each mesh dimension. Placements
+    of the framework's own DTensors, such as torch's, are accepted everywhere and compare equal to these. As keys of a
+    dict they differ.
 
     Example:
         >>> from hyper_parallel import Placement, Shard
@@ -106,10 +107,10 @@ class Replicate(Placement):
 class Shard(Placement):
     """Tensor dimension ``dim`` is split over the ranks along the mesh dimension.
 
-    It is split as `torch.chunk` does it: every part has the size of the dimension divided by the number of ranks,
-    rounded up, as long as something is left. A dimension of 5 over 4 ranks gives parts of 2, 2, 1 and 0 elements. Where
-    several mesh dimensions shard one tensor dimension they cut it in their order, each what the ones before it have
-    left; `StridedShard` says otherwise.
+    It is split as `torch.chunk` does it. The size of a part is that of the dimension divided by the number of ranks,
+    rounded up. The last parts may be smaller or empty. A dimension of 5 over 4 ranks gives parts of 2, 2, 1 and 0
+    elements. Where several mesh dimensions shard one tensor dimension, they cut it in their order. Each cuts the part
+    left by those before it; `StridedShard` says otherwise.
 
     Args:
         dim: tensor dimension; negative counts from the end and is resolved where the number of dimensions is known.
@@ -136,7 +137,7 @@ class Shard(Placement):
 
     @staticmethod
     def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
-        """How much of a dimension a rank of a mesh dimension gets, and where that begins.
+        """The size of a rank's part of a dimension that a mesh dimension cuts, and its offset.
 
         Args:
             curr_local_size: size of the tensor dimension before this mesh dimension cuts it.
@@ -144,7 +145,7 @@ class Shard(Placement):
             rank: index of the rank in it.
 
         Returns:
-            Size and offset in elements; what is empty begins at the end.
+            Size and offset in elements; an empty part begins at the end.
 
         Example:
             >>> [Shard.local_shard_size_and_offset(5, 4, rank) for rank in range(4)]
@@ -162,14 +163,13 @@ class Shard(Placement):
 
 
 class StridedShard(Shard):
-    """Tensor dimension ``dim`` is split over the ranks along the mesh dimension, after mesh dimensions to the right
-    have split it.
+    """Tensor dimension ``dim`` is split over the ranks along the mesh dimension, after mesh dimensions to its right.
 
-    It is what sharding a parameter by tensor parallelism first and by data parallelism then gives, on a mesh
-    ``("dp", "tp")``: each rank of tp has a consecutive part of the weight, which the ranks of dp share. Seen from dp,
-    the first rank's elements are not the first half of the tensor; they lie a stride apart. The order of the cuts
-    follows: of the mesh dimensions to the right that shard ``dim``, those whose sizes multiply to ``split_factor`` come
-    before, the others after.
+    It results from sharding a parameter by tensor parallelism first and by data parallelism then, on a mesh ``("dp",
+    "tp")``. Each rank of tp has a consecutive part of the weight, which the ranks of dp share. Seen from dp, the first
+    rank's elements are not the first half of the tensor; they lie a stride apart. The order of the cuts follows from
+    ``split_factor``. Among the mesh dimensions to the right that shard ``dim``, those whose sizes multiply to
+    ``split_factor`` come before. The others come after.
 
     Args:
         dim: tensor dimension, as in `Shard`.
@@ -207,11 +207,11 @@ class StridedShard(Shard):
 class PackedShard(Shard):
     """Tensor dimension ``dim`` holds several parts one after the other, and each part is split over the mesh dimension.
 
-    It is for weights that are several matrices in one, such as query, key and value: rank 0 of two holds the first half
-    of each part, where ``Shard(dim)`` would give it the first half of the whole. Operations that treat each element
-    along the dimension by itself keep the placement. Operations that take the parts apart (``split``, ``chunk``, a
-    view) give each part as ``Shard(dim)``, without communication. Other mesh dimensions may shard the dimension
-    further: they cut what a rank holds of all parts, as one piece (see `StridedShard` for those to the left).
+    It is for weights that are several matrices in one, such as query, key and value. Rank 0 of two holds the first half
+    of each part. ``Shard(dim)`` would give it the first half of the whole. Operations that treat each element along the
+    dimension by itself keep the placement. Operations that take the parts apart (``split``, ``chunk``, a view) give
+    each part as ``Shard(dim)``, without communication. Other mesh dimensions may shard the dimension further. They cut
+    a rank's share of all parts, as one piece (see `StridedShard` for those to the left).
 
     Args:
         dim: tensor dimension, as in `Shard`.
@@ -318,5 +318,6 @@ def own_placement(value: Any) -> Any:
 
 
 def own_placements(values: Any) -> Any:
-    """`own_placement` of each in a sequence; what is none, as it is. To be called before a cache is asked or told."""
+    """Apply `own_placement` to each item of a sequence; any other value is returned unchanged. Call it before a cache
+    is asked or told."""
     return tuple(map(own_placement, values)) if isinstance(values, (tuple, list)) else values

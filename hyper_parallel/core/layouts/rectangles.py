@@ -1,4 +1,4 @@
-"""Rectangles: the boxes of a tensor that a rank holds, for whoever stores tensors or cuts them anew."""
+"""Rectangles: the boxes of a tensor that a rank holds, for storing tensors or cutting them anew."""
 
 from __future__ import annotations
 

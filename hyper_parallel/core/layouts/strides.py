@@ -1,8 +1,8 @@
-"""Where the elements of a single device's tensor would lie in memory: strides, worked out from shapes alone.
+"""The memory layout of a single device's tensor: strides, worked out from shapes alone.
 
-What a framework answers for a local tensor is not always what it would answer for the whole: a shard of one row is
-contiguous however its dimensions were permuted. A stride is a number of elements; a tensor is contiguous when its last
-dimension varies fastest.
+A framework's answer for a local tensor may differ from its answer for the whole: a shard of one row is contiguous
+however its dimensions were permuted. A stride is a number of elements; a tensor is contiguous when its last dimension
+varies fastest.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
 
 
 def dense_strides(shape: Sequence[int], strides: Strides, part: Sequence[int] | None = None) -> Strides:
-    """Strides of a new tensor without gaps whose dimensions lie in memory in the order that ``strides`` says: what an
-    element-wise operation gives. Stretched dimensions, of stride 0, stay where they are among the others.
+    """Strides of a new tensor without gaps, with its dimensions in memory in the order that ``strides`` says. That is
+    the result of an element-wise operation. Stretched dimensions, of stride 0, stay where they are among the others.
 
     Args:
         shape, strides: of the tensor that has the order.
@@ -70,9 +70,9 @@ def dense_strides(shape: Sequence[int], strides: Strides, part: Sequence[int] | 
 
 
 def spaced_strides(shape: Sequence[int], strides: Strides, part: Sequence[int]) -> Strides:
-    """Strides for a shard of a tensor, so that what is asked of both gets one answer: whether dimensions can be merged,
-    whether it is contiguous. Where the tensor has a gap, the shard has one, as large as what lies before it: so the
-    strides of the tensor follow from those of the shard, of whatever size.
+    """Strides for a shard of a tensor that give the same answers as those of the whole: whether dimensions can be
+    merged, whether it is contiguous. Where the tensor has a gap, the shard has one, as large as the elements before it.
+    So the strides of the tensor follow from those of the shard, of whatever size.
 
     Args:
         shape, strides: of the tensor.
@@ -113,8 +113,8 @@ def contiguous_only(static_args: tuple, shape: Shape, strides: Strides, result_s
 
 
 def without_dots(index: tuple, ndim: int) -> tuple:
-    """An encoded index with ``:`` for each of the ``ndim`` dimensions that its first ``...`` stands for, or that it
-    leaves out at the end.
+    """An encoded index without ``...``: it has ``:`` for each of the ``ndim`` dimensions that the first ``...`` stands
+    for. The same goes for dimensions that it leaves out at the end.
 
     Example:
         >>> without_dots((0, ..., None), 2)
@@ -141,8 +141,8 @@ def indexed_strides(shape: Shape, strides: Strides, index: tuple) -> Strides:
 
 
 def reshaped_strides(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides | None:
-    """Strides of a view in another shape; None where it has to be a copy. Runs of dimensions that lie in memory as one
-    can be cut anew; every run must fit some dimensions of the result."""
+    """Strides of a view in another shape; None where it has to be a copy. Runs of dimensions that are contiguous in
+    memory can be cut anew. Every run must fit some dimensions of the result."""
     if 0 in shape:
         return contiguous_strides(result_shape)
     runs: list[tuple[int, int]] = []  # (number of elements, stride of the last dimension), the last run first

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def ranks_of(mesh: Any) -> np.ndarray:
-    """The array of ranks that somebody gives as (nested) sequence, array or tensor on any device.
+    """The array of ranks given as a (nested) sequence, an array or a tensor on any device.
 
     Example:
         >>> ranks_of([[0, 1], [2, 3]]).shape
@@ -24,7 +24,7 @@ def check_ranks_of_mesh(ranks: np.ndarray, names: tuple[str, ...] | None, world_
         raise ValueError(f"a mesh is a non-empty array of ranks, got {ranks.tolist()!r}")
     flat = ranks.ravel().tolist()
     if len(set(flat)) != len(flat):
-        raise ValueError(f"a rank stands twice in the mesh {ranks.tolist()}")
+        raise ValueError(f"a rank appears twice in the mesh {ranks.tolist()}")
     if min(flat) < 0 or max(flat) >= world_size:
         raise ValueError(f"the mesh {ranks.tolist()} has ranks outside the world of {world_size} rank(s)")
     if names is not None:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FIRST_USE", "join_world"]
 
-#: Held while a DTensor class is made, with the patches of its framework, and while ranks meet. What runs then may come
-#: here again in the same thread.
+#: Held while a DTensor class is made, with the patches of its framework, and while ranks meet. Code that runs then may
+#: come here again in the same thread.
 FIRST_USE = threading.RLock()
 
 

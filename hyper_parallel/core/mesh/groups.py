@@ -31,8 +31,8 @@ class MeshGroups:
     def __init__(self, platform: Platform, own: tuple[Any, ...], overrides: Overrides = NO_OVERRIDES) -> None:
         self.own = own
         self._platform, self._overrides = platform, overrides
-        #: Of a root: gives the framework's mesh that shares its groups, while somebody holds it. Kept weakly, because
-        #: it may hold groups, which must not outlive the default group.
+        #: Of a root: gives the framework's mesh that shares its groups, while it is referenced. Kept weakly, because it
+        #: may hold groups, which must not outlive the default group.
         self._native_mesh: Callable[[], Any] | None = None
 
     def native(self, mesh_dim: int) -> Any:
@@ -40,11 +40,11 @@ class MeshGroups:
         return self._platform.native_group(self.own[mesh_dim])
 
     def keys(self) -> tuple[Any, ...]:
-        """What tells the groups from others."""
+        """The keys that distinguish these process groups from others."""
         return tuple(self._platform.describe_group(self.native(dim)).key for dim in range(len(self.own)))
 
     def native_mesh(self) -> Any:
-        """The framework's mesh that shares the groups; None where nobody holds one."""
+        """The framework's mesh that shares the groups; None where it is not referenced any more."""
         return None if self._native_mesh is None else self._native_mesh()
 
     def share_with(self, native_mesh: Callable[[], Any]) -> None:

@@ -1,8 +1,9 @@
 """DeviceMesh: ranks arranged in a named n-dimensional array. Mirrors ``torch.distributed.device_mesh``.
 
-Meshes are interned: building the same mesh again (same platform, ranks, shape and names) gives the same object and no
-new process groups, and equality is identity. A mesh that was sliced from another one knows it, its root: meshes of the
-same ranks and other roots are different meshes, which name the same dimension where all their rows are equal.
+Meshes are interned: building the same mesh again (same platform, ranks, shape and names) gives the same object. It
+makes no new process groups, and equality is identity. A mesh that was sliced from another one knows it, its root.
+Meshes of the same ranks and other roots are different meshes. They name the same dimension where all their rows are
+equal.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ACTIVE = threading.local()
 class DeviceMesh(MeshMethods):
     """Ranks arranged in an n-dimensional array, with a process group for each row along each dimension.
 
-    All ranks of the world must construct it, in the same order as other meshes, also those that are not in it.
+    All ranks of the world must construct it, in the same order as other meshes. This includes ranks outside of it.
     Constructing an equal mesh again gives the same object. Inside ``with mesh:``, functions that take a mesh use this
     one when they are given none.
 
@@ -126,7 +127,7 @@ class DeviceMesh(MeshMethods):
             mesh_dim_names: one name per dimension; needed for several groups.
 
         Raises:
-            TypeError: for what is no process group of the framework.
+            TypeError: for an object that is no process group of the framework.
             ValueError: when ranks or names are missing, or do not fit the groups.
 
         Example:
@@ -161,8 +162,8 @@ class DeviceMesh(MeshMethods):
         return self._coordinate[dim]
 
     def require_member(self, what: str) -> None:
-        """Raise ValueError on a rank outside the mesh, which has no part of its tensors; ``what`` is not to be done
-        there."""
+        """Raise ValueError on a rank outside the mesh, which has no part of its tensors. ``what`` names the operation
+        in the message."""
         if self._coordinate is None:
             raise ValueError(
                 f"{what}: rank {self.get_rank()} is not part of {self} and has no part of the tensors there: let only "
@@ -219,13 +220,13 @@ class DeviceMesh(MeshMethods):
     def along_in(self, root: DeviceMesh) -> tuple[tuple[int, ...], ...] | None:
         """For each dimension those of ``root`` that it runs along; None where there are none.
 
-        A dimension of another root is the same where it has the same ranks in the same order, on all ranks: those of
-        two meshes that one was cut into by ``_unflatten``.
+        A dimension of another root is the same where all ranks have the same ranks in the same order. So are dimensions
+        of two meshes that ``_unflatten`` made from one.
         """
         return self.slices.along_in(root)
 
     def index_of(self, other: DeviceMesh, mesh_dim: int) -> int:
-        """Which dimension of this mesh is dimension ``mesh_dim`` of another one of the same root."""
+        """The dimension of this mesh that is dimension ``mesh_dim`` of another one of the same root."""
         return self.slices.index_of(other, mesh_dim)
 
     def shares_root(self, other: DeviceMesh) -> bool:
@@ -256,7 +257,7 @@ class DeviceMesh(MeshMethods):
         return self.slices.along_dims(asked)
 
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
-        """The mesh of one dimension with the ranks of this one. All ranks of the world must call it; slices of the root
+        """The mesh of one dimension with the ranks of this one. All ranks of the world must call it. Slices of the root
         mesh know the dimension by its name from then on.
 
         Args:

@@ -47,7 +47,7 @@ def mesh_of(cls: type[_Mesh], platform: Platform, native: Any) -> _Mesh:
     world = platform.world()
     try:
         entry = _MADE.get(native)
-    except TypeError:  # what is no mesh may have no hash, and no weak references
+    except TypeError:  # an object other than a mesh may have no hash, and no weak references
         entry = None
     if entry is not None and entry[0]() is world:
         made: _Mesh = entry[1]

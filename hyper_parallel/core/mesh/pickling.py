@@ -1,4 +1,4 @@
-"""Meshes that are loaded: found among those that there are."""
+"""Loading of pickled meshes: each is found among the existing ones."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def rebuilt(
     root_ranks: list | None = None,
     root_names: tuple[str, ...] | None = None,
 ) -> _Mesh:
-    """The mesh that was pickled, in this process. Making process groups takes all ranks of the world, and nobody knows
-    whether all are loading: so it must be there already, or be a dimension of one (of the one that it was sliced from,
-    if that is there), or need no group.
+    """The mesh that was pickled, in this process. Making process groups takes all ranks of the world, and a rank cannot
+    know whether all are loading. So the mesh must exist already, need no group, or be a dimension of an existing mesh.
+    Where the mesh that it was sliced from exists, it must be a dimension of that one.
 
     Raises:
         RuntimeError: when it does not.
@@ -49,9 +49,9 @@ def rebuilt(
                 return mesh
     size = 1 if world is None else platform.world_size()
     raise RuntimeError(
-        f"what is loaded was saved on the mesh {ranks} with mesh_dim_names={names}, which rank "
+        f"the loaded tensor or mesh was saved on the mesh {ranks} with mesh_dim_names={names}, which rank "
         f"{0 if world is None else platform.rank()} of a world of {size} rank(s) does not have: make the mesh first "
-        "(init_device_mesh on all ranks, and the dimension of it that was given to parallelize_module), and let each "
-        "rank load its own file. For another number of ranks save whole tensors: full_tensor() of each entry, which "
-        "all ranks must call"
+        "(init_device_mesh on all ranks, and the dimension of it that was given to parallelize_module), and let "
+        "each rank load its own file. For another number of ranks save whole tensors: full_tensor() of each entry, "
+        "which all ranks must call"
     )

@@ -50,7 +50,7 @@ def root_mesh(
         platform, ranks, names: of the mesh.
         groups: this rank's along each dimension, None where they are to be made.
         overrides: how to make them.
-        only: what tells meshes of given groups from those that the library has made groups for.
+        only: a key that tells meshes of given groups from those that the library has made groups for.
     """
     world = platform.world()
     if not is_current(platform):
@@ -118,7 +118,7 @@ def is_current(platform: Platform) -> bool:
 
 
 def _forget(platform: Platform) -> None:
-    """Drop what belongs to process groups that were destroyed: a mesh with the same ranks gets new groups."""
+    """Drop everything of process groups that were destroyed: a mesh with the same ranks gets new groups."""
     for key in [key for key in MESHES if key[0] is platform]:
         del MESHES[key]
     if not platform.sends_nothing:  # caches keep meshes alive; a dry run must leave those of real groups as they are

@@ -23,15 +23,15 @@ __all__ = ["MESHES", "MeshSlices", "common_root", "concatenate", "new_mesh"]
 
 _Mesh = TypeVar("_Mesh", bound=Any)
 
-#: All meshes, by platform and what else makes them equal.
+#: All meshes, by platform and the other facts that make them equal.
 MESHES: dict[tuple, Any] = {}
 
 
 class MeshSlices(Generic[_Mesh]):
-    """Where a mesh lies in its root, and the slices of it.
+    """The dimensions of the root that a mesh runs along, and the slices of the mesh.
 
     Args:
-        mesh: the mesh that this is a part of. It is held weakly, so that it goes as soon as nobody has it.
+        mesh: the mesh that this is a part of. It is held weakly, so that it is freed with its last reference.
         root: the mesh that it was sliced from, None where it was not.
         along: for each dimension those of the root that it runs along: several where they were flattened.
 
@@ -147,8 +147,8 @@ class MeshSlices(Generic[_Mesh]):
         return _sliced(root, (dims,), (name,))
 
     def union(self, others: Sequence[_Mesh]) -> _Mesh | None:
-        """The mesh along all dimensions of this one and of others of the same root; None where one of them is a part of
-        another one, as of those that were flattened."""
+        """The mesh along all dimensions of this one and of others of the same root. None where one of them is a part of
+        another one, as flattened ones may be."""
         meshes = [self._mesh, *others]
         common = common_root(meshes)
         if common is None:

@@ -1,1 +1,1 @@
-"""Operations on distributed tensors: which shards they may run on, what they give, and how they are run."""
+"""Operations on distributed tensors: which shards they may run on, their results, and how they are run."""

@@ -1,8 +1,8 @@
-"""How a plan makes results that are views on a single device (`CanonicalOp.memory`) behave like views here.
+"""Results that are views on a single device (`CanonicalOp.memory`): plans make them behave like views here.
 
-There are three cases. The operation shares memory here too: the framework does what is needed. It had to move data: the
-result is a copy, which `views.follow` ties to its base. Or some rank has one row or none, so that the framework may
-answer otherwise for the shard than for the whole: then strides tracked on the tensors say whether a copy is needed.
+There are three cases. The operation shares memory here too: then the framework does the work. It had to move data: the
+result is a copy, which `views.follow` ties to its base. Or some rank has one row or none, so that the framework's
+answers for shard and whole may differ. Then strides tracked on the tensors say whether a copy is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hyper_parallel.platform.indexing import decode_index
 if TYPE_CHECKING:
     from hyper_parallel.core.operations.strategy import Strategy
 
-#: What stands for the strides of a view where the result is a copy.
+#: Stands for the strides of a view where the result is a copy.
 _COPY: Any = "copy"
 
 #: ``after(operands, result)``.
@@ -39,7 +39,7 @@ class Aliasing:
 
     Attributes:
         copies: ``copies(operand 0)`` says whether the local operation is to be run on a copy of it; None: never.
-        after: ``after(operands, result)``, of DTensors, to be called with interception off; None: nothing.
+        after: ``after(operands, result)``, of DTensors, with interception off; None: nothing.
         is_view: whether the result shares the memory of operand 0, or may.
     """
 
@@ -117,7 +117,7 @@ class _View:
 
 
 def is_moved(have: Layout, read: Layout | None) -> bool:
-    """Whether what is read is not in the memory of a tensor of layout ``have``."""
+    """Whether data moves between ``have`` and ``read``, so that the tensor read is not in the memory of the operand."""
     return read is not None and any(
         size > 1 and before is not after
         for size, before, after in zip(have.mesh.shape, have.placements, read.placements, strict=True)
@@ -142,7 +142,7 @@ def _share_where_viewed(operands: tuple, result: Any) -> None:
         share(x, result)
 
 
-#: `CanonicalOp.memory` -> what is to be done where the framework's answer for a shard is that for the whole.
+#: `CanonicalOp.memory` -> the handling where the framework's answer for a shard is that for the whole.
 _TELLING = {"shared": Aliasing(None, _share, True), "viewable": Aliasing(None, _share_where_viewed, True)}
 
 
@@ -213,7 +213,7 @@ def _tracking(view: _View, layout: Layout) -> Aliasing:
 
 
 def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing | None:
-    """For an operation that gives no view: where its result does not lie in memory in row-major order."""
+    """The aliasing of an operation that gives no view, where its result is not in row-major order in memory."""
     given = [(i, x) for i, x in enumerate(layouts) if x is not None and x.ndim]
     if (
         not given

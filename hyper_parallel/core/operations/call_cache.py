@@ -1,7 +1,7 @@
 """Calls that look like an earlier one run without sorting or looking at their arguments again.
 
-Most operations of a model are called with the same layouts and numbers in every step. What the row of the op table and
-the rule make of these is kept under them; `call_key` says what two calls must have in common.
+Most operations of a model are called with the same layouts and numbers in every step. The results of the op table's row
+and of the rule for these are cached under them. `call_key` has the facts that two calls must have in common.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hyper_parallel.core.operations.operands import DTENSOR_CLASSES
 from hyper_parallel.core.rules import CanonicalOp
 
 _VALUES = frozenset({bool, int, float, str})
-#: What stands in a key for False and True, before named arguments, and for an argument that cannot be compared.
+#: Stand in a key for False and True, before named arguments, and for an argument that cannot be compared.
 _TRUTHS = (object(), object())
 _NAMED: Any = object()
 _OTHER: Any = object()
@@ -67,7 +67,7 @@ def remembered_call(
         op: the canonical operation.
         args: its positional arguments.
         kwargs: its named arguments.
-        operands: what the row made of them.
+        operands: the operands that the row made of them.
         plan: how the operation runs.
         static_args: the static arguments.
     """
@@ -94,7 +94,7 @@ def remembered_call(
 
 
 def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
-    """For a plan that only reads tensors, runs the native operation and wraps the result."""
+    """The run of a plan that only reads tensors, runs the native operation and wraps the result."""
     call, no_dispatch, wrap, result = plan.call, plan.no_dispatch, plan.wrap, plan.result
     wrap_several, reads, copies, after = plan.wrap_several, plan.reads, plan.copies, plan.after
     clone = plan.mesh.platform.clone
@@ -141,7 +141,7 @@ def _from(places: list[Any]) -> Take:
 
 def _places(op: CanonicalOp, operands: tuple, args: tuple, kwargs: dict) -> list[int | str] | None:
     """The position or name of the argument that each operand is, an empty name for an operand None. None where that is
-    not clear, because one object was given twice, or because an operand is none of the arguments."""
+    not clear: one object was given twice, or an operand is none of the arguments."""
     count = len(operands)
     if op.elementwise and _same_elements(operands, args[:count]):
         return [*range(count)]

@@ -17,17 +17,17 @@ _CUSTOM: dict[Any, NativeOp] = {}
 def register_sharding(op: Any, rule: Rule | None = None, bind: Callable[..., tuple[tuple, tuple]] | None = None) -> Any:
     """Tell how an operation that the library does not know may be sharded.
 
-    With a rule, which says for all meshes and placements what may be cut; or, as torch has it, as a decorator of a
-    function that lists the ways to run on one mesh dimension.
+    With a rule, which says for all meshes and placements which dimensions may be cut. Or, as in torch, as a decorator
+    of a function that lists the ways to run on one mesh dimension.
 
     Args:
         op: native operation, as it arrives at dispatch: the framework's function object, or its name. For the
             decorator also several, such as ``torch.ops.aten._softmax.default``, in a list.
-        rule: ``rule(shapes, static_args) -> OpSharding``, see `hyper_parallel.core.rules.op_sharding`.
-            None gives the decorator. What is decorated is called as the operation, with objects that have ``shape``,
-            ``ndim`` and ``dtype`` for tensors, and returns pairs (placements of the results, placements of the
-            arguments, None for what is no tensor). Running on whole tensors is always possible and needs no entry.
-            Dimensions are cut together where they have one size, or sizes that the number of ranks divides.
+        rule: ``rule(shapes, static_args) -> OpSharding``, see `hyper_parallel.core.rules.op_sharding`. None gives the
+            decorator. The decorated function is called as the operation, with objects that have ``shape``, ``ndim`` and
+            ``dtype`` for tensors. It returns pairs (placements of the results, placements of the arguments, None for an
+            argument that is no tensor). Running on whole tensors is always possible and needs no entry. Dimensions are
+            cut together where they have one size, or sizes that the number of ranks divides.
         bind: ``bind(*args, **kwargs) -> (operands, static_args)`` tells tensor operands from the other arguments; the
             operation is then called as ``op(*operands, *static_args)``. Default: all arguments are operands.
 

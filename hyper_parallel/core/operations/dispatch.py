@@ -1,7 +1,7 @@
 """Running an operation on distributed tensors: look the plan up, run on the locals, wrap the result.
 
-The hot path is one dictionary look-up under the operands' layouts and static arguments, the reads that the plan names
-(usually none), the native operation and the wrap. Everything else happens once per plan.
+The hot path is one dictionary look-up under the operands' layouts and static arguments. Then follow the reads that the
+plan names (usually none), the native operation and the wrap. Everything else happens once per plan.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _PLANS: dict[tuple, _Plan] = Cache(_MAX_PLANS, "plans of operations")
 
 
 class _Plan:
-    """How an operation with given layouts runs; calling it runs it.
+    """The run of an operation with given layouts; calling it runs the operation.
 
     Attributes:
         mesh: the mesh of the operands.
         call: the native operation as its row of the op table calls it.
-        replacement: what a rule calls in its place, or None.
+        replacement: the function that a rule calls in its place, or None.
         reads: (index of operand, function that reads it) for the operands that are not simply their local tensor.
         plain: indices of plain tensors that are promoted for that.
         mixes: index of a plain tensor with dimensions, which only `implicit_replication` allows, or None.
@@ -56,7 +56,7 @@ class _Plan:
         operand_layouts, results: layouts after the reads.
         inplace: whether operand 0 is written.
         copies: says of operand 0 whether the local operation is to be run on a copy of it, or None; see `aliasing`.
-        after: what is to be noted of operands and result, or None; see `aliasing`.
+        after: notes facts on operands and result, or None; see `aliasing`.
         only_local: whether the reads, the native operation, the wrap, `copies` and `after` are all that is to be done.
     """
 
@@ -175,7 +175,7 @@ class _Plan:
 
 
 def _wrap_sized(local: Any, result: Layout | Unsized) -> Any:
-    """`Platform.wrap` of what maybe tells its size only now."""
+    """`Platform.wrap` of a result whose size may be known only now."""
     platform = result.mesh.platform
     return platform.wrap(local, result.sized(platform.shape_of(local)) if isinstance(result, Unsized) else result)
 
@@ -183,7 +183,7 @@ def _wrap_sized(local: Any, result: Layout | Unsized) -> Any:
 def _bind_read(
     have: Layout | None, layout: Layout, partial_dims: tuple[int, ...], op: CanonicalOp | None
 ) -> Callable[[Any], Any]:
-    """How a plan reads a DTensor: with ``layout``, and through `partial_grad_view` where its cotangent is partial.
+    """The read of a DTensor in a plan: with ``layout``, and through `partial_grad_view` where its cotangent is partial.
 
     Args:
         have: the layout that it has.
@@ -204,8 +204,8 @@ def _bind_read(
 
 
 def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """How a plan reads a DTensor of which it makes a view. The layouts differ at most in mesh dimensions of size 1, so
-    no data moves, and the result must share memory as it does on any number of ranks."""
+    """The read of a DTensor of which a plan makes a view. The layouts differ at most in mesh dimensions of size 1, so
+    no data moves. The result must share memory as it does on any number of ranks."""
     wrap, alias = mesh.platform.wrap, mesh.platform.alias
     return lambda x: x if x._layout is layout else wrap(alias(x), layout)
 
@@ -218,7 +218,7 @@ class _Dispatch:
         return _RUNS[op](func, args, kwargs)
 
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
-        """The same for one row, as ``run(func, args, kwargs)``."""
+        """Bind the dispatch to one row, as ``run(func, args, kwargs)``."""
         return _RUNS[op]
 
     def result_shapes(self, name: str, shapes: tuple, static_args: Any) -> tuple[tuple[int, ...], ...]:
@@ -274,8 +274,8 @@ def _run_without_row(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | None) -> Any:
-    """Run a call that is not remembered yet, and remember it under ``key``, unless that is None or the call cannot be
-    remembered."""
+    """Run a call that is not remembered yet, and remember it under ``key``. It is not remembered where that is None or
+    the call cannot be remembered."""
     canonical = OPERATIONS.get(op.name)
     if canonical is None:
         raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is no canonical operation")
@@ -301,7 +301,7 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | 
     return plan(func, operands, static_args)
 
 
-#: What `Platform.make_dtensor_class` gets.
+#: The argument of `Platform.make_dtensor_class`.
 dispatch = _Dispatch()
 
 

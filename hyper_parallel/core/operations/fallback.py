@@ -69,7 +69,7 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
             order = None if whole is x else bind_order(x._layout, layout, True)
             if order is not None and (ordered := order(x, whole)) is not whole:
                 whole = platform.wrap(ordered, layout)
-            # Plain for code that looks at it; what is written to must stay the object that it is.
+            # Plain for code that inspects it; an argument that is written to must stay the same object.
             whole = whole if writes else platform.alias(whole)
             if not meant:
                 given.append(_Given(x, whole, platform, name))
@@ -102,8 +102,8 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
 
 
 class _Given:
-    """A DTensor and what the operation got in its place. It may write to that: normalisation over batches updates its
-    running statistics.
+    """A DTensor and the value that the operation got in its place. It may write to that: normalisation over batches
+    updates its running statistics.
 
     Attributes:
         x: the DTensor.
@@ -119,8 +119,8 @@ class _Given:
         return bool(self._how and self._how())
 
     def write_back(self, name: str) -> bool:
-        """Write to the DTensor what the operation has written to its value; returns whether it has written at all. All
-        ranks agree, since they have computed the same on the same values.
+        """Write the operation's changes of its value to the DTensor; returns whether there were any. All ranks agree,
+        since they have computed the same on the same values.
 
         Raises:
             ValueError: when that cannot be done.

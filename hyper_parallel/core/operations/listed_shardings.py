@@ -31,7 +31,7 @@ class TensorSpec(NamedTuple):
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """The size of a dimension, or the shape, as of a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
 
@@ -68,7 +68,7 @@ def listed_op(name: str, platform: Platform) -> NativeOp:
 
 
 def plain(operands: Sequence[Any], platform: Platform) -> tuple[Any, ...]:
-    """Local operands as plain tensors: a backward that users have written gets what it saved, with interception on."""
+    """Local operands as plain tensors: a backward written by users gets its saved tensors, with interception on."""
     return tuple(platform.alias(x) if type(x) in DTENSOR_CLASSES else x for x in operands)
 
 
@@ -89,8 +89,8 @@ def filled(template: tuple, operands: Sequence[Any]) -> tuple[tuple, dict[str, A
 def listed_rule(
     op: Any, function: Callable[..., Sequence[tuple[Sequence, Sequence]]], platform: Platform
 ) -> Callable[[tuple, tuple], OpSharding | None]:
-    """The rule made of ``function``, which gives (placements of the results, placements of the arguments) for each way
-    to run ``op`` on one mesh dimension."""
+    """The rule made of ``function``. For each way to run ``op`` on one mesh dimension, that gives (placements of the
+    results, placements of the arguments)."""
 
     def rule(shapes: tuple, static_args: tuple) -> OpSharding | None:
         template, dtypes = static_args

@@ -1,7 +1,7 @@
-"""From what a rule says to what each operand must look like: the solver between `rules` and `dispatch`.
+"""The solver between `rules` and `dispatch`: from a rule's answer to the layout of each operand.
 
-For each mesh dimension it weighs the ways in which the operation can run there and takes the one that moves the least
-data: everything replicated; one label sharded; or, for a sum of products, the partial sums kept partial.
+For each mesh dimension it weighs the ways in which the operation can run there. It takes the one that moves the least
+data. The ways are: everything replicated; one label sharded; or, for a sum of products, the partial sums kept partial.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def solve(
     )
     is_native = sharding.call is None or (sharding.native_if is not None and sharding.native_if(operands))
     if not is_native and any(c.packed for c in chosen):
-        # What replaces the local call may ask at which index the shard begins.
+        # A replacement of the local call may ask at which index the shard begins.
         return solve(sharding, layouts, mesh, pinned, packed=False)
     partial = tuple(
         ()
@@ -157,8 +157,9 @@ def _choose(
 
 
 def _go_together(one: _Choice, other: _Choice, natural: set[Label]) -> bool:
-    """Whether two mesh dimensions can run so: one of them is packed at most, and what that cuts the other cuts further
-    only where it is the same label, in the order that some operand has: not where parts are taken apart."""
+    """Whether two mesh dimensions can run so. At most one of them is packed. The other may cut the same dimension
+    further if its label is the same, in the order of some operand. It may not where parts are taken apart
+    (``natural``)."""
     packed, rest = (one, other) if one.packed else (other, one)
     if not packed.packed:
         return True
@@ -194,8 +195,8 @@ def _choices(
 
 
 def _listed(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, i: int) -> _Choice | None:
-    """The i-th of `OpSharding.choices`, where an operand lies so and the dimensions that it cuts are cut at the same
-    places. Nothing is made a sum for it."""
+    """The i-th of `OpSharding.choices`. It counts where some operand has its placement already. All dimensions that it
+    shards must be cut at the same places. Nothing is made a sum for it."""
     operands, results = sharding.choices[i]
     operands = tuple(
         p.with_dim(p.dim % layout.ndim) if isinstance(p, Shard) and layout is not None else p
@@ -293,8 +294,8 @@ def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim:
 
 
 def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], choice: _Choice, shards: int) -> bool:
-    """Whether the dimensions of a label, which may differ in size, are cut at the same places, and whether every rank
-    gets an element where the operation cannot do without."""
+    """Whether the dimensions of a label, which may differ in size, are cut at the same places. Every rank must also get
+    an element where the operation needs one."""
     label = choice.label
     if label is None:
         return True
@@ -318,7 +319,7 @@ def _cost(choice: _Choice, layouts: tuple[Layout | None, ...], mesh_dim: int) ->
     moved = 0.0
     for placement, layout in zip(choice.operands, layouts, strict=True):
         if layout is not None and placement is not None and placement is not layout.placements[mesh_dim]:
-            # On its own mesh dimension: what the others need does not depend on this choice.
+            # On its own mesh dimension: the needs of the other mesh dimensions do not depend on this choice.
             before, after = _alone(layout, mesh_dim, layout.placements[mesh_dim]), _alone(layout, mesh_dim, placement)
             # The order of cuts changes by way of whole tensors.
             between = [before, _alone(layout, mesh_dim, Replicate()), after] if before is after else [before, after]

@@ -1,13 +1,15 @@
-"""Tensors that share memory on the single device, and what a write to one of them means for the others.
+"""Tensors that share memory on the single device, and the effect of a write to one on the others.
 
-A view whose operation needs no communication shares the memory of its base here too, and the framework does the rest.
-Where data had to move first (``x[0]`` of rows that are sharded), the view has memory of its own. Then
+A view whose operation needs no communication shares the memory of its base here too. Then the framework does the rest.
+Where data had to move first (``x[0]`` of rows that are sharded), the view has memory of its own.
+Then the rules are:
 
-* a write to the view is written back to the base at once, or refused where it cannot be;
-* a write to the base, or to another view of it, makes the view out of date: whoever uses it then is told to take it
-  again. Bringing it up to date would communicate, and which views are still in use is one rank's own knowledge.
+* A write to the view is written back to the base at once, or refused where it cannot be.
+* A write to the base, or to another view of it, makes the view stale: a later use raises an error that asks to take the
+  view again. Bringing it up to date would communicate, and which views are still in use is one rank's own knowledge.
 
-A `Family` is what is known about the tensors that share one piece of memory. Only operations that write look into it.
+A `Family` holds the known facts about the tensors that share one piece of memory. Only operations that write look into
+it.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class Family:
     Attributes:
         members: weak references to those that keep something about their values, or may be out of date one day.
         children: weak references to the families of views that had to move data of this one.
-        source: of such a family, what it is a view of.
-        rivals: weak references to families that may share memory on the single device, which nobody can tell.
+        source: of such a family, its base and how to write to it.
+        rivals: weak references to families that may share memory on the single device, which cannot be known.
     """
 
     members: list[Any]
@@ -60,7 +62,7 @@ class _Source:
         base: the tensor.
         copy: the whole view, as a tensor that is no member of its family: no circle of references.
         back: ``back(base, copy)`` writes it to the base; None where that is not possible.
-        call: what the views that one call gave have in common: they do not overlap.
+        call: a mark that the views of one call share: they do not overlap.
         what: the operation, for messages.
         busy: whether a write is on its way to the base, which does not make the view out of date.
     """
@@ -72,9 +74,9 @@ class _Source:
 
 
 class CurrentLayout:
-    """``_layout`` of the DTensor class: what an instance answers that has no layout of its own, because its view is out
-    of date, its values are under way, or it is just being made. As it has no ``__set__``, the layout of an instance
-    goes before it."""
+    """``_layout`` of the DTensor class: the answer of an instance without a layout of its own. Then its view is stale,
+    its values are pending, or it is just being made. As it has no ``__set__``, the layout of an instance goes before
+    it."""
 
     def __get__(self, x: Any, owner: type | None = None) -> Any:
         if x is not None and (pending := x.__dict__.pop("_pending", None)) is not None:
@@ -103,9 +105,9 @@ def share(x: Any, y: Any) -> None:
 
 
 def apart(operands: tuple, local_operands: tuple, platform: Platform) -> tuple:
-    """``local_operands`` of a write to the first, with copies of the others that share its memory. Frameworks refuse to
-    read what overlaps with what they write, and on a rank whose part is small nothing may overlap: the ranks would not
-    agree. A copy gives what the program means on all of them."""
+    """``local_operands`` of a write to the first, with copies of the others that share its memory. Frameworks refuse
+    operands that overlap with the written tensor. On a rank whose part is small nothing may overlap: the ranks would
+    not agree. A copy gives the result that the program means on all of them."""
     x = operands[0]
     return tuple(
         platform.clone(local) if local is y and y is not x and getattr(y, "_family", None) is x._family else local
@@ -114,7 +116,7 @@ def apart(operands: tuple, local_operands: tuple, platform: Platform) -> tuple:
 
 
 def part(x: Any, y: Any) -> None:
-    """Note that ``y`` may share memory with ``x`` on the single device, and does not here: nobody can tell."""
+    """Note that ``y`` may share memory with ``x`` on the single device, and does not here: this cannot be known."""
     for tensor in (x, y):
         if tensor._family is None:
             Family(tensor)
@@ -123,7 +125,7 @@ def part(x: Any, y: Any) -> None:
 
 
 def _all_of(family: Any) -> tuple[ref[Family], ...]:
-    """A family, and those that what is written to it is written back to."""
+    """A family, and the families that receive its writes."""
     source = family.source
     return (ref(family),) if source is None else (ref(family), *_all_of(source.base._family))
 
@@ -150,7 +152,7 @@ def before_write(x: Any) -> None:
     """Refuse a write to ``x`` that the single device would make visible elsewhere, and this library cannot.
 
     Raises:
-        ValueError: on every rank alike, before anything is written.
+        ValueError: on every rank, before anything is written.
     """
     family = getattr(x, "_family", None)  # a plain number may be written to too
     while family is not None:
@@ -173,7 +175,7 @@ def before_write(x: Any) -> None:
 
 
 def forget_value(x: Any, platform: Platform) -> None:
-    """``x``, a DTensor or a plain tensor, was written to: what was computed from its old value and kept is void."""
+    """``x``, a DTensor or a plain tensor, was written to: cached results of its old value are void."""
     platform.clear_cache(x)
     if getattr(x, "_layout", None) is not None:
         x._gathered = x._origin = x._ties = x._summands = None
@@ -181,9 +183,10 @@ def forget_value(x: Any, platform: Platform) -> None:
 
 
 def after_write(x: Any) -> None:
-    """Tell the others of the family of ``x`` that it was written to, and bring the write to what it is a view of.
+    """Tell the others of the family of ``x`` that it was written to. Where ``x`` is a view, bring the write to its
+    base.
 
-    To be called with interception on.
+    Call it with interception on.
     """
     family = getattr(x, "_family", None)
     if family is None:

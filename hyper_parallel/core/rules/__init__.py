@@ -5,9 +5,9 @@ operand that is no tensor), ``static_args`` the remaining arguments. ``@rule("na
 handle its arguments returns None; the operation then runs on gathered operands. No rule knows a framework.
 
 The operations are the interface between rules and backends: a backend maps its native operations to them. The table in
-docs/rules.md is made from what stands at the rules (``python -m tests.support.rule_table``). Static arguments beyond
-the ones listed there are passed through to the native call untouched (a dtype, an epsilon). Dimensions may be negative;
-an empty tuple of dimensions to reduce means all of them, as None does.
+docs/rules.md is made from the rules (``python -m tests.support.rule_table``). Static arguments beyond the ones listed
+there are passed through to the native call untouched (a dtype, an epsilon). Dimensions may be negative; an empty tuple
+of dimensions to reduce means all of them, as None does.
 """
 
 # Each registers its rules.

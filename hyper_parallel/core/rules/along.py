@@ -13,7 +13,7 @@ from hyper_parallel.core.rules.registry import rule
 )
 def along_dims(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Results of the shape of x: cumprod, sort, cummax. A rank without elements computes with some: for none a backend
-    may record nothing (cumprod), and this rank would leave out what the others communicate in gradients of
+    may record nothing (cumprod). Then this rank would leave out the collectives of the others in gradients of
     gradients."""
     x, (dims, results) = shapes[0], static_args[:2]
     labels = whole(named(x), axes(dims, len(x)))

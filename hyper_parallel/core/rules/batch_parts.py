@@ -1,8 +1,8 @@
 """Random numbers inside of modules that get this rank's part of a distributed batch: they are drawn for all of it.
 
-On the mesh ("dp", "tp"), a module whose style works on ``mesh["tp"]`` gets this rank's part of a batch that is
-distributed over ``mesh["dp"]``, and its tensors have layouts on ``mesh["tp"]`` alone. Each data-parallel rank draws
-the numbers of the whole batch, and takes those of its samples.
+On the mesh ("dp", "tp"), a module whose style works on ``mesh["tp"]`` gets this rank's part of the batch. That batch is
+distributed over ``mesh["dp"]``. Its tensors have layouts on ``mesh["tp"]`` alone. Each data-parallel rank draws the
+numbers of the whole batch, and takes those of its samples.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BatchPart(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the local part of a tensor lies in the tensor that numbers are drawn for.
+    """The place of the local part of a tensor in the tensor that numbers are drawn for.
 
     Attributes:
         shape: of that tensor.
@@ -60,7 +60,7 @@ def own_place(layout: Layout) -> Place:
 
 
 def place_of(layout: Layout, name: str) -> Place:
-    """Where the local part of a tensor lies in what is drawn for it.
+    """The place of a tensor's local part in the numbers that are drawn for it.
 
     Args:
         layout: of the tensor, inside of the module that runs.
@@ -76,9 +76,9 @@ def place_of(layout: Layout, name: str) -> Place:
         if mesh in _DRAWN:
             if mesh.platform.in_backward():
                 raise ValueError(
-                    f"{name} of a part of a batch is computed again in backward, which does not know where the part "
-                    "lies in the batch: let the whole module that the plan names be computed again, or a module around "
-                    "it, and not something inside of it"
+                    f"{name} of a part of a batch is computed again in backward, which does not know the place of "
+                    "the part in the batch: let the whole module that the plan names be computed again, or a module "
+                    "around it, and not something inside of it"
                 )
             _DRAWN.discard(mesh)
         return Place(shape, ranges)

@@ -61,9 +61,9 @@ def layout_of_logits(
     if key not in compared:
         # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
         facts = {
-            "the samples of local_logits": f"{without(shape, (dim,))} beside dim={dim}",
+            "the samples of local_logits": f"{without(shape, (dim,))} outside of dim={dim}",
             "the number of classes: give vocab_size= where the parts are not equal": str(total),
-            "what does not fit": misfit or "nothing",
+            "the problem found": misfit or "nothing",
         }
         check_of(mesh).agree("vocab_parallel_cross_entropy", facts)
     if misfit:

@@ -1,7 +1,7 @@
 """Softmax and its logarithms over sharded classes. The logits are not gathered.
 
-What is saved for backward is the logits themselves, which their producer has anyway, and two numbers for each sample;
-probabilities are computed again. Backward of softmax and log_softmax sums once over the classes.
+Backward saves the logits themselves, which their producer has anyway, and two numbers for each sample. Probabilities
+are computed again. Backward of softmax and log_softmax sums once over the classes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ClassSoftmax(ClassFunctions):
         """A differentiable function of logits, given `_sums_of_exponentials` of them and the classes.
 
         Args:
-            name: what the graph calls it.
+            name: the name of the node in the graph.
             value: ``value(x, largest, exponentials)``.
             cotangent: ``cotangent(p, g, classes)`` is that of logits whose softmax is ``p``, for the result's ``g``.
         """

@@ -1,4 +1,4 @@
-"""Tensors whose classes are sharded: which classes this rank has, and what all ranks must know of a sample.
+"""Tensors whose classes are sharded: this rank's classes, and the numbers that all ranks need of a sample.
 
 That is the largest logit and the sum of the exponentials. They are computed outside autograd, in float32 for narrower
 logits, and sums that are needed together travel in one all-reduce.
@@ -116,8 +116,8 @@ class ClassFunctions:
         dim = classes.dim if dim is None else dim
         return x if self.platform.shape_of(x)[dim] else self._resize(x, dim, 1, value)
 
-    # Functions of their own, because backends lose track of gradients without elements, and what they lead to may
-    # communicate.
+    # Functions of their own, because backends lose track of gradients without elements, and these may lead to
+    # communication.
     def _resize_forward(self, ctx: Any, x: Any, dim: int, size: int, value: float) -> Any:
         """A tensor of ``value`` with ``size`` classes in place of ``x``, whose gradient is zero."""
         shape = list(self.platform.shape_of(x))

@@ -1,8 +1,9 @@
 """Random numbers of which each rank draws those of its own part, on request: see `platform.contract.counter`.
 
 The number of an element is a function of its place in the whole tensor and of a key. The key comes from the framework's
-default generator, which every draw moves on by as much, whatever the tensor: so what keeps, restores or compares the
-state of that generator (checkpoints, activation checkpointing, `check_ranks`) needs to know nothing of this.
+default generator, which every draw advances by the same amount, whatever the tensor. So code that keeps, restores or
+compares the state of that generator needs no changes. Examples are checkpoints, activation checkpointing and
+`check_ranks`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules.batch_parts import Place, own_place
 
-#: mesh -> what `manual_seed` was told last on it.
+#: mesh -> the last argument of `manual_seed` on it.
 _REQUESTS: dict[DeviceMesh, bool] = {}
 
 
@@ -60,8 +61,7 @@ def _dims(mesh: DeviceMesh) -> set[int]:
 def numbers(kind: str, layout: Layout, dtype: Any, place: Place | None = None) -> Any:
     """This rank's part of a tensor of random numbers, plain; generators are in step.
 
-    Ranks that hold the same part of the tensor, or summands of it, use the key of the first of them: four numbers
-    travel.
+    Ranks that hold the same part of the tensor, or summands of it, use the first one's key. So four numbers travel.
 
     Args:
         kind: see `Platform.numbers_by_counter`.

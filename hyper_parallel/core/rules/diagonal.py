@@ -12,7 +12,7 @@ _STATICS = "offset, dim of the rows, dim of the columns"
 
 
 def _length(rows: int, columns: int, offset: int) -> int:
-    """How many elements a diagonal has."""
+    """The number of elements of a diagonal."""
     return max(min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns), 0)
 
 

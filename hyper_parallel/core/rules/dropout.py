@@ -28,9 +28,10 @@ def dropout(shapes: tuple, static_args: tuple) -> OpSharding | None:
 def _drop(
     platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
-    """Every rank draws the noise of the whole tensor from its generator, all generators being in the same state, and
-    uses its part of it. That costs memory of the global size for a moment and keeps the generators in step. Ranks with
-    the same part take it from the first of them, unless the noise comes from where nothing else is drawn from.
+    """Every rank draws the noise of the whole tensor from its generator and uses its part of it. All generators are in
+    the same state. That costs memory of the global size for a moment and keeps the generators in step. Ranks with the
+    same part take it from the first of them. They need not where the noise comes from a generator that serves nothing
+    else.
 
     On request, noise of single elements is drawn by counter: each rank draws its part only."""
     x, layout = operands[0], operand_layouts[0]
@@ -43,7 +44,7 @@ def _drop(
     if drops and not of_channels and counter.draws_by_counter(layout.mesh) and not platform.is_meta(x):
         kept = counter.numbers("uniform", layout, platform.dtypes["float32"], place) >= p
         return x * (platform.to_dtype(kept, platform.dtype_of(x)) * (1 / (1 - p)))
-    alike = drops and is_held_alike(layout) and not any(stream is not None for stream in more[1:2])
-    if not alike and tuple(layout.local_shape) == place.shape:
+    shared = drops and is_held_alike(layout) and not any(stream is not None for stream in more[1:2])
+    if not shared and tuple(layout.local_shape) == place.shape:
         return native(operands, static_args)
-    return x * take_part(native((ones_like_whole(x, layout, place.shape),), static_args), layout, alike, place)
+    return x * take_part(native((ones_like_whole(x, layout, place.shape),), static_args), layout, shared, place)

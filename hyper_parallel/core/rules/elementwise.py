@@ -96,8 +96,8 @@ def linear_(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 @rule("like", elementwise=True, memory="ordered")
 def like(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """A tensor with the shape of x whose values do not depend on x. No terms, since ones are not a partial sum; and x
-    is not read, so it need not be reduced either."""
+    """A tensor with the shape of x whose values do not depend on x. It has no terms, since ones are not a partial sum.
+    As x is not read, it need not be reduced either."""
     if len(shapes) != 1 or shapes[0] is None:
         return None
     sharding = _elementwise(shapes)

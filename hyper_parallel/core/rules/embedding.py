@@ -30,14 +30,14 @@ def embedding(shapes: tuple, static_args: tuple) -> OpSharding | None:
 def look_up(
     platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
 ) -> Any:
-    """Look up the ids that this rank has and give zeros for the others, so that the results of all ranks add up."""
+    """Look up the ids that this rank has and give zeros for the others. So the results of all ranks add up."""
     ids, weight = operands
     vocabulary, size = operand_layouts[1].shape[0], operand_layouts[1].local_shape[0]
     if size == vocabulary:
         return native(operands, static_args)
     rows = ids - operand_layouts[1].local_offset[0]
     elsewhere = (rows < 0) | (rows >= size)
-    # Ids outside the whole vocabulary stay as they are: the look-up does with them what it does on a single device.
+    # Ids outside the whole vocabulary stay as they are: the look-up treats them as on a single device.
     known = (ids >= 0) & (ids < vocabulary)
     if size == 0:
         # A row to look up, which keeps the result connected to the weight: its backward may communicate.
@@ -50,7 +50,7 @@ def look_up(
 
 
 def _local_padding(padding: int | None, weight: Any) -> int | None:
-    """The row without gradient, as a row of this rank's shard, None when it lies elsewhere."""
+    """The row without gradient, as a row of this rank's shard, None when another rank has it."""
     if padding is None:
         return None
     row = padding % weight.shape[0] - weight.local_offset[0]

@@ -1,8 +1,8 @@
 """Local operations on ranks that have no element of a dimension, for kernels that are not right without any.
 
 Kernels refuse empty tensors, record nothing for them or take another path, in backward above all. So the rank adds one
-element and drops what comes of it. The cotangents of that are zeros, and so are its parts of the gradients of operands
-that lack the dimension: backward has the same steps as on the other ranks.
+element and drops its results. The cotangents of that are zeros, and so are its parts of the gradients of operands that
+lack the dimension: backward has the same steps as on the other ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Call = Callable[[Any, tuple, Any], Any]
 
 
 def bind_filled(call: Call, sharding: OpSharding, layouts: Sequence[Layout | None], platform: Platform) -> Call:
-    """``call(func, operands, static_args)`` of local operands that lie as ``layouts`` say, as this rank runs it: with
-    an element in each dimension of `OpSharding.filled` of which it has none, but other ranks have."""
+    """``call(func, operands, static_args)`` of local operands with the ``layouts``, as this rank runs it. Each
+    dimension of `OpSharding.filled` of which this rank has no element, but other ranks have, gets one."""
     missing = {
         label
         for labels, layout in zip(sharding.operands, layouts, strict=True)
@@ -48,7 +48,7 @@ def bind_filled(call: Call, sharding: OpSharding, layouts: Sequence[Layout | Non
         result = call(func, given, static_args)
         if not isinstance(result, (tuple, list)):
             return _without_elements(result, sharding.results[0], missing, platform)
-        known = zip(result, sharding.results, strict=False)  # what a rule does not know is no tensor
+        known = zip(result, sharding.results, strict=False)  # a result that a rule does not know is no tensor
         found = [_without_elements(y, labels, missing, platform) for y, labels in known]
         return type(result)([*found, *result[len(found) :]])
 
@@ -56,10 +56,10 @@ def bind_filled(call: Call, sharding: OpSharding, layouts: Sequence[Layout | Non
 
 
 def bind_dense(call: Call, layouts: Sequence[Any], platform: Platform) -> Call:
-    """``call`` as it runs on a rank that has nothing of its results, which lie as ``layouts`` say.
+    """``call`` as it runs on a rank that has no elements of its results, whose layouts are ``layouts``.
 
-    What its backward gets there is dense. A cotangent that a reduction has stretched is made dense by kernels that need
-    it so, but for one without elements, which counts as dense whatever its strides are.
+    Its backward gets dense cotangents there. A cotangent that a reduction has stretched is made dense by kernels that
+    need it so. A cotangent without elements is not: it counts as dense whatever its strides are.
     """
     if not any(isinstance(layout, Layout) and 0 in layout.local_shape for layout in layouts):
         return call

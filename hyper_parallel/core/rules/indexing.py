@@ -55,8 +55,8 @@ class _Indexing:
 
 
 def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
-    """Follow an encoded index through the dimensions of ``x``; None for what is not supported: masks, whose result has
-    as many elements as are True, and mixtures of ints and index tensors on which frameworks disagree."""
+    """Follow an encoded index through the dimensions of ``x``. None for unsupported indices. These are masks, whose
+    result has as many elements as are True. So are mixtures of ints and index tensors on which frameworks disagree."""
     # bool is an int in Python, but x[True] adds a dimension.
     if any(isinstance(item, bool) or (_is_tensor(item) and item[3]) for item in index):
         return None
@@ -110,13 +110,13 @@ def _is_tensor(item: Any) -> bool:
 
 
 def _place_of_block(index: tuple, items: tuple) -> int | None:
-    """Before which of the ``items``, the index without dots, the dimensions of the index tensors go; -1 for none.
+    """The index of the item, among the ``items`` without dots, before which the index tensors' dimensions go; -1 for
+    none.
 
     As in NumPy: adjacent index tensors are replaced in place, separated ones by dimensions in front.
 
-    An int (or a 0-d tensor) among them counts as an index tensor in NumPy and as a selection that happens before in
-    torch, and an ``...`` that stands for no dimension separates in NumPy only. Where that makes a difference the answer
-    is None.
+    Among them, an int or a 0-d tensor counts as an index tensor in NumPy. In torch it is an earlier selection. An
+    ``...`` that stands for no dimension separates in NumPy only. Where that makes a difference the answer is None.
     """
     tensors = [i for i, item in enumerate(items) if _is_tensor(item) and item[2] > 0]
     if not tensors:
@@ -139,9 +139,10 @@ def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tup
 
 @rule("getitem", "x, index tensors", "index as `encode_index` gives it", memory="shared", view_index=_index_of_view)
 def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index]``: dimensions taken whole and those of the index tensors can be sharded, and where few elements are
-    taken of x, those along which index tensors run (see `gather`), or, without these, what ints and slices cut: the
-    result is then the sum of what the ranks have. A mask over the first dimensions may be sharded with these."""
+    """``x[index]``: dimensions taken whole and those of the index tensors can be sharded. Where few elements are taken
+    of x, those along which index tensors run can be too (see `gather`). Without index tensors, dimensions cut by ints
+    and slices can be: the result is then the sum over the ranks. A mask over the first dimensions may be sharded with
+    these."""
     if _is_mask(static_args[0]):
         return rows_at_mask(shapes)
     found = analyse(shapes[0], static_args[0], shapes[1:])
@@ -189,8 +190,8 @@ def _is_few(taken: Shape, x: Shape) -> bool:
 @rule("setitem_", "x, value, index tensors", "index as `encode_index` gives it")
 def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along, or that
-    ints and slices cut, may be sharded: each rank then writes what lies in its shard. Those that are cut must be whole
-    where index tensors take part. A mask over the first dimensions may be sharded with these, where one value is
+    ints and slices cut, may be sharded: each rank then writes the elements of its shard. Those that are cut must be
+    whole where index tensors take part. A mask over the first dimensions may be sharded with these, where one value is
     written."""
     return assigned(shapes, static_args, in_place=True)
 
@@ -199,7 +200,7 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
     """The answer for ``x[index] = value``, written to x or to a copy of it."""
     x, value = shapes[:2]
     if _is_mask(static_args[0]) and not value and tuple(x[: len(shapes[2])]) == tuple(shapes[2]):
-        # One value, which goes to what is true on each rank.
+        # One value, which goes to the places that are true on each rank.
         all_of_x, own = named(x), None if value is None else ()
         return OpSharding((all_of_x, own, all_of_x[: len(shapes[2])]), (all_of_x,), (tuple(x),))
     found = analyse(x, static_args[0], shapes[2:])
@@ -215,7 +216,7 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
         target = tuple(zip(found.shape, found.labels, strict=True))[start:]
         if any(size not in (1, full) for size, (full, _) in zip(value[extra:], target, strict=True)):
             return None
-        # What lies along an index tensor goes to elements of x anywhere: not a dimension of the result.
+        # Values along an index tensor go to elements of x anywhere: not a dimension of the result.
         value_labels = (None,) * extra + tuple(
             label if size == full and label in found.x else None
             for size, (full, label) in zip(value[extra:], target, strict=True)
@@ -240,7 +241,7 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
 
 
 def dims_of_tensors(index: tuple, x: Shape) -> tuple[tuple[int, int], ...]:
-    """The dimension of x along which an index tensor of an encoded index runs, and the number of that, for each."""
+    """For each index tensor of an encoded index: the dimension of x along which it runs, and its number."""
     dims: list[tuple[int, int]] = []
     dim = 0
     for item in without_dots(index, len(x)):
@@ -306,7 +307,7 @@ def _narrow(x: Shape, dim: int, start: int, length: int) -> OpSharding:
 @rule("gather", "x, index", "dim")
 def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``result[i][j] = x[index[i][j]][j]`` for dim 0. Where few elements are taken of x, it may be sharded along dim:
-    each rank takes what it has, and the results add up."""
+    each rank takes its own elements, and the results add up."""
     x, index = shapes
     if index is None:
         return None
@@ -315,7 +316,7 @@ def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
         own = ((None,) * len(x), (None,) * len(index))
         known = {len(x), len(index)} == {0, 1} or 0 in index  # without elements an index may have any shape
         return OpSharding(own, own[1:], (tuple(index),), terms=_LINEAR) if known else None
-    # Where the index is shorter, it takes the beginning of x: shards of the two would not lie side by side.
+    # Where the index is shorter, it takes the beginning of x: shards of the two would not match.
     labels = tuple(label if a == b else None for label, a, b in zip(named(x), x, index, strict=True))
     index_labels = tuple("t" if i == dim else label for i, label in enumerate(labels))
     return OpSharding(

@@ -60,10 +60,10 @@ def read_signature(text: str) -> Signature:
     repeatable=True,
 )
 def labelled(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """A function by its signature, such as `ni..,oi..,o->no..` of a convolution. `n` and `o` can be sharded, and `i`,
-    which the result lacks, gives partial sums, where terms follow a bar; a dot is a whole dimension. The letter `g`,
-    which the first operand has, is a dimension of groups of channels, which are not cut. Of `g` and of what is summed
-    every rank needs an element."""
+    """A function by its signature, such as `ni..,oi..,o->no..` of a convolution. `n` and `o` can be sharded. So can
+    `i`, which the result lacks: it gives partial sums, where terms follow a bar. A dot is a whole dimension. The letter
+    `g`, which the first operand has, is a dimension of groups of channels, which are not cut. Every rank needs an
+    element of `g` and of each summed dimension."""
     text, result_shapes, groups = static_args[:3]
     signature = read_signature(text)
     operands = tuple(

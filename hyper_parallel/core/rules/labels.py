@@ -62,7 +62,7 @@ def unary(before: Labels, after: Labels, shape: Sequence[int], results: int = 1,
         before, after: labels of the tensor, and of each result.
         shape: global shape of each result.
         results: how many there are.
-        more: what else `OpSharding` says.
+        more: further fields of `OpSharding`.
     """
     return OpSharding((before,), (after,) * results, (tuple(shape),) * results, **more)
 
@@ -74,7 +74,7 @@ def broadcast(
 
     Args:
         shapes: shape of each operand, None for one that is no tensor.
-        prefix: what the labels start with.
+        prefix: the first characters of the labels.
 
     Returns:
         The common shape, its labels, and the labels of each operand; a stretched dimension of size 1 has the label

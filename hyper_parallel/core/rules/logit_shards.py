@@ -1,8 +1,8 @@
-"""Heads that give this rank's part of the classes as a plain tensor, which a loss must not take for all of them.
+"""Heads that give this rank's part of the classes as a plain tensor. A loss must not take it for all classes.
 
 Plain logits do not say where they come from. They say how many classes they have and, where operations are recorded,
-what they were computed with: if a backward would not come to the weight with which the head was last called, they are
-not the head's. Where nothing is recorded, as in an evaluation, the number alone counts, as long as the head lives.
+which tensors they were computed with. If a backward would not reach the weight of the head's last call, they are not
+the head's. Where nothing is recorded, as in an evaluation, the number alone counts, as long as the head lives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PartOfClasses:
     Args:
         module: a column-parallel layer of 1-D ``mesh`` whose output is plain.
         mesh: its mesh.
-        what: what an error says of its output.
+        what: the text of an error about its output.
     """
 
     def __init__(self, module: Any, mesh: DeviceMesh, what: str) -> None:
@@ -75,7 +75,8 @@ def part_of_classes(module: Any) -> PartOfClasses | None:
 
 
 def remember_part_of_classes(module: Any, path: str, features: int, own: int, mesh: DeviceMesh) -> None:
-    """Remember a module whose plain output has ``own`` of its ``features``, and no layer beside it that takes these."""
+    """Remember a module whose plain output has ``own`` of its ``features``, with no layer next to it that takes
+    these."""
     what = (
         f"the logits have {own} classes, which is this rank's part of the {features} that {path!r} gives: its "
         f"ColwiseParallel shards them over {mesh}, and its output is plain. Give {path!r} "
@@ -87,7 +88,7 @@ def remember_part_of_classes(module: Any, path: str, features: int, own: int, me
 
 
 def refuse_part_of_classes(count: int, logits: Any = None) -> None:
-    """To be called where a loss takes plain logits of ``count`` classes; None where only their number is known.
+    """Refuse plain logits of ``count`` classes in a loss; None where only their number is known.
 
     Raises:
         ValueError: on each rank, when this is its part of the classes of a head.

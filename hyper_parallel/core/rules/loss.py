@@ -1,6 +1,6 @@
 """Classification losses. Samples and classes can be sharded; sharded classes are never gathered.
 
-`vocab_parallel` computes what sharded classes need; where each rank has all classes of its samples, the native
+`vocab_parallel` computes losses of sharded classes. Where each rank has all classes of its samples, the native
 operation does.
 """
 
@@ -18,7 +18,7 @@ from hyper_parallel.core.rules.vocab_parallel import vocab_parallel_of
 
 
 def class_dim(logits: tuple[int, ...]) -> int:
-    """Where the classes are: dimension 1, or 0 of a single sample."""
+    """The dimension of the classes: 1, or 0 of a single sample."""
     return min(1, len(logits) - 1)
 
 
@@ -90,7 +90,7 @@ def sharded_cross_entropy(
         platform: the platform of the tensors.
         operands: local logits, target, and class weights or None (or left out).
         static_args: reduction, ignore_index, label_smoothing, and the dtype of the result or None (or left out).
-        operand_layouts: layouts of the operands: classes are sharded alike, and so are samples.
+        operand_layouts: layouts of the operands: all shard classes in the same way, and so they do samples.
         dim: dimension of the classes; None: as the frameworks have it.
 
     Returns:

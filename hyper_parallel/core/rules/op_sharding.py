@@ -1,14 +1,13 @@
-"""How an operation may be sharded, said once for all meshes and placements.
+"""The possible shardings of an operation, said once for all meshes and placements.
 
-A rule looks at the global shapes and static arguments of one canonical operation and names the dimensions of operands
+A rule looks at the global shapes and static arguments of one canonical operation. It names the dimensions of operands
 and results with labels, as einsum does. Everything else follows and is worked out by `strategy`:
 
-* a label that a result has too can be sharded: every operand with the label is sharded there, an operand without it
-  is read replicated, and since each rank then computes a part of that operand's gradient only, through the view whose
-  backward reduces;
-* a label that no result has is contracted: sharding it makes the result partial (a sum, or what ``reduce`` says);
-* a dimension with the label ``None`` must be whole on every rank;
-* an operation that is a sum of products (``terms``) keeps a partial sum partial.
+* A label that a result has too can be sharded: every operand with the label is sharded there. An operand without it is
+  read replicated, through the view whose backward reduces: each rank computes a part of that operand's gradient only.
+* A label that no result has is contracted: sharding it makes the result partial (a sum, or as ``reduce`` says).
+* A dimension with the label ``None`` must be whole on every rank.
+* An operation that is a sum of products (``terms``) keeps a partial sum partial.
 
 Example, ``y = x @ w.T + b``::
 
@@ -60,14 +59,15 @@ class OpSharding:
             the local operation fails for none (a largest element).
         filled: labels of all results for which the local operation fails for no element, or has another gradient than
             the other ranks have. They may be sharded all the same: a rank without an element computes with one, and
-            drops what comes of it. See `filling`.
+            drops its results. See `filling`.
         units: (label, number) for a dimension that consists of that many units which must not be cut: it may be sharded
             over as many ranks as divide the number, or any number where all dimensions with the label have one size and
             are single units (the features of attention heads; groups of channels).
         unpack: (dim, sizes, result dim) for an operation that takes dimension ``dim`` of its only tensor operand, the
             first, apart: where that is packed in parts of these sizes, every result is sharded along ``result dim``.
         choices: (placements of the operands, placements of the results) for each way to run on one mesh dimension, in
-            place of labels or beside them; besides those on whole tensors. Rules that users write have these alone.
+            place of labels or in addition to them; the ways on whole tensors are there too. Rules that users write have
+            these alone.
     """
 
     operands: tuple[tuple[Label | None, ...] | None, ...]

@@ -1,8 +1,8 @@
-"""Indices into a dimension of which each rank has a part: it takes, or writes, what lies there.
+"""Indices into a dimension of which each rank has a part: it takes, or writes, the elements of that part.
 
-What is taken elsewhere counts as zero, so that what all ranks have adds up. What is written elsewhere goes to a
-spare row behind the part, which is dropped. Either way all ranks compute the same, and the shapes do not depend on the
-data.
+An element taken elsewhere counts as zero, so that the results of all ranks add up. An element written elsewhere goes to
+a spare row behind the part, which is dropped. Either way all ranks compute the same, and the shapes do not depend on
+the data.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hyper_parallel.core.rules.labels import Labels, Shape, replaced
 
 
 def whole_along(dims: Iterable[int]) -> Callable[[tuple], bool]:
-    """`OpSharding.native_if` of what takes from operand 0, or writes to it, along ``dims``: whether every rank has all
-    of these."""
+    """`OpSharding.native_if` of an operation that takes from operand 0, or writes to it, along ``dims``. It says
+    whether every rank has all of these dimensions."""
     dims = tuple(dims)
     return lambda layouts: not any(layouts[0].shard_mesh_dims(dim) for dim in dims)
 
@@ -40,7 +40,7 @@ class Taking:
     Attributes:
         dims: the dimension of x and the number of the tensor, for each.
         behind: how many dimensions the result has behind those of the index tensors.
-        signed: whether the native operation may refuse what counts from the end.
+        signed: whether the native operation may refuse indices that count from the end.
     """
 
     dims: tuple[tuple[int, int], ...]
@@ -56,7 +56,8 @@ class Taking:
         operand_layouts: tuple,
         result_layouts: tuple,
     ) -> Any:
-        """Take what lies in this rank's part, be it nothing: the result stays connected to x on every rank."""
+        """Take the elements in this rank's part, even if there are none: the result stays connected to x on every
+        rank."""
         x, *tensors = operands
         layout = operand_layouts[0]
         absent: Any = None
@@ -71,7 +72,7 @@ class Taking:
             places = platform.masked_fill(places, elsewhere, 0)
             if self.signed:
                 places = _either(platform, is_negative, places - size, places)
-            # What no rank has stays out of range: the native operation may refuse it.
+            # An index that no rank has stays out of range: the native operation may refuse it.
             tensors[number] = platform.masked_fill(places, unknown, size + 1)
             absent = elsewhere if absent is None else absent | elsewhere
         found = native((x, *tensors), static_args)
@@ -99,7 +100,8 @@ class Writing:
         operand_layouts: tuple,
         result_layouts: tuple,
     ) -> Any:
-        """Write what goes to this rank's part, be it nothing: the value stays part of the graph on every rank."""
+        """Write the elements of this rank's part, even if there are none: the value stays part of the graph on every
+        rank."""
         x, value, *tensors = operands
         layout, new = operand_layouts[0], x
         cut = [(dim, number) for dim, number in self.dims if layout.shard_mesh_dims(dim)]
@@ -116,7 +118,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class Cut:
-    """Local call that reads or writes what ints and slices select of a tensor, whose shards they may cut.
+    """Local call that reads or writes the elements that ints and slices select. These may cut the tensor's shards.
 
     Attributes:
         ranges: for each dimension of x the global indices that are taken.
@@ -130,8 +132,8 @@ class Cut:
 
     @staticmethod
     def of(index: tuple, x: Shape, labels: Labels) -> Cut | None:
-        """The index into x, of which ``labels`` are None for what is cut; None where nothing is, or a step is
-        negative."""
+        """The index into x, where ``labels`` are None for the dimensions that are cut. None where no dimension is cut,
+        or a step is negative."""
         dims = tuple(dim for dim, label in enumerate(labels) if label is None)
         if not dims:
             return None
@@ -161,7 +163,8 @@ class Cut:
         operand_layouts: tuple,
         result_layouts: tuple,
     ) -> Any:
-        """Write what lies in this rank's shard, be it nothing: the value stays part of the graph on every rank."""
+        """Write the elements of this rank's shard, even if there are none: the value stays part of the graph on every
+        rank."""
         x, value = operands[:2]
         layout = operand_layouts[0]
         if operand_layouts[1] is not None:
@@ -189,8 +192,8 @@ class Cut:
         operand_layouts: tuple,
         result_layouts: tuple,
     ) -> Any:
-        """``x[index]``, the same on all ranks that share what is cut: the sum of what each has, and zeros. In memory it
-        lies as the single device's view does."""
+        """``x[index]``, the same on all ranks that share the dimensions that are cut: the sum of the ranks' elements,
+        and zeros. In memory it has the order of the single device's view."""
         (x,), layout, result = operands, operand_layouts[0], result_layouts[0]
         strides = strides_of(x, layout)
         cut = [dim for dim in self.dims if layout.shard_mesh_dims(dim)]
@@ -217,7 +220,7 @@ class Cut:
             if kept in own:
                 first, last = (0, 1) if kept in without else own[kept]
                 y = _between_zeros(platform, y, at, first, len(self.ranges[kept]) - last)
-        if without:  # last: MindSpore loses gradients of gradients through views of what was computed
+        if without:  # last: MindSpore loses gradients of gradients through views of computed values
             y = platform.masked_fill(y, platform.zeros((1,) * result.ndim, y) == 0, 0)
         split = {mesh_dim for dim in cut for mesh_dim in layout.shard_mesh_dims(dim)}
         parts = (Partial() if mesh_dim in split else p for mesh_dim, p in enumerate(result.placements))
@@ -231,7 +234,7 @@ class Cut:
         return platform.with_strides(y, spaced_strides(result.shape, strides, result.local_shape), behind)
 
     def _own(self, layout: Layout, dim: int) -> tuple[int, int]:
-        """Return the range of the selected elements along a cut dimension that lies on this rank: from, to."""
+        """Return this rank's range of the selected elements along a cut dimension: from, to."""
         picked, start = self.ranges[dim], layout.local_offset[dim]
         first, last = (
             min(max(-(-(edge - picked.start) // picked.step), 0), len(picked))
@@ -240,7 +243,7 @@ class Cut:
         return first, last
 
     def _own_slice(self, layout: Layout, dim: int) -> tuple:
-        """The same as a slice of this rank's part of x."""
+        """Return the same range as a slice of this rank's part of x."""
         first, last = self._own(layout, dim)
         own = self.ranges[dim][first:last]
         begin = own.start - layout.local_offset[dim] if own else 0
@@ -273,5 +276,5 @@ def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, A
 
 
 def _either(platform: Any, where: Any, x: Any, y: Any) -> Any:
-    """Whole numbers ``x`` where that is true, else ``y``."""
+    """Select ``x`` where the mask ``where`` is true, else ``y``, of whole numbers."""
     return platform.masked_fill(y, where, 0) + platform.masked_fill(x, where == False, 0)  # noqa: E712

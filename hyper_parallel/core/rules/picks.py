@@ -1,11 +1,12 @@
 """Elements that ranks pick of their parts of a tensor, in the order in which one device picks them.
 
-How many elements are not zero, or True, only the data say. Each rank counts those of its part; once the counts are
-exchanged, every rank knows how many there are and where its own go. What was picked is then gathered, padded to the
-largest count, and nothing else: never the tensor itself.
+How many elements are not zero, or True, only the data say. Each rank counts those of its part. The counts are
+exchanged, so every rank knows how many there are and where its own go. The picked elements are then gathered, padded to
+the largest count, and nothing else: never the tensor itself.
 
-One device picks in row-major order. A part that is cut along a later dimension lies there in *segments*, one for each
-index of the dimensions before the last cut, so that many counts are exchanged: one where dimension 0 alone is sharded.
+One device picks in row-major order. A part that is cut along a later dimension then consists of *segments*. There is
+one for each index of the dimensions before the last cut. So many counts are exchanged: one where dimension 0 alone is
+sharded.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ if TYPE_CHECKING:
 
 
 class Picks:
-    """How many elements each rank picks of its part, and where they go; the same on all ranks but for what is its own.
+    """The number of elements that each rank picks of its part, and their places. All but the own count is the same on
+    all ranks.
 
     Args:
-        layout: of what is picked from. Only its shards count, one mesh dimension of more than one rank at least.
+        layout: of the tensor that elements are picked from. Only its shards count, one mesh dimension of more than one
+            rank at least.
         like: a local tensor on the device of the part.
         count: how many this rank picks, if that is known.
         mask: gives a local tensor that is True where an element is picked and broadcasts to the part. Asked where there
-            are segments, or no ``count``. None: what each rank picks stays together.
+            are segments, or no ``count``. None: the picked elements of each rank stay together.
 
     Attributes:
         total: how many all ranks pick.
@@ -86,7 +89,7 @@ class Picks:
 
     @property
     def own(self) -> np.ndarray:
-        """Where this rank's go among all, in the order in which this rank picks them."""
+        """The places of this rank's elements among all, in the order in which this rank picks them."""
         mine = slice(*self._edges[self._me : self._me + 2])
         return _runs(self._starts[mine], self._counts[mine])
 
@@ -94,7 +97,7 @@ class Picks:
         """Gather the picked elements of all ranks along dimension ``dim``, in the order of the whole tensor.
         Differentiable.
 
-        What is picked in segments is picked along dimension 0.
+        Elements picked in segments are picked along dimension 0.
         """
         platform = self._platform
         by_peer = self._by_peer.reshape([self._mesh.shape[d] for d in self._mesh_dims])
@@ -125,7 +128,7 @@ def _first_places(layout: Layout, coordinate: list[int], depth: int) -> np.ndarr
 
 
 def _counted(layout: Layout, mask: Callable[[], Any], depth: int, like: Any, platform: Any) -> Any:
-    """How many elements of each segment of this rank's part are picked."""
+    """The number of picked elements in each segment of this rank's part."""
     shape = tuple(layout.local_shape)
     segments = math.prod(shape[:depth])
     nothing = platform.places(np.zeros((segments,), np.int64), like)

@@ -1,12 +1,12 @@
-"""Random numbers on a mesh: every rank's generator is in the same state, and each draws what a single device draws.
+"""Random numbers on a mesh: every rank's generator is in the same state, and each draws the numbers of a single device.
 
-A sharded tensor takes its part of the numbers drawn for the whole tensor, so that initialisation and dropout do not
-depend on the number of ranks. This needs equal generator states over the mesh: `synchronize` sees to that once per
-mesh, before its first random operation, by giving every rank the state of the first one.
+A sharded tensor takes its part of the numbers drawn for the whole tensor. So initialisation and dropout do not depend
+on the number of ranks. This needs equal generator states over the mesh. `synchronize` ensures that once per mesh,
+before its first random operation. It gives every rank the state of the first one.
 
 After that a program may draw on one rank alone, and the other ranks cannot know it. So ranks that hold the same part of
-a tensor do not rely on their generators: they get what the first of them has drawn (`take_part`), and operations that
-draw inside their kernel start from its state (`run_alike`).
+a tensor do not rely on their generators. They get the numbers that the first of them has drawn (`take_part`).
+Operations that draw inside their kernel start from its state (`run_alike`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hyper_parallel.core.rules import counter
 from hyper_parallel.core.rules.batch_parts import BATCH_PART, Place, own_place, place_of, refuse_part
 
 _SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
-#: Meshes along which ranks compute the same with a tensor that is on another mesh beside them: under data parallelism
-#: a batch is shared by data-parallel ranks, and tensor-parallel ones have the same part of it.
+#: Meshes along which ranks compute the same with a tensor on another mesh outside of them: under data parallelism a
+#: batch is shared by data-parallel ranks, and tensor-parallel ones have the same part of it.
 BESIDE: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("hyper_parallel_meshes_beside", default=())
 
 
@@ -45,8 +45,8 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, parallel_rn
         parallel_rng: how tensors on the mesh and on its slices are drawn from now on. ``"single_device"``: each rank
             draws all numbers and keeps its part. ``"counter"``: each rank draws its part only, by a counter-based
             generator. The numbers are others than those of a single device, and depend neither on placements nor on the
-            number of ranks. Uniform and normal numbers and dropout of single elements are drawn so; what else draws
-            does it as ever.
+            number of ranks. Uniform and normal numbers and dropout of single elements are drawn so. Other random
+            operations draw as in ``"single_device"``.
 
     Raises:
         TypeError: when ``seed`` is not an int; for ``"counter"`` on a platform without such a generator.
@@ -69,7 +69,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, parallel_rn
 
 
 def synchronize(mesh: DeviceMesh) -> None:
-    """Give every rank of the mesh the generator state of its first rank; only the first call on a mesh does so. Inside
+    """Give every rank of the mesh the generator state of its first rank. Only the first call on a mesh does so. Inside
     `check_ranks` the others compare the states."""
     mesh = _and_beside(mesh)
     if mesh in _SYNCHRONIZED or mesh.get_coordinate() is None:
@@ -95,12 +95,12 @@ def share_draws(module: Any, mesh: DeviceMesh) -> None:
 
 
 def keep_states(members: Sequence[int] | None = None) -> None:
-    """The states that generators have now are those that ranks are to go on with, as after a checkpoint was loaded:
-    no mesh that is there is given the state of its first rank.
+    """Let ranks continue with the present states of their generators, as after a checkpoint was loaded. No existing
+    mesh is given the state of its first rank.
 
     Args:
         members: the ranks that call this; None is all of the world. Meshes with other ranks too are left as they are:
-            those would not know of it, and wait for the state that nobody sends.
+            those ranks would wait for a state that is never sent.
     """
     for mesh in MESHES.values():
         if members is None or set(mesh.ranks.flat) <= set(members):
@@ -126,16 +126,17 @@ def is_held_alike(layout: Layout) -> bool:
     return any(size > 1 and not p.is_shard() for size, p in zip(layout.mesh.shape, layout.placements, strict=True))
 
 
-def take_part(drawn: Any, layout: Layout, alike: bool = True, place: Place | None = None) -> Any:
+def take_part(drawn: Any, layout: Layout, shared: bool = True, place: Place | None = None) -> Any:
     """This rank's part of the plain tensor ``drawn`` for the whole tensor of ``layout``: a new tensor.
 
-    Ranks that hold the same part of the tensor, or summands of it, get what the first of them drew, by one broadcast
-    for each such mesh dimension; not where all are known to have drawn the same (``alike`` is false).
+    Ranks that hold the same part of the tensor, or summands of it, get the first one's numbers. That takes one
+    broadcast for each such mesh dimension. None is needed where all are known to have drawn the same (``shared`` is
+    false).
 
     Args:
         drawn: a plain tensor.
         layout: of the tensor.
-        alike: see above.
+        shared: see above.
         place: where the part lies in ``drawn``; None where that is the tensor of ``layout``.
     """
     mesh, platform = layout.mesh, layout.mesh.platform
@@ -145,7 +146,7 @@ def take_part(drawn: Any, layout: Layout, alike: bool = True, place: Place | Non
             parts = [platform.narrow(drawn, dim, start, length) for start, length in pieces]
             drawn = platform.cat(parts, dim) if len(parts) > 1 else parts[0]
     drawn = platform.clone(drawn)
-    if alike and mesh.get_coordinate() is not None and not platform.is_meta(drawn):
+    if shared and mesh.get_coordinate() is not None and not platform.is_meta(drawn):
         for mesh_dim, placement in enumerate(layout.placements):
             if not placement.is_shard():
                 drawn = broadcast(drawn, mesh, mesh_dim, 0)
@@ -156,12 +157,12 @@ def draw(
     fill: Callable[[Any], Any],
     x: Any,
     layout: Layout,
-    alike: bool = True,
+    shared: bool = True,
     by_counter: Callable[[Callable[..., Any]], Any] | None = None,
 ) -> Any:
     """See `platform.contract.Core.draw`."""
     platform, place = layout.mesh.platform, place_of(layout, "a draw")
-    if alike:
+    if shared:
         synchronize(layout.mesh)
         if by_counter is not None and counter.draws_by_counter(layout.mesh) and not platform.is_meta(x):
             return by_counter(
@@ -169,12 +170,12 @@ def draw(
                     kind, layout, platform.dtype_of(x) if dtype is None else dtype, place
                 )
             )
-    return take_part(fill(ones_like_whole(x, layout, place.shape)), layout, alike, place)
+    return take_part(fill(ones_like_whole(x, layout, place.shape)), layout, shared, place)
 
 
 def run_alike(run: Callable[[], Any], mesh: DeviceMesh, changed: Callable[[], bool], name: str) -> Any:
     """``run()``, the same local computation on every rank. Where it has drawn random numbers, ranks whose generators
-    were in another state than the first one's run it again from that state.
+    were in another state than the first one's run it again. They start from that state.
 
     Args:
         run: gives the result.
@@ -217,7 +218,7 @@ def of_first_rank(value: Any, mesh: DeviceMesh) -> Any:
 
 
 def check_generators(mesh: DeviceMesh) -> None:
-    """Compare the states of the generators of a mesh whose states were made the same; to be called when a check is on.
+    """Compare the states of the generators of a mesh whose states were made the same. Call it only while a check is on.
 
     Raises:
         RankMismatchError: on all ranks, when they differ.

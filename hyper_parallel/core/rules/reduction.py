@@ -1,8 +1,8 @@
 """Reductions over dimensions.
 
-Of these, `mean`, `amax`, `amin` and `vector_norm` are not the native operation on the locals where a reduced dimension
-is sharded: a mean of means is wrong for uneven shards, elements that tie share a gradient, and norms combine as the
-norm of the norms.
+Where a reduced dimension is sharded, `mean`, `amax`, `amin` and `vector_norm` are not the native operation on the
+locals. A mean of means is wrong for uneven shards. Elements that tie share a gradient. Norms combine as the norm of the
+norms.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def _extreme_of_part(
     operand_layouts: tuple,
     result_layouts: tuple,
 ) -> Any:
-    """The extreme value of this rank's elements, which `ReduceExtreme` compares with those of other ranks. Two things
-    are to be known of them besides: whether there is NaN among them, where a kernel does not say so itself; and how
-    many tie for the value, because all that do share the gradient evenly, whichever rank they are on."""
+    """The extreme value of this rank's elements, which `ReduceExtreme` compares with those of other ranks. Two more
+    facts are needed. One is whether there is NaN among them, where a kernel does not say so itself. The other is how
+    many tie for the value: all that do share the gradient evenly, whichever rank they are on."""
     (x,), y = operands, native(operands, static_args)
     if not platform.is_floating_point(x):
         return y
@@ -134,7 +134,7 @@ def reduce_whole(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("reduce_pair", static_args=_DIMS)
 def reduce_pair(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """As `reduce_whole`, with two results: values and indices, variance and mean."""
+    """Like `reduce_whole`, with two results: values and indices, variance and mean."""
     return _reduce_whole(shapes[0], static_args, results=2)
 
 
@@ -147,9 +147,9 @@ def _reduce_whole(x: tuple[int, ...], static_args: tuple, results: int) -> OpSha
 
 @rule("vector_norm", static_args=f"p, {_DIMS}")
 def vector_norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """The p-norm. For p = 0 and 1 the norms of the parts add up; otherwise the result is the norm of the norms of all
-    parts, which are gathered: nothing is raised to a power that the native operation would not raise, so nothing
-    overflows that would not on one device."""
+    """The p-norm. For p = 0 and 1 the norms of the parts add up. Otherwise the norms of all parts are gathered, and the
+    result is the norm of these. So no value overflows that would not on one device: the native operation raises the
+    same values to a power."""
     x, (p, dims, keepdim) = shapes[0], static_args[:3]
     if p in (0, 1):
         return _reduction(x, dims, keepdim, reduce="sum")

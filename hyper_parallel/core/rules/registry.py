@@ -32,13 +32,13 @@ class CanonicalOp:
             * ``"shared"``: in the memory of the first operand;
             * ``"viewable"``: there where the strides allow it, otherwise in new memory;
             * ``"contiguous"``: it is the first operand itself if that is contiguous, otherwise a copy;
-            * ``"ordered"``: in new memory, its dimensions in the order in which those of the operands lie;
+            * ``"ordered"``: in new memory, its dimensions in the order of those of the operands;
             * ``"fresh"``: in new memory, contiguous;
             * ``""``: in new memory, in an order that is not known.
         view_index: of a view: ``view_index(static_args, shape, result_shapes)`` gives the index (as `encode_index`
-            makes it) of each result in the first operand, of the given shape. Where the view had to move data, what is
-            written to it is written there. ``(...,)`` if the result has all elements, maybe in another shape. None
-            where these static arguments give no view. Views without this function cannot be written to after moving.
+            makes it) of each result in the first operand, of the given shape. Where the view had to move data, a write
+            to it is written there. ``(...,)`` if the result has all elements, maybe in another shape. None where these
+            static arguments give no view. Views without this function cannot be written to after moving.
         view_strides: of a view whose strides do not follow from `view_index`: ``view_strides(static_args, shape,
             strides, result_shape)`` gives those of the result, from shape and strides of the first operand; None where
             the result has to be a copy.
@@ -58,7 +58,7 @@ class CanonicalOp:
 
     @property
     def may_give_view(self) -> bool:
-        """Whether the result may lie in the memory of the first operand."""
+        """Whether the result may share the memory of the first operand."""
         return self.memory in ("shared", "viewable", "contiguous")
 
 

@@ -1,7 +1,7 @@
 """Writing or adding elements at places that index tensors name, into a copy; and taking them out by flat index.
 
-Dimensions along which an index runs are whole, but for what square brackets write. What is *added* may be sharded along
-the index: each rank adds its share, and the result is a partial sum.
+Dimensions along which an index runs are whole, except in writes by square brackets. An *added* source may be sharded
+along the index: each rank adds its share, and the result is a partial sum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.own_part import Writing, whole_along
 from hyper_parallel.core.rules.registry import rule
 
-#: How what is written goes together with what is there -> operands 0 and 2 as terms.
+#: How written elements combine with the old ones -> operands 0 and 2 as terms.
 _TERMS = {"add": ((0,), (2,)), "replace": ((0,), (2,))}
 _STATICS = "dim, `add`, `replace` or another word"
 
@@ -37,7 +37,7 @@ def _written(shapes: tuple, labels: Labels, index: Labels, source: Labels | None
 @rule("scatter", "x, index, source or None", _STATICS)
 def scatter(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index[i][j]][j] = source[i][j]`` for dim 0, or added. Where the index is shorter than x or the source, it
-    goes with their beginnings, and shards would not lie side by side."""
+    goes with their beginnings. Then shards would not match."""
     x, index, source = (*shapes, None)[:3]
     dim, how = static_args[:2]
     dim = axis(dim, len(x))

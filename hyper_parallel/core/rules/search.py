@@ -19,8 +19,8 @@ def by_table(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 @rule("searchsorted", "sorted sequences, values, sorters")
 def searchsorted(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """The place of each value in its sequence, which must be whole. One sequence serves all values; several lie in the
-    last dimension, and each serves the values that lie beside it."""
+    """The place of each value in its sequence, which must be whole. One sequence serves all values. Several sequences
+    are in the last dimension, and each serves the values at the same leading index."""
     sequences, values = shapes[:2]
     count = len(sequences) - 1
     if values is None or (count and (count != len(values) - 1 or sequences[:-1] != values[:-1])):
@@ -32,7 +32,7 @@ def searchsorted(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 @rule("count", "x, weights or None", "number of bins", memory="fresh")
 def count(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """How many elements of x, or how much weight, fall in each bin: those of the shards add up."""
+    """The number of elements of x, or their weight, in each bin: the results of the shards add up."""
     x, weights = (*shapes, None)[:2]
     labels = named(x)
     if weights is not None and tuple(weights) != tuple(x):

@@ -1,7 +1,7 @@
 """Elements that the data choose: those at a mask, those that are not zero, those that differ.
 
-Each rank looks at its part, however it is sharded. How much all of them find is known once they have exchanged how much
-each finds; then that alone is gathered, and every rank has the result. See `operations.picks`.
+Each rank looks at its part, however it is sharded. The total is known once the ranks have exchanged how many each
+finds. Then the found elements alone are gathered, and every rank has the result. See `operations.picks`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hyper_parallel.core.rules.registry import rule
 
 
 def _common(layouts: tuple, operands: tuple, labels: Labels, shape: tuple[int, ...]) -> Layout:
-    """The layout of what has ``labels`` and ``shape``, if operands of these labels lie so."""
+    """The layout of a tensor with ``labels`` and ``shape``, if operands of these labels have the ``layouts``."""
     mesh = next(layout.mesh for layout in layouts if layout is not None)
     placements: list[Placement] = [Replicate()] * mesh.ndim
     for layout, own in zip(layouts, operands, strict=True):
@@ -35,10 +35,10 @@ def _is_cut(layout: Layout) -> bool:
 
 
 def _by_mask(shape: tuple, labels: Labels, operands: tuple, results: Labels, sizes: tuple) -> OpSharding:
-    """The answer for what takes the elements, or rows, of operand 0 at a mask, operand 1.
+    """The answer for an operation that takes the elements, or rows, of operand 0 at a mask, operand 1.
 
     Args:
-        shape, labels: of what the elements are taken from: both operands, broadcast.
+        shape, labels: of the tensor that the elements are taken from: both operands, broadcast.
         operands: labels of the operands.
         results: of the result.
         sizes: of the result, None for the first.
@@ -85,8 +85,8 @@ def rows_at_mask(shapes: tuple) -> OpSharding | None:
 
 @rule("masked_scatter", "x, mask, source")
 def masked_scatter(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """Copies of x and the mask, broadcast, with the elements of the source in a row at the places of the mask. Each
-    rank takes its part of the source, which it has whole, behind what the ranks before it take."""
+    """A copy of x with the elements of the source, in a row, at the places of the mask. x and the mask are broadcast.
+    Each rank, which has the whole source, takes its part of it, behind the parts of the ranks before."""
     x, mask, source = shapes
     together = broadcast((x, mask))
     if together is None:
@@ -137,10 +137,10 @@ def nonzero(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 
 def _differing(x: tuple, labels: Labels, static_args: tuple) -> OpSharding:
-    """The answer for what gives the elements (or slices along a dimension) that differ; if asked, for each element its
-    place among them; and how often each occurs.
+    """The answer for operations that give the elements (or slices along a dimension) that differ. If asked, they also
+    give for each element its place among them, and how often each occurs.
 
-    What ranks find is looked through once more: elements that are the first of their kind on several ranks.
+    The elements that ranks find are compared once more: some are the first of their kind on several ranks.
     """
     dim, with_places, with_counts = static_args[:3]
     along = 0 if dim is None else axis(dim, len(x))

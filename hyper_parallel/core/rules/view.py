@@ -39,9 +39,9 @@ def _local_shape(static_args: tuple, operand_layouts: tuple, result_layouts: tup
 @rule("reshape", static_args=_SHAPE, memory="viewable", **_RESHAPED)
 def reshape(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The same elements in another shape. Dimensions fall into groups with the same number of elements before and
-    after, ``(4, 8, 6) -> (32, 2, 3)`` into ``4, 8 -> 32`` and ``6 -> 2, 3``. Sharding the outermost dimension of a
-    group cuts it into contiguous pieces on both sides, if the number of shards divides both sizes; the other dimensions
-    of a group must be whole."""
+    after. For example, ``(4, 8, 6) -> (32, 2, 3)`` falls into ``4, 8 -> 32`` and ``6 -> 2, 3``. Sharding the outermost
+    dimension of a group cuts it into contiguous pieces on both sides. For that, the number of shards must divide both
+    sizes. The other dimensions of a group must be whole."""
     x = shapes[0]
     shape = _filled(static_args[0], math.prod(x))
     if shape is None or math.prod(shape) != math.prod(x):
@@ -59,7 +59,7 @@ def reshape(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def _filled(shape: tuple[int, ...], count: int) -> tuple[int, ...] | None:
-    """``shape`` with its -1 replaced by what is left of ``count`` elements."""
+    """``shape`` with its -1 replaced by the number that gives ``count`` elements."""
     if -1 not in shape:
         return tuple(shape)
     known = -math.prod(shape)
@@ -79,7 +79,7 @@ def _same_leading(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int,
 
 
 def _outermost_pairs(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The outermost dimensions, before and after, of each group. Dimensions of size 1 belong to none, but those in
+    """The outermost dimensions, before and after, of each group. Dimensions of size 1 belong to no group. Those in
     front that stay, as of a batch of one sample, keep their meaning."""
     before = [i for i, size in enumerate(x) if size != 1]
     after = [j for j, size in enumerate(shape) if size != 1]
@@ -122,8 +122,8 @@ def expand(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("squeeze", static_args="dims (tuple or None)", memory="shared", **_RESHAPED)
 def squeeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Drop dimensions of size 1. The local call gets them as a tuple, possibly an empty one, because a shard of a
-    larger dimension may happen to have size 1."""
+    """Drop dimensions of size 1. The local call gets them as a tuple, possibly an empty one: a shard of a larger
+    dimension may happen to have size 1."""
     x, dims = shapes[0], static_args[0]
     if isinstance(dims, int):
         dims = (dims,)
@@ -173,8 +173,9 @@ def repeat_interleave(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("pad", static_args="(before, after) for each dim, mode or nothing for `constant`")
 def pad(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Elements added (or, if negative, cut off) before and after; such dimensions must be whole. What is added may be
-    a constant, which is no partial sum: not linear. Where it is a copy of what is there, something must be."""
+    """Elements added (or, if negative, cut off) before and after; such dimensions must be whole. The added elements may
+    be a constant, which is no partial sum: not linear. Where they are copies of existing elements, there must be
+    some."""
     x, pads = shapes[0], static_args[0]
     copies = len(static_args) > 1 and static_args[1] != "constant"
     if len(pads) != len(x):
@@ -220,7 +221,7 @@ def _strides_of_pairs(static_args: tuple, shape: Shape, strides: Strides, result
 
 @rule("complex_pairs", repeatable=True, memory="shared", view_strides=_strides_of_pairs)
 def complex_pairs(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """Pairs of real numbers, which lie in the last dimension, as complex ones."""
+    """Pairs of real numbers, in the last dimension, as complex ones."""
     x = shapes[0]
     if not x or x[-1] != 2:
         return None

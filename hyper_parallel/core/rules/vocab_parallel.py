@@ -1,9 +1,8 @@
 """Cross entropy over sharded classes: the logits are never gathered.
 
-Written by hand, as in Megatron: what all ranks need of the logits of a sample is their largest one, the sum of their
-exponentials and the logit of the target. Three numbers for each sample, in two all-reduces, because all sums travel
-together. Backward needs nothing else. It is made of functions like these and of steps of `transitions`, so gradients of
-gradients are right.
+Written by hand, as in Megatron. For each sample, all ranks need its largest logit, the sum of the exponentials and the
+logit of the target. Three numbers for each sample, in two all-reduces, because all sums travel together. Backward needs
+nothing else. It is made of functions like these and of steps of `transitions`, so gradients of gradients are right.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
@@ -23,8 +22,9 @@ from hyper_parallel.platform.contract.autograd import named
 
 @dataclass(frozen=True)
 class ClassStatistics:
-    """Cross entropy of each sample, and what its gradient needs. Plain tensors, with a class dimension of size 1; all
-    but the first two are the same on all ranks that share the classes.
+    """Cross entropy of each sample, and the statistics for its gradient. All are plain tensors, with a class dimension
+    of size
+    1. All but the first two are the same on all ranks that share the classes.
 
     Attributes:
         rows: the targets as indices into this rank's classes, 0 for those of other ranks.
@@ -34,7 +34,7 @@ class ClassStatistics:
         loss: of each sample.
         kept: 1 for a sample that counts, 0 for an ignored one, not a number for a target that is no class.
         weights: the class weight of the target, 0 for an ignored one.
-        whole: what the probabilities are multiplied with in the gradient.
+        whole: the factor of the probabilities in the gradient.
     """
 
     rows: Any
@@ -118,8 +118,8 @@ class VocabParallel(ClassSoftmax):
         return (loss if classes.size else self._noting(loss, logits)).reshape(shape)
 
     def nll(self, x: Any, target: Any, weight: Any, classes: Classes, ignore_index: int) -> tuple[Any, Any]:
-        """This rank's part of the negative log-likelihood of each sample, and of the weights that a mean divides by:
-        both are to be summed over the ranks that share the classes (see `summed`), the weights only when there is a
+        """This rank's part of the negative log-likelihood of each sample, and of the weights that a mean divides by.
+        Both are to be summed over the ranks that share the classes (see `summed`). The weights are only with a
         ``weight``. Arguments and errors are those of `cross_entropy`, with log-probabilities for ``x``."""
         platform, shape = self.platform, self.platform.shape_of(target)
         if not classes.sample_count:
@@ -191,7 +191,8 @@ class VocabParallel(ClassSoftmax):
         return self.platform.unsqueeze(ignored, classes.dim), self.platform.unsqueeze(wrong, classes.dim)
 
     def _looks(self) -> bool:
-        """Whether to read values: it makes the host wait for an accelerator, where the loss tells instead."""
+        """Whether to read values. That makes the host wait for an accelerator; there, the loss is not a number
+        instead."""
         return self.platform.device_type == "cpu"
 
     def _rows(self, target: Any, classes: Classes) -> tuple[Any, Any]:
@@ -271,7 +272,7 @@ class VocabParallel(ClassSoftmax):
         return self.platform.to_dtype((p * mass - soft) * g, x.dtype)
 
     def _composed(self, x: Any, target: Any, weight: Any, classes: Classes, smoothing: float) -> Any:
-        """By way of log_softmax, for gradients with respect to target and weight."""
+        """Compute the loss by way of log_softmax, for gradients with respect to target and weight."""
         log_probabilities = self.log_softmax(x, classes)
         soft = self._soft_target(target, weight, log_probabilities, classes, smoothing)
         return self.summed(-self.platform.sum_along(log_probabilities * soft, classes.dim), classes)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _public() -> list[str]:
-    """The public names that have their home here."""
+    """The public names that this package defines."""
     return [name for name, home in HOME_OF.items() if home.startswith(__name__)]
 
 

@@ -61,7 +61,7 @@ def vocab_parallel_cross_entropy(
         with ``"none"`` of the shape of the samples.
 
     Raises:
-        TypeError: for a DTensor (use the framework's cross entropy), or what is no tensor.
+        TypeError: for a DTensor (use the framework's cross entropy), or an object that is no tensor.
         ValueError: for a mesh with several dimensions, an unknown reduction, ``label_smoothing`` out of range, shapes
             that do not fit, class weights that need a gradient with targets that are classes.
         IndexError: for a target that is no class, on CPU; on other devices, where looking would make the host wait,

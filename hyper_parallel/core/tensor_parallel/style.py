@@ -1,7 +1,8 @@
 """The styles of a parallelisation plan. Mirrors ``torch.distributed.tensor.parallel.style``.
 
-Every style does the same three things: it distributes the module's parameters, brings the inputs to the layout that the
-module needs, and its outputs to the layout that the plan asks for. `ModuleStyle` does them from a style's data.
+Every style does the same three things. It distributes the module's parameters. It brings the inputs to the layout that
+the module needs. It brings the outputs to the layout that the plan asks for. `ModuleStyle` does them from a style's
+data.
 """
 
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, ParallelStyle

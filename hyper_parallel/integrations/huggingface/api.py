@@ -31,9 +31,9 @@ def parallelize_model(
     """Tensor-parallelise a transformers model in place, by the plan that it brings along.
 
     The model keeps its class, its methods (``generate``, ``gradient_checkpointing_enable``) and the keys of its state
-    dict. Inputs, outputs and caches are plain tensors, the same on every rank, but for the key and value heads in a
-    cache, of which each rank holds its own. Parameters that the plan does not name stay plain and are the same on every
-    rank. So must random numbers be: the first model on a mesh gives all its ranks the generator state of the first.
+    dict. Inputs, outputs and caches are plain tensors, the same on every rank. Only of the key and value heads in a
+    cache, each rank holds its own. Parameters that the plan does not name stay plain and are the same on every rank. So
+    must random numbers be: the first model on a mesh gives all its ranks the generator state of the first.
 
     Args:
         model: a ``transformers.PreTrainedModel`` on a torch backend, of an architecture with a tensor-parallel plan
@@ -41,11 +41,11 @@ def parallelize_model(
             sharded with the layers that they adapt; a ``PeftModel`` is taken too.
         device_mesh: 1-D mesh; None is the one entered with ``with mesh:``.
         plan: changes to the model's plan: names of modules or parameters, with ``*`` for a layer's number, to a style
-            or its name; None takes out what is named so.
+            or its name; None takes out the named style.
         gather_logits: whether the logits are plain and whole on every rank. Otherwise they are DTensors sharded over
             the vocabulary, for a loss inside of `hyper_parallel.loss_parallel`.
-        gather_heads: what happens where the ranks cannot share the attention heads evenly: True computes such
-            attention in whole on every rank, with projections that are sharded still; False is an error.
+        gather_heads: for attention heads that the ranks cannot share evenly: True computes such attention in whole on
+            every rank, with projections that are sharded still; False is an error.
         expert_parallel: whether each rank has some of the experts in whole, by the model's own plan for that
             (``model.ep_plan``); else a part of every expert.
         src_data_rank: rank of the mesh whose parameters count, those that stay plain included. None takes each rank's
@@ -55,7 +55,7 @@ def parallelize_model(
         ``model``.
 
     Raises:
-        TypeError: for what is no transformers model, and one that is quantised. ValueError: for a model without a
+        TypeError: for a model that is not of transformers, and one that is quantised. ValueError: for a model without a
             plan, a style that is not known here, heads or experts that the ranks cannot share, adapters that are not
             known to be right, a key of ``plan`` that names nothing, and all that `parallelize_module` refuses. Nothing
             has been changed then.
@@ -100,8 +100,8 @@ def parallelize_model(
 
 
 def _refuse_quantised(modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Raise TypeError for weights that are integers with scales beside them: a part of them is not a part of the
-    matrix, and kernels of their own compute with them."""
+    """Raise TypeError for weights that are integers with scales next to them. A part of them is not a part of the
+    matrix, and special kernels compute with them."""
     platform = mesh.platform
     for path, module in modules.items():
         for name, parameter in platform.named_parameters(module):
@@ -116,7 +116,7 @@ def _refuse_quantised(modules: dict[str, Any], mesh: DeviceMesh) -> None:
 
 
 def _settle_rest(modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Bring what stays plain to this rank's device."""
+    """Bring the tensors that stay plain to this rank's device."""
     platform = mesh.platform
     for module in modules.values():
         for _, parameter in platform.named_parameters(module):

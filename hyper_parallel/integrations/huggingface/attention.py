@@ -25,7 +25,7 @@ _SPLIT = "split_size"
 def fit_heads(
     styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh, *, gather_heads: bool
 ) -> list[tuple[Any, str, int]]:
-    """Change the styles of attention projections to what the number of heads allows.
+    """Change the styles of attention projections such that they fit the number of heads.
 
     Args:
         styles: by path; changed in place.
@@ -90,16 +90,16 @@ def _projections(
 
 
 def _own_sizes(module: Any, attention: Attention, ranks: int) -> list[tuple[Any, str, int]]:
-    """The numbers of heads that the module itself holds: code such as OPT's views features as that many heads and lets
-    the length of the sequence follow, so that a number for all ranks would give wrong results without an error."""
+    """The numbers of heads that the module itself holds. Code such as OPT's views features as that many heads, and lets
+    the length of the sequence follow. So a number for all ranks would give wrong results without an error."""
     numbers = dict((attention.key_value_heads, attention.heads))
     return [(module, name, max(number // ranks, 1)) for name, number in numbers.items() if name in vars(module)]
 
 
 def _gather(path: str, styles: dict[str, ParallelStyle]) -> None:
-    """Gather what the projections below ``path`` give, so that attention between them is that of a single device.
+    """Gather the outputs of the projections below ``path``, so that attention between them is that of a single device.
 
-    The projection by rows stands beside them or, as in BERT, in a module beside theirs.
+    The projection by rows is in the same module or, as in BERT, in a module next to it.
     """
     rows = [below for below, style in styles.items() if below and isinstance(style, RowwiseParallel)]
     beside = [below for below in rows if below.rpartition(".")[0] == path]

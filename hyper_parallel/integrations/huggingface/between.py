@@ -18,11 +18,11 @@ __all__ = ["fit_between"]
 
 
 def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """See to the gradients of what is computed between a projection by columns and one by rows.
+    """Complete the gradients of modules between a projection by columns and one by rows.
 
-    A module there whose parameters are single numbers gets a style that reduces their gradients, of which each rank
-    computes a part. In attention modules, norms inside heads are seen to by `parallelize_module`; linear layers there
-    read the hidden states, which are whole.
+    A module there whose parameters are single numbers gets a style that reduces their gradients. Each rank computes a
+    part of these. In attention modules, `parallelize_module` handles norms inside heads. Linear layers there read the
+    hidden states, which are whole.
 
     Args:
         model: whose modules they are.

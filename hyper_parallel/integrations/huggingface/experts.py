@@ -17,16 +17,17 @@ __all__ = ["ExpertsParallel", "IdentityExpertsParallel", "WholeExpertsParallel"]
 class ExpertsParallel(ModuleStyle):
     """Run experts whose weights are sharded inside each expert: every rank computes a summand of the output.
 
-    Forward is the module's own, on this rank's part of the weights and on plain inputs, so that it may do what no
-    sharding rule describes: choose tokens by the router's indices, call a grouped kernel. One all-reduce in forward,
-    one in backward for each input that needs a gradient.
+    Forward is the module's own, on this rank's part of the weights and on plain inputs. So it may do things that no
+    sharding rule describes. Examples are choosing tokens by the router's indices, and calling a grouped kernel. One
+    all-reduce in forward, one in backward for each input that needs a gradient.
 
     Args:
         placements: placement of each parameter of the module, by name; all must be sharded such that the module's
             output is a sum over the ranks, as gate and up by columns and down by rows.
 
     Raises:
-        ValueError: when applied, for a module with further parameters: what every rank adds would count several times.
+        ValueError: when applied, for a module with further parameters: a summand of every rank would count several
+            times.
 
     Source: ``MoeExpertsParallel`` and ``AllReduceParallel`` of Hugging Face transformers.
     """
@@ -61,7 +62,7 @@ class ExpertsParallel(ModuleStyle):
 
 
 class _Connected:
-    """Mixed into a module's class: without a token for its experts, a rank takes part in backward as the others do."""
+    """Mixin of a module's class: without a token for its experts, a rank takes part in backward as the others do."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the class below, whose output depends on inputs and parameters always."""
@@ -78,7 +79,7 @@ class WholeExpertsParallel(ExpertsParallel):
     """Give each rank some of the experts in whole: it computes their part of the output for all tokens.
 
     The tokens are the same on every rank, so none is sent: the routes to experts of other ranks are masked, and one
-    all-reduce adds what the ranks' experts give. In backward, one for each input that needs a gradient.
+    all-reduce adds the outputs of the ranks' experts. In backward, one for each input that needs a gradient.
 
     Args:
         placements: placement of each parameter of the module, by name: all ``Shard(0)``.
@@ -140,7 +141,7 @@ def _is_index(x: Any, mesh: DeviceMesh) -> bool:
 
 
 class IdentityExpertsParallel(ModuleStyle):
-    """For experts that give what they are given, inside of others whose outputs the ranks add: each gives its share.
+    """The style of experts that return their input, inside of others whose outputs the ranks add: each gives its share.
 
     Source: ``MoeIdentityParallel`` of Hugging Face transformers.
     """

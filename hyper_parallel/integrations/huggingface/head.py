@@ -41,7 +41,8 @@ def fit_head(
 def _complete_ties(
     head: str | None, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh
 ) -> None:
-    """Where the plan shards one of the embeddings and the head that share a weight, shard the others."""
+    """Complete the styles of an embedding and a head that share a weight: where the plan shards one, the other is
+    sharded too."""
     platform = mesh.platform
     holders: dict[int, list[str]] = {}
     for path, module in modules.items():

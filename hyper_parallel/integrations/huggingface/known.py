@@ -41,8 +41,8 @@ def _opt(config: Any) -> NamedPlan:
 
 
 def _falcon(config: Any) -> NamedPlan:
-    # One key and value head beside all query heads, or slopes that the model makes for all heads: no rank can compute
-    # with a part of them in the model's own code.
+    # One key and value head for all query heads, or slopes that the model makes for all heads: no rank can compute with
+    # a part of them in the model's own code.
     shared = (config.multi_query and not config.new_decoder_architecture) or config.alibi
     return {
         "word_embeddings": "embedding_rowwise",
@@ -86,7 +86,7 @@ _PLANS: dict[str, tuple[Callable[[Any], NamedPlan], str]] = {
     "t5": (_t5, "lm_head"),
 }
 
-#: Modules that stand beside projections of features that are sharded, and read and give whole features.
+#: Modules next to projections of features that are sharded, which read and give whole features.
 _WHOLE = {"opt": re.compile(r"(.*\.)?layers\.\d+\.(self_attn|final)_layer_norm")}
 
 

@@ -15,9 +15,9 @@ __all__ = ["LatentKeyParallel"]
 class LatentKeyParallel(ParallelStyle):
     """Reduce the gradient of the rotary part of a latent key, which all heads read.
 
-    The projection stays whole on every rank. Of its output, the latent goes into a projection by columns, whose input's
-    gradient is reduced there; the last features go to this rank's heads as they are, so that each rank computes a part
-    of their gradient: one all-reduce in backward.
+    The projection stays whole on every rank. Of its output, the latent goes into a projection by columns, where the
+    gradient of its input is reduced. The last features go to this rank's heads as they are. So each rank computes a
+    part of their gradient: one all-reduce in backward.
 
     Args:
         features: number of the last features.

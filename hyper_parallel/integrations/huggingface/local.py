@@ -16,14 +16,14 @@ __all__ = ["LocalParametersParallel", "read_local_parameters"]
 class LocalParametersParallel(ModuleStyle):
     """Shard parameters that a module itself holds; its forward, inputs and outputs stay as they are.
 
-    For what stands where features are sharded: one number for each attention head. Modules below have styles of their
-    own, or none.
+    For parameters between sharded features: one number for each attention head. Modules below have styles of their own,
+    or none.
 
     Args:
         placements: placement of each parameter that the module holds, by name.
 
     Raises:
-        ValueError: when applied, for a parameter that is not named: it would be read beside parts of others, and its
+        ValueError: when applied, for a parameter that is not named: it would be read with parts of others, and its
             gradient would be a part on every rank.
 
     Source: ``LocalParamsParallel`` of Hugging Face transformers.
@@ -51,8 +51,8 @@ class LocalParametersParallel(ModuleStyle):
 
 
 def read_local_parameters(module: Any, *mixins: type) -> None:
-    """Let the forward of a module, and those of ``mixins`` above it, see this rank's part of each parameter that the
-    module itself holds.
+    """Let the forward of a module see this rank's part of each parameter that the module itself holds. The forwards of
+    ``mixins`` above it see it too.
 
     By a class of its own, not a new forward on the object: a copy of the object must run on its own parameters.
     """
@@ -61,7 +61,7 @@ def read_local_parameters(module: Any, *mixins: type) -> None:
 
 
 class _LocalParameters:
-    """Mixed into a module's class: forward sees this rank's part of each parameter as a plain tensor."""
+    """Mixin of a module's class: forward sees this rank's part of each parameter as a plain tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the class below."""

@@ -1,10 +1,10 @@
 """Low-rank adapters (LoRA) of the peft library on layers that a plan shards.
 
-A layer of peft holds the layer that it adapts, ``base_layer``, and adds ``B(A(dropout(x))) * scaling`` to what that
-gives. What is sharded of A and B follows from the style of the base layer, so that both are sharded alike:
+A layer of peft holds the layer that it adapts, ``base_layer``, and adds ``B(A(dropout(x))) * scaling`` to its output.
+The sharded part of A and B follows from the style of the base layer:
 
-* by columns: A stays whole and reads ``x``, which is whole; B is sharded by columns, as the base layer is;
-* by rows: A is sharded by rows, as the base layer is, and its few features are all-reduced; B stays whole.
+* By columns: A stays whole and reads ``x``, which is whole. B is sharded by columns, as the base layer is.
+* By rows: A is sharded by rows, as the base layer is, and its few features are all-reduced. B stays whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["adapted_model", "parallelize_adapters", "place_adapters", "without_a
 
 
 class _DropoutParallel(ModuleStyle):
-    """Dropout of features that are sharded: drops what a single device drops."""
+    """Dropout of features that are sharded: drops the same elements as a single device."""
 
     input_layouts = output_layouts = (Shard(-1),)
 
@@ -36,7 +36,7 @@ def parallelize_adapters(model: Any, device_mesh: DeviceMesh | None = None, *, s
     Not needed for adapters that were there before: `parallelize_model` shards them.
 
     Args:
-        model: what peft gives for a parallelised model, or the model with adapters in it.
+        model: the result of peft for a parallelised model, or the model with adapters in it.
         device_mesh: the mesh of `parallelize_model`.
         src_data_rank: rank of the mesh whose adapters count; peft draws them on each rank. None takes each rank's own.
 
@@ -131,7 +131,7 @@ def place_adapters(styles: dict[str, ParallelStyle], modules: dict[str, Any], me
 
 
 def _styles_of_adapters(path: str, module: Any, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """By path, from the style of the base layer of the ``module`` at ``path``."""
+    """Styles of the adapters by path, from the style of the base layer of the ``module`` at ``path``."""
     found: dict[str, ParallelStyle] = {}
     for name in module.lora_A:
         if isinstance(style, ColwiseParallel):
@@ -173,11 +173,11 @@ def _check(path: str, module: Any, style: ParallelStyle) -> None:
     kind = type(module).__name__
     take_out = f"leave {path!r} out of target_modules, or take it out of the plan with plan={{{path!r}: None}}"
     if len(getattr(module, "lora_embedding_A", ())) and _gives_whole(style):
-        return  # each rank computes the adapter in whole, and adds it to what is whole
+        return  # each rank computes the adapter in whole, and adds it to a whole output
     if not len(getattr(module, "lora_A", ())) or not hasattr(module, "lora_B"):
         raise ValueError(
-            f"the plan shards {path!r}, whose adapter ({kind}) is none of LoRA on a linear layer: what of it "
-            f"would have to be sharded is not known; {take_out}"
+            f"the plan shards {path!r}, whose adapter ({kind}) is not LoRA on a linear layer: the part of it to "
+            f"shard is unknown; {take_out}"
         )
     for variant in ("lora_magnitude_vector", "lora_variant"):
         if len(getattr(module, variant, ())):

@@ -42,7 +42,7 @@ _HOLDERS: dict[str, Callable[[dict[str, Placement]], ParallelStyle]] = {
     "ep_dispatch_experts": WholeExpertsParallel,
     "local_params": LocalParametersParallel,
 }
-#: What no other model has.
+#: Style names that no other model has.
 _FURTHER = ("mla_kv_a_proj", "moe_identity_expert")
 
 
@@ -58,7 +58,7 @@ def named_plan(
     *,
     expert_parallel: bool = False,
 ) -> NamedPlan:
-    """The model's plan, with the changes of the user; what these take out of a larger entry is in it still.
+    """The model's plan, with the changes of the user. A part that these take out of a larger entry is in it still.
 
     Args:
         model: of transformers.
@@ -158,8 +158,8 @@ def _style(
     name: str, key: str, path: str, modules: dict[str, Any], platform: Platform, *, by_author: bool
 ) -> ParallelStyle:
     """The style of a name, for the module at ``path``. Where the author of a model calls a projection ``"colwise"``,
-    consecutive features belong together, also where it is several in one: GPT-NeoX has query, key and value alternate
-    head by head."""
+    consecutive features belong together. This holds even where it is several in one: GPT-NeoX has query, key and value
+    alternate head by head."""
     if name == "mla_kv_a_proj":
         return _latent_key(modules[path.rpartition(".")[0]], path)
     if name == "moe_identity_expert":

@@ -18,7 +18,8 @@ Tensors = dict[str, StoredTensor]
 
 
 def arrangement(model: Any) -> Callable[[Tensors], Tensors] | None:
-    """From the tensors in files, by name, to those of ``model``. None where transformers has no such table."""
+    """The function from the tensors in files, by name, to those of ``model``. None where transformers has no such
+    table."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key

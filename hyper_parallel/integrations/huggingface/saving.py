@@ -52,9 +52,8 @@ def load_pretrained(
     """`hyper_parallel.checkpoint.load_pretrained` for models of transformers, which have buffers besides that no file
     has, such as frequencies of rotary embeddings: where they are on meta, the model computes them.
 
-    Names in the files are translated as ``from_pretrained`` does, by transformers' own table, and matrices of experts
-    that are tensors of their own there are read into the parameter that they are in the model: of each, what this rank
-    holds.
+    Names in the files are translated as ``from_pretrained`` does, by transformers' own table. Matrices of experts that
+    are separate tensors there are read into the one parameter of the model: of each, this rank's part.
 
     Args:
         model: a ``transformers.PreTrainedModel``, parallelised or not, whose parameters may be on meta.
@@ -92,7 +91,7 @@ def load_pretrained(
     )
     platform = get_platform()
     for _, x in platform.saved_tensors(model):
-        x._is_hf_initialized = True  # what the model initialises now leaves these as they are
+        x._is_hf_initialized = True  # the model's initialisation leaves these as they are
     for _, module in platform.named_modules(model):
         empty = [x for _, x in platform.named_buffers(module) if platform.is_meta(x)]
         for x in empty:
@@ -110,7 +109,7 @@ def save_pretrained(
     mesh: DeviceMesh | None = None,
 ) -> Path:
     """Write weights and configuration of a model for ``from_pretrained``. All ranks of the world call it, or all of
-    ``mesh``; each writes what it holds, and nothing is gathered.
+    ``mesh``. Each writes its own shards, and nothing is gathered.
 
     Args:
         model: a ``transformers.PreTrainedModel``, parallelised or not.

@@ -25,7 +25,7 @@ __all__ = [
     "load_adapter",
 ]
 
-#: Names the module of the adapter, ahead of what the backend says; workers inherit it.
+#: Names the module of the adapter, with priority over the backend's own; workers inherit it.
 ENVIRONMENT_VARIABLE = "HYPER_PARALLEL_ADAPTER"
 #: Entry points of packages that bring a backend: name of the backend = module of its adapter.
 ENTRY_POINT_GROUP = "hyper_parallel.test_adapters"
@@ -79,8 +79,8 @@ def load_adapter(module: str) -> Adapter:
         raise AdapterError(f"the adapter {module!r} cannot be imported: {error}") from error
     if missing := missing_names(adapter):
         raise AdapterError(
-            f"the adapter {module!r} lacks {', '.join(missing)}; hyper_parallel.testing.adapters.protocol.Adapter says "
-            "what they do"
+            f"the adapter {module!r} lacks {', '.join(missing)}; hyper_parallel.testing.adapters.protocol.Adapter "
+            "describes them"
         )
     return cast(Adapter, adapter)
 

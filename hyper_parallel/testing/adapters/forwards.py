@@ -1,4 +1,4 @@
-"""Forwards that the adapters share: what a model computes, written with an adapter's operations."""
+"""Forwards that the adapters share: the computations of models, written with an adapter's operations."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _each_its_own(adapter: Any, module: Any, x: Any, places: np.ndarray) -> Any:
 
 
 def mixture(adapter: Any, module: Any, ids: Any) -> Any:
-    """Embeddings of ids (T,), each of which a router sends to ``module.k`` of the experts, added to what they give.
+    """Embeddings of ids (T,), added to the outputs of the experts: a router sends each to ``module.k`` of these.
     ``module.choose`` gives the indices (T, k) for the logits, which may be any. The experts are called in one of two
     ways, as `sorted_experts` or as `routed_experts`, where ``module.by_index`` is true."""
     x = module.embedding(ids)

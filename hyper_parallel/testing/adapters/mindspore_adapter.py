@@ -62,8 +62,8 @@ def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) 
 def model_value_and_grads(
     module: nn.Cell, function: Callable[[Any], Any], array: np.ndarray
 ) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
-    """`value_and_grads` of a function of one input, with the gradient of every parameter of ``module`` by name besides,
-    None where there is none."""
+    """`value_and_grads` of a function of one input. It also gives the gradient of every parameter of ``module`` by
+    name, None where there is none."""
     named = dict(module.parameters_and_names())
     trainable = {name: p for name, p in named.items() if p.requires_grad}
     values: list[Any] = []
@@ -103,7 +103,7 @@ def _as_tuple(grads: Any) -> tuple:
 
 
 def sgd(module: nn.Cell, rate: float) -> Callable[[dict[str, Any]], None]:
-    """A function that takes one step of the framework's SGD, given what `model_value_and_grads` gives."""
+    """A function that takes one step of the framework's SGD, given the gradients of `model_value_and_grads`."""
     named = {name: p for name, p in module.parameters_and_names() if p.requires_grad}
     optimizer = nn.SGD(list(named.values()), rate)
     return lambda grads: optimizer(tuple(grads[name] for name in named))
@@ -399,7 +399,7 @@ class Scaled(mint.nn.Linear):
 
 
 class Probe(nn.Cell):
-    """Records what it is called with; returns its positional inputs."""
+    """Records the arguments of its calls; returns its positional inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -578,7 +578,7 @@ def loss(
 
 
 def loss_module(**options: Any) -> nn.Cell:
-    """The same as a cell; ``options`` in the words of the framework, which are alike."""
+    """The same as a cell; ``options`` have the framework's names, which are the same."""
     return nn.CrossEntropyLoss(**options)
 
 
@@ -616,7 +616,7 @@ def _own_inverse() -> ops.Custom:
 
 
 def unruled(x: Any) -> Any:
-    """An operation that a program makes itself, so that the library cannot have a rule for it; MindSpore's inverse has
+    """An operation that a program makes itself, so that the library cannot have a rule for it. MindSpore's inverse has
     one."""
     return _own_inverse()(x)
 
@@ -649,7 +649,7 @@ def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
 #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
 WRITES_BACK = False
 WRITES_THROUGH_VIEWS = False
-#: `set_data` gives a plain parameter other memory: what was taken of it before stays as it was.
+#: `set_data` gives a plain parameter other memory: aliases taken before stay as they were.
 REPLACES_MEMORY = True
 BOOL = ms.bool_
 #: The smallest of numbers with NaN among them is none on CPU; gradients of gradients through views are not supported.

@@ -1,11 +1,11 @@
 """Protocol that the conformance suite asks of a framework: the names of an adapter.
 
 An adapter is a module. `torch_adapter` and `mindspore_adapter` in `hyper_parallel.testing.adapters` are the two to
-learn from; what models compute is in `forwards` there and needs no repeating. A backend of torch shares torch's
+learn from. The computations of models are in `forwards` there and need no repeating. A backend of torch shares torch's
 adapter.
 
 "Tensor" below is a tensor of the framework, plain or distributed: every operation gets both. Operations come in the
-framework's own words: the suite checks that a user's code runs unchanged, so call what users call.
+framework's own words: the suite checks that a user's code runs unchanged, so call the functions that users call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Adapter(Protocol):
     """The attributes of a module that is an adapter. Floating point tensors are float32 unless a check says
     otherwise."""
 
-    # ---------------------------------------------------------------- what differs between frameworks
+    # ---------------------------------------------------------------- differences between frameworks
     #: How many combinations of placements are tried for one operation, drawn at random when there are more.
     COMBINATIONS: int
     #: Dtype of class indices in the framework's losses.
@@ -37,13 +37,13 @@ class Adapter(Protocol):
     REFUSES_SMOOTHING: bool
     #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
     WRITES_BACK: bool
-    #: Whether the framework's own writes in place reach what a tensor is a view of, on every device of the backend.
+    #: Whether the framework's own writes in place reach the base of a view, on every device of the backend.
     WRITES_THROUGH_VIEWS: bool
     #: Whether loading gives a plain parameter other memory, so that an earlier alias keeps the old values.
     REPLACES_MEMORY: bool
     #: The framework's dtype of booleans.
     BOOL: Any
-    #: Keywords of `hyper_parallel.testing.fuzz.program.Limits`: what random programs may contain.
+    #: Keywords of `hyper_parallel.testing.fuzz.program.Limits`: the allowed contents of random programs.
     FUZZ_LIMITS: dict[str, Any]
     #: Keywords of `hyper_parallel.testing.fuzz.training.programs.TrainingLimits`: the same of those of trainers.
     #: Further ways to write and to load that it names are in dicts of functions, ``WRITES`` and ``LOADS``. Adapters
@@ -52,7 +52,7 @@ class Adapter(Protocol):
     #: How many random programs the suite runs: chains of operations, and trainers.
     FUZZ_SHARE: int
     TRAINING_SHARE: int
-    #: What `hyper_parallel.register_sharding` takes for the operation `custom`.
+    #: The first argument of `hyper_parallel.register_sharding` for the operation `custom`.
     CUSTOM: Any
     #: Operations that write into their first operand: name -> (function, whether it takes a second operand).
     IN_PLACE: dict[str, tuple[Callable[..., Any], bool]]
@@ -70,14 +70,15 @@ class Adapter(Protocol):
     def value_and_grads(
         self, function: Callable[..., Any], arrays: Sequence[np.ndarray]
     ) -> tuple[Any, list[np.ndarray | None]]:
-        """``function`` of plain tensors made of ``arrays`` gives ``(loss, value)``: that value, and the loss's
-        gradient by each floating point argument, zeros where there is none (None for arguments of other dtypes)."""
+        """``function`` of plain tensors made of ``arrays`` gives ``(loss, value)``. Returns that value, and the loss's
+        gradient by each floating point argument. The gradient is zeros where there is none, and None for arguments of
+        other dtypes."""
 
     def model_value_and_grads(
         self, module: Module, function: Callable[[Any], Any], array: np.ndarray
     ) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
-        """`value_and_grads` of a function of one input; besides, the gradient of every parameter of ``module`` by
-        name as the framework gives it to a user, None where there is none. Starts from no gradients."""
+        """`value_and_grads` of a function of one input. It also gives the gradient of every parameter of ``module`` by
+        name as the framework gives it to a user. That is None where there is none. Starts from no gradients."""
 
     def second_order(
         self, function: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[np.ndarray]
@@ -89,9 +90,9 @@ class Adapter(Protocol):
         """A function that takes one step of the framework's SGD, given the gradients of `model_value_and_grads`."""
 
     def optimizer(self, module: Module, name: str, rate: float) -> tuple[Any, Callable[[dict[str, Any]], None]]:
-        """One of the framework's optimizers for what ``module`` trains, and a function that takes a step as that of
-        `sgd`: ``"adamw"``, with betas 0.9 and 0.95, or ``"momentum"``, SGD with momentum 0.9. Asked for where the
-        platform knows optimizers (`Platform.is_optimizer`)."""
+        """One of the framework's optimizers for the trained parameters of ``module``, and a function that takes a step.
+        The function is as that of `sgd`. Names are ``"adamw"``, with betas 0.9 and 0.95, and ``"momentum"``, SGD with
+        momentum 0.9. Asked for where the platform knows optimizers (`Platform.is_optimizer`)."""
 
     def clip(self, module: Module, grads: dict[str, Any], norm: float) -> dict[str, Any]:
         """The gradients of `model_value_and_grads`, clipped by the framework so that the norm of all is ``norm`` at
@@ -99,7 +100,7 @@ class Adapter(Protocol):
 
     def load(self, module: Module, rng: np.random.Generator, dtype: Any = np.float32) -> Module:
         """Give every parameter 0.3 times standard normal numbers, drawn in the order of names, and this floating point
-        dtype; returns the module, on this rank's device."""
+        dtype. Returns the module, on this rank's device."""
 
     def without_values(self) -> AbstractContextManager[Any]:
         """Inside, modules are made without memory for their parameters and buffers, where the framework can do that."""
@@ -136,8 +137,8 @@ class Adapter(Protocol):
         """``down(relu(up(x)))``."""
 
     def Attention(self, features: int, head_dim: int) -> Module:
-        """Attention without a mask: linear layers ``wq``, ``wk``, ``wv``, ``wo`` without bias; the number of heads is
-        left to the view, so that it is right on this rank's part."""
+        """Attention without a mask, with linear layers ``wq``, ``wk``, ``wv``, ``wo`` without bias. The number of heads
+        is left to the view, so that it is right on this rank's part."""
 
     def Block(self, features: int, hidden: int, head_dim: int) -> Module:
         """``norm1``, ``attention`` (`Attention`), ``norm2``, ``feed_forward`` with ``w1``, ``w2``, ``w3`` and SiLU."""
@@ -185,7 +186,7 @@ class Adapter(Protocol):
         """A subclass of the linear layer that is called ``(x, scale, *, shift)`` and gives ``y * scale + shift``."""
 
     def Probe(self) -> Module:
-        """Keeps what it was called with as ``seen = (args, kwargs)``; returns its positional inputs."""
+        """Keeps the arguments of its call as ``seen = (args, kwargs)``; returns its positional inputs."""
 
     # ---------------------------------------------------------------- operations
     def weighted_sum(self, y: Tensor, weights: Tensor) -> Tensor:

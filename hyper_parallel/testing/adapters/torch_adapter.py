@@ -55,8 +55,8 @@ def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) 
 def model_value_and_grads(
     module: nn.Module, function: Callable[[Any], Any], array: np.ndarray
 ) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
-    """`value_and_grads` of a function of one input, with the gradient of every parameter of ``module`` by name besides,
-    None where there is none."""
+    """`value_and_grads` of a function of one input. It also gives the gradient of every parameter of ``module`` by
+    name, None where there is none."""
     module.zero_grad()
     value, (grad,) = value_and_grads(function, [array])
     return value, grad, {name: p.grad for name, p in module.named_parameters()}
@@ -73,8 +73,8 @@ def second_order(
 
 
 def sgd(module: nn.Module, rate: float) -> Callable[[dict[str, Any]], None]:
-    """A function that takes one step of the framework's SGD, given what `model_value_and_grads` gives."""
-    # Simulated NPUs do not count in `_version` what operations on lists of tensors write.
+    """A function that takes one step of the framework's SGD, given the gradients of `model_value_and_grads`."""
+    # Simulated NPUs do not count writes of operations on lists of tensors in `_version`.
     optimizer = torch.optim.SGD(module.parameters(), rate, foreach=False)
     return lambda grads: optimizer.step()  # the gradients are on the parameters
 
@@ -324,7 +324,7 @@ class Scaled(nn.Linear):
 
 
 class Probe(nn.Module):
-    """Records what it is called with; returns its positional inputs."""
+    """Records the arguments of its calls; returns its positional inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,7 +486,7 @@ def loss(
 
 
 def loss_module(**options: Any) -> nn.Module:
-    """The same as a module; ``options`` in the words of the framework, which are alike."""
+    """The same as a module; ``options`` have the framework's names, which are the same."""
     return nn.CrossEntropyLoss(**options)
 
 

@@ -1,4 +1,4 @@
-"""The public names of torch's own distributed tensors: what `hyper_parallel.testing.api_table` compares with."""
+"""The public names of torch's own distributed tensors, for `hyper_parallel.testing.api_table`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODULES = (
     "torch.distributed.tensor.debug",
     "torch.distributed.device_mesh",
 )
-#: What these classes inherit is not of distributed tensors.
+#: Inherited names of these classes are not of distributed tensors.
 _FOREIGN = (torch.Tensor, object)
 
 
@@ -60,7 +60,8 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _is_torchs(cls: type) -> bool:
-    """Not the bases of C++ bindings, nor the general machinery that a debug mode is made of."""
+    """Whether a class is one of torch's distributed tensors: not a base of C++ bindings, nor the general machinery of a
+    debug mode."""
     return cls.__module__.startswith(("torch.distributed", "torch._C._distributed"))
 
 
@@ -70,5 +71,5 @@ def _keywords(value: Any) -> tuple[str, ...] | None:
     except (TypeError, ValueError):
         return None
     names = [name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD and name not in ("self", "cls")]
-    # Those with an underscore are torch's own affair; ``args`` is what a C++ class says of anything.
+    # Those with an underscore are torch's own affair; ``args`` is the signature of any C++ class.
     return tuple(name for name in names if not name.startswith("_") and name != "args")

@@ -1,4 +1,4 @@
-"""One network device of gloo for all process groups of a worker, and a store, which this machine alone can reach.
+"""One network device of gloo for all process groups of a worker, and a store. Only this machine can reach them.
 
 Torch makes a device a group, and each device has a thread that wakes a hundred times a second. A worker of the pool
 makes a hundred groups in the course of the tests: their threads took two thirds of its processor time.

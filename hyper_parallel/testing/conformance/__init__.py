@@ -1,4 +1,4 @@
-"""The conformance suite: what every backend must do, written once, and the command that runs it.
+"""The conformance suite: the requirements for every backend, written once, and the command that runs it.
 
     python -m hyper_parallel.testing.conformance torch-cpu --report conformance.md
 

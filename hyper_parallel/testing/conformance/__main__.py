@@ -43,7 +43,7 @@ def world_sizes(text: str) -> list[int]:
 
 
 def report_file(text: str) -> Path:
-    """A path whose suffix says what to write."""
+    """A path whose suffix names the format of the report."""
     path = Path(text)
     if path.suffix not in (".json", ".md"):
         raise argparse.ArgumentTypeError(f"a report is a .json or .md file, not {text!r}")
@@ -66,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--world-sizes", type=world_sizes, default=every, metavar="N,...", help=f"run checks on so many ranks ({every})"
     )
     parser.add_argument("-k", metavar="EXPRESSION", help="run the checks that match, as pytest has it")
-    parser.add_argument("--quick", action="store_true", help="leave out what repeats other checks: minutes less")
+    parser.add_argument("--quick", action="store_true", help="leave out checks that repeat others: minutes less")
     parser.add_argument(
         "--report", type=report_file, action="append", default=[], metavar="FILE", help="write .json or .md; repeatable"
     )
@@ -130,13 +130,13 @@ def run(
     )
     options = [
         str(CHECKS),
-        # The folder of checks alone decides: not what is configured where the command happens to run.
+        # The folder of checks alone decides: not a configuration in the current folder.
         f"--rootdir={CHECKS}",
         f"--config-file={os.devnull}",
         "--import-mode=importlib",
         "-pno:cacheprovider",
         "-ofaulthandler_timeout=300",
-        "--continue-on-collection-errors",  # the other files say what they have to say
+        "--continue-on-collection-errors",  # the other files print enough
         "-q",
         *(["-k", arguments.k] if arguments.k else []),
         *pytest_arguments,

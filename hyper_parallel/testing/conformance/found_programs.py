@@ -12,7 +12,7 @@ def _leaf(shape: tuple[int, ...], placements: tuple, requires_grad: bool = True,
     return Leaf(shape, dtype, placements, requires_grad, 5)
 
 
-#: What was wrong -> the program.
+#: The former error -> the program.
 FOUND: dict[str, Program] = {
     "gradients of gradients of a mean, where a shard is empty": Program(
         1,
@@ -37,7 +37,7 @@ FOUND: dict[str, Program] = {
         (Step("contiguous", (0,), ()), Step("set", (1,), (((1, None, 2),), 2))),
         (0,),
     ),
-    "a write to what softmax keeps, of which some ranks have nothing": Program(
+    "a write to a tensor that softmax has saved, of which some ranks have nothing": Program(
         5,
         (4,),
         (_leaf((3,), (Shard(0),)),),
@@ -82,7 +82,7 @@ FOUND: dict[str, Program] = {
         (Step("matmul", (1, 0), ()),),
         (2,),
     ),
-    "a write to what a tensor indexes, of a view": Program(
+    "a write to the index of a view": Program(
         11,
         (3,),
         (
@@ -92,14 +92,14 @@ FOUND: dict[str, Program] = {
         (Step("reshape", (1,), ((2, 3, 1),)), Step("set_at", (2, 0), (2,))),
         (1, 2),
     ),
-    "a write to a view of what two dimensions of the mesh shard and was permuted": Program(
+    "a write to a view of a permuted tensor that two dimensions of the mesh shard": Program(
         12,
         (2, 2),
         (_leaf((3, 4, 4), (Shard(1), Shard(2)), requires_grad=False),),
         (Step("permute", (0,), ((2, 0, 1),)), Step("reshape", (1,), ((4, 12),)), Step("double", (2,), ())),
         (0, 2),
     ),
-    "a write that reads a view of what it writes, of which a rank has one element": Program(
+    "a write that reads a view of its own target, of which a rank has one element": Program(
         13,
         (2,),
         (_leaf((3,), (Shard(0),), requires_grad=False, dtype="int64"),),
@@ -156,7 +156,7 @@ FOUND: dict[str, Program] = {
         ),
         (0,),
     ),
-    "a write to a copy of what a permuted tensor was reshaped to, where data had to move": Program(
+    "a write to a copy of a reshaped permuted tensor, where data had to move": Program(
         18,
         (4,),
         (_leaf((2, 2, 6), (Shard(2),), requires_grad=False),),
@@ -192,7 +192,7 @@ FOUND: dict[str, Program] = {
         ),
         (2,),
     ),
-    "a write to what was permuted, cut where ranks have one row, and permuted to be contiguous": Program(
+    "a write to a permuted tensor, cut where ranks have one row, and permuted to be contiguous": Program(
         21,
         (4,),
         (_leaf((8, 4), (Shard(0),), requires_grad=False),),

@@ -11,7 +11,7 @@ def _of(model: Model, setup: Setup, *actions: Action, data: str = "same", optimi
     return Program(1, model, (setup,), data, (), optimizer, actions)
 
 
-#: What was wrong -> the program.
+#: The former error -> the program.
 FOUND_TRAINERS: dict[str, Program] = {
     "a unit of which a tensor-parallel rank has nothing of a parameter": _of(
         Model(6, 5, ("mlp",)),
@@ -87,14 +87,14 @@ FOUND_TRAINERS: dict[str, Program] = {
         ("eval", 1),
         ("step", 2, 1, 0.0),
     ),
-    "writes in a forward to what is whole by hand, where a tensor-parallel rank has nothing": _of(
+    "writes in a forward to a tensor made whole by hand, where a tensor-parallel rank has nothing": _of(
         Model(6, 4, ("linear",), writer="teacher"),
         Setup((1, 4), ("shard", "tp"), ("", "col")),
         ("unshard", 0, False),
         ("eval", 1),
         ("step", 2, 1, 0.0),
     ),
-    "writes in a forward to what is whole by hand, where a rank has no part": _of(
+    "writes in a forward to a tensor made whole by hand, where a rank has no part": _of(
         Model(3, 4, ("linear",), writer="teacher"),
         Setup((4,), ("shard",)),
         ("unshard", 0, False),

@@ -53,7 +53,7 @@ class Counter:
         config.addinivalue_line("markers", MARKER)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what ``--quick`` leaves out."""
+        """Deselect the checks that ``--quick`` leaves out."""
         keep_the_gate(config, items)
 
     def pytest_sessionstart(self) -> None:

@@ -21,7 +21,7 @@ class Group:
 
 @dataclass
 class Failure:
-    """A check that failed: its name as pytest has it, and what pytest says about it."""
+    """A check that failed: its name as pytest has it, and pytest's text about it."""
 
     check: str
     message: str
@@ -34,7 +34,7 @@ class Report:
     Attributes:
         backend: name of the backend.
         device_type: of its meshes.
-        comm_backend: what its groups run on.
+        comm_backend: the communication backend of its groups.
         adapter: module that gave its framework to the checks.
         versions: of the library, Python, NumPy and the framework.
         world_sizes: of the checks that were asked for.
@@ -63,17 +63,17 @@ class Report:
 
     @property
     def passed(self) -> int:
-        """How many checks passed."""
+        """The number of checks that passed."""
         return sum(group.passed for group in self.groups.values())
 
     @property
     def failed(self) -> int:
-        """How many checks failed."""
+        """The number of checks that failed."""
         return sum(group.failed for group in self.groups.values())
 
     @property
     def skipped(self) -> int:
-        """How many checks were skipped."""
+        """The number of checks that were skipped."""
         return sum(group.skipped for group in self.groups.values())
 
     @property
@@ -115,7 +115,7 @@ class Report:
         return "\n".join(lines)
 
     def to_markdown(self) -> str:
-        """The same for a file, with what the run was made of and what pytest says of each failure."""
+        """The same for a file, with the facts about the run and pytest's text of each failure."""
         lines = [f"# Conformance of {self.backend}", "", f"{self.verdict}.", ""]
         lines += [f"* {name}: {value}" for name, value in self._about()]
         lines += ["", "| check group | passed | failed | skipped |", "|---|---:|---:|---:|"]

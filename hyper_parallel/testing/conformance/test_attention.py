@@ -1,5 +1,5 @@
-"""Attention under tensor parallelism: grouped heads, fewer key and value heads than ranks, norms inside the heads, and
-weights that are several matrices in one."""
+"""Attention under tensor parallelism. The cases are grouped heads, fewer key and value heads than ranks, norms inside
+the heads, and fused weights."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_fewer_key_value_heads_than_ranks(pool: Any, world_size: int, kv_heads: 
 
 @pytest.mark.parametrize(("world_size", "kv_heads"), [(2, 2), (4, 2)])
 def test_fewer_key_value_heads_that_stay_distributed(pool: Any, world_size: int, kv_heads: int) -> None:
-    """The whole keys and values then, of which attention takes what it needs."""
+    """The keys and values are whole then, and attention takes its part of them."""
     kept = {"wq": ColwiseParallel(use_local_output=False), "wo": RowwiseParallel()}
     plan = {**kept, "w[kv]": ColwiseParallel(heads=kv_heads, replicate_heads=True, use_local_output=False)}
     pool.run(world_size, grouped, 12, kv_heads, False, plan)

@@ -103,7 +103,7 @@ def latent_keys(mesh: Any) -> None:
     told = {"wkv_a": NoParallel(partial_features=SHARED)}
     with fails(ValueError, "'wkv_b'", "a latent, head by head", "leave packed= out", "heads=(keys, values)"):
         parallelize_module(attention()[0], mesh, {**PLAN, **told, "wkv_b": ColwiseParallel(packed=2)})
-    # What others say counts.
+    # The settings of other layers count.
     for style in (
         NoParallel(partial_features=0),
         NoParallel(local_output_grad_placements=(Replicate(),)),

@@ -23,7 +23,7 @@ def mlp() -> Any:
 
 
 class Halved(ModuleStyle):
-    """A style with a mistake: it halves what its module gets."""
+    """A style with a mistake: it halves the input of its module."""
 
     input_layouts = (Shard(-1),)
     desired_input_layouts = (Replicate(),)

@@ -1,4 +1,5 @@
-"""Checkpoints: what one mesh has saved another one loads, bit for bit, and training goes on as if without a break."""
+"""Checkpoints: one mesh loads the values that another has saved, bit for bit. Training goes on as if without a
+break."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ ROWS = 4
 
 
 class Setup(NamedTuple):
-    """A mesh, and what data parallelism does on its first dimension; a mesh without it has a plan on the only one."""
+    """A mesh, and the kind of data parallelism on its first dimension. A mesh without data parallelism has a plan on
+    the only one."""
 
     shape: tuple[int, ...]
     dp: str
@@ -37,7 +39,7 @@ class Setup(NamedTuple):
         return f"{'x'.join(map(str, self.shape))} {self.dp}"
 
     def mesh(self) -> Any:
-        """None on a rank outside of it. All ranks of the pool call it."""
+        """The mesh of the setup; None on a rank outside of it. All ranks of the pool call it."""
         names = ("dp", "tp") if len(self.shape) == 2 else ("tp",) if self.dp == "none" else ("dp",)
         return spmd.device_mesh(*self.shape, names=names)
 
@@ -144,7 +146,7 @@ def save_new(setup: Setup, name: str, path: str) -> Any:
 
 
 def load_new(setup: Setup, path: str, name: str) -> Any:
-    """The same of one that was loaded, which had other values; it stays what it was."""
+    """The same of a loaded model, which had other values; its objects stay the same."""
     mesh = setup.mesh()
     if mesh is None:
         return None
@@ -204,7 +206,7 @@ class Job(NamedTuple):
 
     @classmethod
     def new(cls, setup: Setup, name: str, seed: int) -> Any:
-        """None on a rank outside of the mesh."""
+        """A new job; None on a rank outside of the mesh."""
         mesh = setup.mesh()
         if mesh is None:
             return None
@@ -233,8 +235,9 @@ END = 12 if everything() else 5
 
 
 def broken_runs(name: str, numbers: range, directory: str) -> list[Any]:
-    """For each of these setups: what was saved after two steps and the losses of the steps to `END`, and what comes of
-    resuming it there, and that of the next one. The optimizer that resumes has stepped before in one of both."""
+    """For each of these setups: the state saved after two steps, the losses of the steps to `END`, and the results of
+    resuming. It is resumed on the same setup, and on the next one. The optimizer that resumes has stepped before in one
+    of both."""
     saved, resumed, again = [], [], []
     for number in numbers:
         job, path = Job.new(SETUPS[number], name, 5), f"{directory}/{number}"

@@ -101,7 +101,7 @@ def cut(file: str, count: int) -> Callable[[Path], None]:
 
 
 def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Change the header of the first file of tensors, whose size stays what the index says."""
+    """Change the header of the first file of tensors, whose size stays that of the index."""
 
     def damage(path: Path) -> None:
         content = (path / FIRST).read_bytes()
@@ -117,7 +117,7 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 
 def entry(name: str, key: str, value: Any) -> Callable[[Path], None]:
-    """Change what the header says about an entry."""
+    """Change the header's data of an entry."""
     return header(lambda parsed: parsed[name].__setitem__(key, value))
 
 
@@ -150,7 +150,7 @@ def replaced_by(name: str) -> Callable[[Path], None]:
 
 
 def foreign(*names: str) -> Callable[[Path], None]:
-    """Only files of these names."""
+    """Replace the directory with one that has only files of these names."""
 
     def damage(path: Path) -> None:
         shutil.rmtree(path)
@@ -340,7 +340,7 @@ def shared_out(mesh: Any, directory: str) -> list[list[str]]:
 
 @spmd.on_mesh()
 def late(mesh: Any, directory: str) -> list[str]:
-    """Another program saves under the same name before this save ends: what all ranks are told, of both kinds."""
+    """Another program saves under the same name before this save ends: the errors of all ranks, of both kinds."""
     ranks, other, path = Collective(mesh), Path(directory) / "other", Path(directory) / "late" / "step-3"
     save({"step": 4}, other, mesh=mesh)
     found = []
@@ -367,7 +367,7 @@ def late(mesh: Any, directory: str) -> list[str]:
 
 @spmd.on_mesh()
 def cut(mesh: Any, directory: str) -> list[str]:
-    """A file is cut after all ranks have opened it: what they are told, by the placement that they load with."""
+    """A file is cut after all ranks have opened it: their errors, by the placement that they load with."""
     adapter, ranks = get_adapter(), Collective(mesh)
     whole = np.arange(3 * 2**13, dtype=np.float32).reshape(6, 2**12)
     found = []

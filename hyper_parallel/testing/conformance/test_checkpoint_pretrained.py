@@ -64,7 +64,8 @@ def save_model(shape: tuple[int, ...], name: str, directory: str, limit: int | s
 
 
 def load_model(shape: tuple[int, ...], name: str, path: str, without_values: bool) -> None:
-    """Loaded are the values, into the same objects, which lie as before; the model computes what the whole one does."""
+    """Values are loaded into the same objects, which keep their placements; the model computes the result of the whole
+    one."""
     mesh, adapter, platform = mesh_of(shape), get_adapter(), get_platform()
     if mesh is None:
         return
@@ -231,7 +232,7 @@ def misfits(mesh: Any, directory: str) -> None:
         save_pretrained(model, folder / "c", max_shard_size="much", mesh=mesh)
     with fails(ValueError, "do not save the same", "up.weight"):
         save_pretrained({"up.weight": adapter.tensor(array(3) + mesh.get_rank())}, folder / "c", mesh=mesh)
-    # What was there before of the same kind is replaced.
+    # Older weights of the same kind are replaced.
     save_pretrained(model, folder / "d", max_shard_size="1kb", mesh=mesh)
     save_pretrained(model, folder / "d", max_shard_size=40, mesh=mesh)
     several = sorted(p.name for p in (folder / "d").iterdir())
@@ -294,7 +295,8 @@ MATRIX = 4 * FEATURES * HIDDEN
 
 @spmd.on_mesh()
 def memory(mesh: Any, directory: str) -> None:
-    """A load into models without values takes this rank's shards and one tensor at most; a save less than a tensor."""
+    """A load into models without values takes this rank's shards and one tensor at most. A save takes less than a
+    tensor."""
     adapter, size = get_adapter(), mesh.size()
     path = Path(directory) / "model.safetensors"
     if mesh.get_rank() == 0:
@@ -311,14 +313,14 @@ def memory(mesh: Any, directory: str) -> None:
     for i in range(COUNT):
         with adapter.without_values():
             models[str(i)] = adapter.Mlp(FEATURES, HIDDEN, bias=False)
-    # The first load of a process imports modules, which take tens of megabytes: not what is measured.
+    # The first load of a process imports modules, which take tens of megabytes: that is not to be measured.
     with adapter.without_values():
         small = adapter.Mlp(4, 8, bias=False)
     parallelize_module(small, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     values = {"up.weight": adapter.tensor(array(8, 4)), "down.weight": adapter.tensor(array(4, 8))}
     save_pretrained(values, f"{directory}/small", mesh=mesh)
     load_pretrained(small, f"{directory}/small", mesh=mesh)
-    memory_at_once = not get_platform().keeps_meta  # what is distributed gets memory then
+    memory_at_once = not get_platform().keeps_meta  # distributed tensors get memory then
     with Peak() as peak:
         for model in models.values():
             parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})

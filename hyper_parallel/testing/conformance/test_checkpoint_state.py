@@ -57,7 +57,7 @@ def array(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 @spmd.on_mesh()
 def values(mesh: Any, directory: str) -> None:
-    """Numbers, strings and what is made of them come back with their types."""
+    """Numbers, strings and containers of them come back with their types."""
     adapter = get_adapter()
     nest = {
         "int": 3,
@@ -86,7 +86,7 @@ def values(mesh: Any, directory: str) -> None:
     # A tensor in a place without one is a new one.
     for x, wanted in ((got["tensors"][0], array(3)), (got["tensors"][1]["deep"][0], array(2, 2))):
         assert (adapter.numpy(x) == wanted).all()
-    # A part of what was saved, and a nest of another form.
+    # A part of the saved state, and a nest of another form.
     assert load({"tuple": None}, path, mesh=mesh) == {"tuple": (1, (2, "x"), [3])}
     assert load({"tuple": [7]}, path, mesh=mesh) == {"tuple": (1, (2, "x"), [3])}
     with fails(ValueError, "missing: nothing", "missing: flot (the checkpoint has 'float')"):
@@ -159,7 +159,7 @@ def placements(mesh: Any, directory: str) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def two_dimensions(mesh: Any, directory: str) -> None:
-    """The strided order of cuts, packed shards below it, tensors of slices; and what each rank writes."""
+    """The strided order of cuts, packed shards below it, tensors of slices; and the files of each rank."""
     adapter, whole = get_adapter(), array(9, 6)
     kinds = [
         [Replicate(), Replicate()],
@@ -185,7 +185,8 @@ def two_dimensions(mesh: Any, directory: str) -> None:
 
 @spmd.on_mesh()
 def shared_work(mesh: Any, directory: str) -> None:
-    """Ranks that hold the same write about as much each; nothing is written twice, and no rank writes what it lacks."""
+    """Ranks that hold the same write about as much each. No data is written twice, and no rank writes data that it
+    lacks."""
     adapter, size = get_adapter(), mesh.size()
     small = {f"small{i}": adapter.tensor(array(64)) for i in range(8)}
     large = {
@@ -273,7 +274,7 @@ def misfits(mesh: Any, directory: str) -> None:
     assert all((adapter.numpy(x) == array(4, 6)).all() for x in two.values())
     with fails(ValueError, "is there already", "overwrite=True"):
         save({"step": 1}, path, mesh=mesh)
-    # Whole parameters beside shards, and in their place.
+    # Whole parameters next to shards, and in their place.
     unit = fully_shard(adapter.linear_module(4, 6), mesh=mesh)
     unit.unshard()
     save({"model": unit}, f"{directory}/whole", mesh=mesh)
@@ -296,7 +297,7 @@ def misfits(mesh: Any, directory: str) -> None:
 
 @spmd.on_mesh()
 def optimizers(mesh: Any, directory: str) -> None:
-    """Before the first step and after it, without the model beside it, and of another kind."""
+    """Optimizers are saved before the first step and after it, without the model, and loaded into another kind."""
     adapter, platform = get_adapter(), get_platform()
     if not platform.is_optimizer(
         getattr(adapter, "optimizer", lambda *_: (None, None))(adapter.Mlp(4, 6), "adamw", 0.1)[0]
@@ -320,7 +321,8 @@ def optimizers(mesh: Any, directory: str) -> None:
 
         return model, optimizer, run
 
-    # Into one that has not stepped, or has; by the names of the model beside it, or in the order of its parameters.
+    # Into one that has not stepped, or has; by the names of the model in the same state, or in the order of its
+    # parameters.
     made = {}
     for kind in ("adamw", "momentum"):
         model, optimizer, run = made[kind] = trained(kind)
@@ -382,7 +384,7 @@ class OwnCounter(Counter):
 
 
 class Spread(OwnCounter):
-    """One that knows what to do where another number of ranks loads."""
+    """An object that handles a load by another number of ranks."""
 
     def load_state_of_ranks(self, states: list[dict[str, Any]], rank: int, world_size: int) -> None:
         self.value = (rank, world_size, [state["value"] for state in states])
@@ -507,7 +509,7 @@ def kept_ones(mesh: Any, directory: str) -> None:
 def lost_beside_the_training(mesh: Any, directory: str) -> None:
     """A rank that is lost while an asynchronous save writes: an error on the other, and the checkpoint before is there.
 
-    The thread of the second rank stays where it is, which is all that the first one can see of a rank that is lost.
+    The thread of the second rank stays where it is. The first rank cannot see more of a rank that is lost.
     """
     adapter, ranks, run = get_adapter(), Collective(mesh), Path(directory, "run")
     x = distribute_tensor(adapter.tensor(array(6, 2)), mesh, [Shard(0)])

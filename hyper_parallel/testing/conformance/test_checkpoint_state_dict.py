@@ -200,7 +200,7 @@ def saved_under_torchs_names(mesh: Any, directory: str) -> None:
     ):
         with fails(ValueError, words):
             call()
-    # What is no checkpoint is never replaced.
+    # A path that is no checkpoint is never replaced.
     other = Path(directory) / "other"
     if mesh.get_rank() == 0:
         (other / "mine").mkdir(parents=True)

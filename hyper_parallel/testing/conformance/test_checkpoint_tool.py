@@ -1,4 +1,4 @@
-"""The command that looks into checkpoints, without any framework; what ranks read; the sampler on a mesh."""
+"""The command that looks into checkpoints, without any framework; the reads of each rank; the sampler on a mesh."""
 
 from __future__ import annotations
 

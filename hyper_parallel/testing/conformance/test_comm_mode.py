@@ -97,12 +97,12 @@ def observed() -> None:
     model, observer = adapter.load(adapter.linear_module(4, 2), np.random.default_rng(0)), _Failing()
     with platform.observe(observer):
         adapter.call(model, adapter.tensor(floats(3, 4)))
-        with pytest.raises(Exception):  # noqa: B017 - frameworks raise what they like
+        with pytest.raises(Exception):  # noqa: B017 - frameworks raise any class
             adapter.call(model, adapter.tensor(floats(3, 5)))
             adapter.numpy(adapter.call(model, adapter.tensor(floats(3, 5))))
     before = list(observer.seen)
     adapter.call(model, adapter.tensor(floats(3, 4)))
-    assert observer.seen == before  # nobody is told afterwards
+    assert observer.seen == before  # no observer is told afterwards
     begun, ended = (sum(word in event for event in before) for word in ("before", "after"))
     assert begun == ended and (begun >= 1 or not before)
     assert platform.collective_kind("all_reduce") is None and platform.collective_kind(adapter.numpy) is None

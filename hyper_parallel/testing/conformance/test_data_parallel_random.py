@@ -1,4 +1,4 @@
-"""Random numbers under data parallelism: what a distributed batch draws, and what each rank draws for its own part."""
+"""Random numbers under data parallelism: the draws for a distributed batch, and those of each rank for its own part."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def forget_meshes() -> None:
 
 
 def one_batch(mesh: Any, dp: Any, shard: Any, rows: int) -> None:
-    """Ranks whose generators differ draw what a single device with that of the first draws for the whole batch."""
+    """Ranks whose generators differ draw for the whole batch as a single device with the first one's state."""
     adapter = get_adapter()
     x = np.random.default_rng(3).standard_normal((rows, FEATURES)).astype(np.float32)
     single, sharded = build(mesh), shard(build(mesh))
@@ -161,8 +161,8 @@ def test_between_styled_modules(pool: Any, how: str, seeded: bool) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def own_parts(mesh: Any, how: str) -> None:
-    """With a seed for each data-parallel rank, each draws for its own part of the batch what a single device with that
-    seed does, on all its tensor-parallel ranks."""
+    """Each data-parallel rank has a seed of its own. For its part of the batch all its tensor-parallel ranks draw the
+    numbers of a single device with that seed."""
     adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
     rank = dp.get_local_rank()
     x = np.random.default_rng(3).standard_normal((2, 3, FEATURES)).astype(np.float32)
@@ -228,7 +228,7 @@ def dropping_probe(mesh: Any, drop: Any) -> Any:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def styled(mesh: Any, how: str, style: Any, by_counter: bool) -> None:
-    """Dropout inside of a module of the plan drops of the whole batch what a single device drops."""
+    """Dropout inside of a module of the plan drops the elements of the whole batch that a single device drops."""
     adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
     placements = [Shard(0), Shard(1) if isinstance(style, SequenceParallel) else Replicate()]
 
@@ -265,7 +265,9 @@ def styled(mesh: Any, how: str, style: Any, by_counter: bool) -> None:
 
 
 @pytest.mark.parametrize("by_counter", in_gate([False, True], [False]), ids=["single_device", "counter"])
-@pytest.mark.parametrize("style", [SequenceParallel(), NoParallel(use_local_output=False)], ids=["sequence", "alike"])
+@pytest.mark.parametrize(
+    "style", [SequenceParallel(), NoParallel(use_local_output=False)], ids=["sequence", "replicated"]
+)
 @pytest.mark.parametrize("how", in_gate(["fully_shard", "replicate"], ["fully_shard"]))
 def test_styled_modules(pool: Any, how: str, style: Any, by_counter: bool) -> None:
     pool.run(4, styled, how, style, by_counter)

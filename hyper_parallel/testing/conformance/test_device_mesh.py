@@ -104,7 +104,7 @@ def test_mesh_that_is_a_dimension_of_another_one_on_some_ranks(pool: Any) -> Non
 
 def roots() -> None:
     """A slice knows the mesh that it is of. Slices of different meshes are different objects, though their ranks are
-    equal; where they are equal on all ranks, they are the same dimension."""
+    equal. Where they are equal on all ranks, they are the same dimension."""
     mesh = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"))
     tp = mesh["tp"]
     assert mesh.get_root_mesh() is mesh and tp.get_root_mesh() is mesh

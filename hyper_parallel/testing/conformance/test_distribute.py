@@ -1,4 +1,4 @@
-"""Distributing tensors, parameters and modules, and what styles do with arguments, keywords and shared parameters."""
+"""Distributing tensors, parameters and modules; how styles treat arguments, keywords and shared parameters."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ class Inner(ParallelStyle):
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def on_two_dimensions(mesh: Any) -> None:
-    """A style of somebody's own gets the mesh as it is; what the plan leaves plain is that of the first rank."""
+    """A user's own style gets the mesh as it is. Parameters that the plan leaves plain are those of the first rank."""
     adapter, x = get_adapter(), floats(3, 6)
     plans: list[dict[str, Any]] = [
         {"up": Grid(first, second)} for first, second in itertools.product((S0, Shard(1), R), repeat=2)
@@ -431,7 +431,7 @@ def test_patterns_and_the_mesh_that_was_entered(pool: Any, world_size: int) -> N
 
 
 def probe(mesh: Any, style: Any) -> Any:
-    """A module that records what it is called with."""
+    """A module that records the arguments of its calls."""
     module = get_adapter().Probe()
     assert style.apply(module, mesh) is module
     return module
@@ -447,7 +447,7 @@ def prepared_inputs(mesh: Any, rows: int) -> None:
     def sharded() -> Any:
         return DTensor.from_local(mine, mesh, [S0], shape=whole.shape)
 
-    # Positional: a None slot and what comes after the layouts stay as they are; a DTensor brings its own placement.
+    # Positional: a None slot and inputs after the layouts stay as they are; a DTensor brings its own placement.
     style = PrepareModuleInput(input_layouts=(R, None), desired_input_layouts=(S0, None))
     module = probe(mesh, style)
     plain = adapter.tensor(floats(2, 2))

@@ -1,4 +1,5 @@
-"""DTensors: how they are made of local tensors and taken apart, what they share, and gradients through all of it."""
+"""DTensors: how they are made of local tensors and taken apart, their shared memory, and gradients through all of
+it."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def run_check(mesh: Any) -> list[str]:
     make = DTensor.from_local
     last = rank == mesh.size() - 1
     agreed = make(adapter.tensor(floats(4, 3)), mesh, [R], run_check=True)
-    same(adapter.numpy(agreed), floats(4, 3), "what all ranks agree on")
+    same(adapter.numpy(agreed), floats(4, 3), "a value that all ranks agree on")
     make(adapter.tensor(floats(4, 3) + rank), mesh, [S0], run_check=True)  # parts may differ
     return [
         outcome(lambda: make(adapter.tensor(floats(5 if last else 4, 3)), mesh, [S0], run_check=True)),
@@ -174,7 +175,7 @@ def outside_gradient(mesh: Any, rows: int) -> None:
         return adapter.weighted_sum(y, adapter.tensor(mine)), y
 
     _, (grad,), forward, backward = split_counts(gathered_then_differ, [part(whole, mesh, S0)])
-    same(grad, part(total, mesh, S0), "Partial cotangent of what was gathered")
+    same(grad, part(total, mesh, S0), "Partial cotangent of a gathered tensor")
     assert forward == if_many(mesh, {"all_gather": 1})
     assert backward == if_many(mesh, {"reduce_scatter": 1})
 
@@ -348,7 +349,7 @@ def two_dimensional(mesh: Any, rows: int, features: int) -> Any:
 
 @pytest.mark.parametrize("sizes", [(8, 12), (5, 7)], ids=["even", "uneven"])
 def test_data_and_tensor_parallel_linear(pool: Any, sizes: tuple[int, int]) -> None:
-    # The input over tp; weight, bias and what scales the output over dp; and the scale's parts are gathered over tp.
+    # The input over tp; weight, bias and the scale of the output over dp; and the scale's parts are gathered over tp.
     for counts in pool.run(4, two_dimensional, *sizes):
         assert counts == ({}, {"all_reduce": 4, "all_gather": 1})
 
@@ -548,7 +549,7 @@ def test_deepcopy(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def in_place(mesh: Any, rows: int) -> int:
-    """Every operation that writes, on every placement of what is written and of what is read."""
+    """Every operation that writes, on every placement of the written and of the read tensor."""
     adapter = get_adapter()
     whole, other = floats(rows, 3), floats(rows, 3)[::-1] * 0.5 + 1
     tried = 0
@@ -564,7 +565,9 @@ def in_place(mesh: Any, rows: int) -> int:
                 assert result.placements == (placed,), what
                 same(adapter.numpy(result), adapter.numpy(wanted_result), f"result of {what}")
                 same(
-                    adapter.numpy(x if name[-1] == "_" else result), adapter.numpy(wanted_result), f"what {what} wrote"
+                    adapter.numpy(x if name[-1] == "_" else result),
+                    adapter.numpy(wanted_result),
+                    f"the write of {what}",
                 )
                 tried += 1
     return tried
@@ -598,8 +601,8 @@ def in_place_with_gradients(mesh: Any) -> None:
     wanted, wanted_grads = adapter.value_and_grads(reference, [whole, other])
     got, grads = adapter.value_and_grads(sharded, [part(whole, mesh, S0), other])
     same(adapter.numpy(got), adapter.numpy(wanted), "value")
-    same(grads[0], part(wanted_grads[0], mesh, S0), "gradient of what is written")
-    same(grads[1], wanted_grads[1], "gradient of what is read")
+    same(grads[0], part(wanted_grads[0], mesh, S0), "gradient of the written tensor")
+    same(grads[1], wanted_grads[1], "gradient of the read tensor")
 
 
 @on_ranks(1, 2, 3)

@@ -1,4 +1,4 @@
-"""Wrong use is an error that names what is wrong, raised on every rank before any communication; nothing hangs."""
+"""Wrong use is an error that names the mistake, raised on every rank before any communication; nothing hangs."""
 
 from __future__ import annotations
 

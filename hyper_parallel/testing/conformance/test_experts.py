@@ -272,7 +272,7 @@ def wrong_calls(mesh: Any) -> None:
 
 
 def _first_expert(module: Any, x: Any, *_: Any) -> Any:
-    """Every token to the first expert: what needs no values of counts and indices."""
+    """Every token to the first expert: this needs no values of counts and indices."""
     return get_adapter().matmul(x, module.down[0])
 
 

@@ -144,7 +144,7 @@ def test_what_is_foreseen_is_seen(pool: Any, case: str, world_size: int) -> None
     needs_gradients()
     for foreseen, first, second in pool.run(world_size, foreseen_and_seen, case):
         assert foreseen == first
-        assert sorted(second) == sorted(first)  # the second step knows what is to be gathered next
+        assert sorted(second) == sorted(first)  # the second step knows the next unit to gather
         assert foreseen
 
 

@@ -84,14 +84,14 @@ def run_nan(mesh_shape: tuple[int, ...], op: str, dtype: str) -> None:
         x = whole()
         x[place] = NAN
         x[6, 6] = np.inf * -SIGN[op]
-        x[:, 5] = np.inf * -SIGN[op]  # what stands for "no number" must not be taken for one
+        x[:, 5] = np.inf * -SIGN[op]  # the stand-in for "no number" must not be taken for a number
         x = x.astype(dtype)
         layout = get_layout(mesh, placements, x.shape)
         mine = np.ascontiguousarray(x[layout.local_index()])
         for name, function, axis in extremes(adapter, op):
             compared = any(mesh.shape[d] > 1 for d, p in enumerate(placements) if p in _reduced(axis))
             numbers = [getattr(np, op)(x, axis=axis)]
-            if not compared:  # what the framework makes of it on one device
+            if not compared:  # the result of the framework on one device
                 numbers = [adapter.numpy(function(adapter.tensor(x)))]
             with CommDebugMode() as comm:
                 y = function(DTensor.from_local(adapter.tensor(mine), mesh, placements, shape=(10, 8))).full_tensor()

@@ -1,7 +1,7 @@
 """Errors for a lost rank: each collective names itself, its tensor, its ranks and the missing one.
 
-The platform's verbs are replaced by ones that fail: here is what core makes of it. That backends lose and find ranks
-is tested with processes that really end or hang, in the tests of each backend.
+The platform's verbs are replaced by ones that fail: these tests are about core's errors. Losing and finding ranks is
+tested in the tests of each backend, with processes that really end or hang.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def failing(mesh: Any) -> dict[str, Any]:
         for case, answer in {
             "unknown": None,
             "several": ({0: "x"}, (1, 2)),
-            "nobody": ({}, ()),
+            "none missing": ({}, ()),
             "elsewhere": ({1: "all_gather of something"}, (1,)),
         }.items():
             patch.setattr(platform, "find_missing_ranks", lambda group, ranks, report, answer=answer: answer)
@@ -101,7 +101,7 @@ def test_lost_ranks_are_named(pool: Any) -> None:
         assert found["check_ranks"].startswith("the comparison of check_ranks() among ranks 0, 1 failed")
         assert "which ranks did not take part is not known here" in found["unknown"]
         assert "ranks 1, 2 did not take part, and have ended, or hang\n" in found["several"]
-        assert "all of them are there" in found["nobody"]
+        assert "all of them are there" in found["none missing"]
         assert f"failed on rank {rank}\nrank 1 failed in all_gather of something\n" in found["elsewhere"]
 
 

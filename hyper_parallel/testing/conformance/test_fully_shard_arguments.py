@@ -29,7 +29,8 @@ def sent(comm: Any) -> list[tuple[str, int, int]]:
 
 @spmd.on_mesh()
 def fewer(mesh: Any, sizes: tuple[int, int], ranks: int) -> Any:
-    """Training in which each ``ranks`` ranks keep the parameters after forward; what is gathered from how many."""
+    """Training in which each ``ranks`` ranks keep the parameters after forward; returns which units are gathered from
+    how many."""
 
     def shard(block: Any) -> None:
         shard_block(block, mesh, reshard_after_forward=ranks)
@@ -37,7 +38,7 @@ def fewer(mesh: Any, sizes: tuple[int, int], ranks: int) -> Any:
     trained = Trained(mesh, lambda: block_of(sizes), shard, (2, sizes[0]))
     with CommDebugMode() as comm:
         trained.step(0)
-    # What comes after the last reduction are comparisons.
+    # The events after the last reduction are comparisons.
     events = sent(comm)
     last = max((i for i, (kind, _, _) in enumerate(events) if kind == "reduce_scatter"), default=0)
     gathers = [(size, count) for kind, size, count in events[:last] if kind == "all_gather"]
@@ -194,7 +195,7 @@ class Event:
 
 @spmd.on_mesh()
 def brought(mesh: Any) -> None:
-    """Collectives that the program brings, a hook on what was reduced, and an event."""
+    """Collectives that the program brings, a hook on the reduced gradients, and an event."""
     trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
     gather, reduce = Own(mesh, "all_gather"), Own(mesh, "reduce_scatter")
     block: Any = trained.sharded

@@ -1,4 +1,4 @@
-"""Gradients that come to the parameters of a unit of `fully_shard` around what it returns: right, or an error."""
+"""Gradients that reach the parameters of a unit of `fully_shard` not through its outputs: right, or an error."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def around(mesh: Any, name: str, reshard: bool | None) -> bool:
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize(("world_size", "name"), [(2, "all"), (3, "all"), *((2, name) for name in list(LOSSES)[1:])])
 def test_auxiliary_losses(pool: Any, world_size: int, name: str, reshard: bool) -> None:
-    # What is left whole, and what is part of one backward with the results, is right everywhere.
+    # Units that are left whole, and losses in one backward with the results, are right everywhere.
     may_be_refused = reshard and name != "all"
     refused = pool.run(world_size, around, name, reshard)
     assert len(set(refused)) == 1 and (may_be_refused or not refused[0])
@@ -114,7 +114,7 @@ def test_auxiliary_losses(pool: Any, world_size: int, name: str, reshard: bool) 
 
 @spmd.on_mesh()
 def detached(mesh: Any) -> bool:
-    """A detached weight, beside a tensor that is no argument of the module; and the auxiliary loss of that alone, of
+    """A detached weight, with a tensor that is no argument of the module. Then the auxiliary loss of that alone, of
     which no parameter has a gradient. Returns whether that was refused."""
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
     beside: list[Any] = []

@@ -138,7 +138,7 @@ def test_replicated_and_sharded(pool: Any, rows: int) -> None:
 
 @spmd.on_mesh()
 def both(mesh: Any) -> None:
-    """Parameters that are read by what all ranks compute alike, and by what they share."""
+    """Parameters that are read by computations equal on all ranks, and by computations that they share."""
     adapter = get_adapter()
 
     def build() -> Any:
@@ -190,7 +190,7 @@ def mixed() -> None:
         fully_shard(mlp.down, mesh=mesh)
         fully_shard(mlp, mesh=mesh)
         mesh.platform.register_forward_pre_hook(mlp.down, lambda module, args, convert=convert: (convert(args[0]),))
-        # What has the data of a batch comes from the unit around it, which has gathered by then, on all ranks.
+        # A tensor that has the data of a batch comes from the unit around it, which has gathered by then, on all ranks.
         with pytest.raises(ValueError, match="one loss or one each"):
             adapter.call(mlp, given)
     other = adapter.tensor(x)
@@ -335,7 +335,7 @@ class Several(ModuleStyle):
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def several(mesh: Any, rows: int) -> None:
-    """Other inputs and results: what is replicated has a gradient from each rank's part of the batch."""
+    """Other inputs and results: a replicated input has a gradient from each rank's part of the batch."""
     adapter = get_adapter()
     platform, rng = mesh.platform, np.random.default_rng(4)
     x, scale = rng.standard_normal((rows, 6)).astype(np.float32), rng.standard_normal((1, 8)).astype(np.float32)
@@ -366,7 +366,7 @@ def several(mesh: Any, rows: int) -> None:
     got_y, got = adapter.value_and_grads(distributed, [x[mine], scale])
     same(adapter.numpy(got_y), adapter.numpy(y), "output", 1e-4)
     same(got[0], wanted[0][mine], "gradient of the batch", 1e-4)
-    same(got[1], wanted[1], "gradient of what is replicated", 1e-4)
+    same(got[1], wanted[1], "gradient of the replicated input", 1e-4)
     on_tp = distribute_tensor(adapter.tensor(scale), mesh["tp"], [Replicate()], src_data_rank=None)
     with pytest.raises(ValueError, match=r"an input of .* redistribute it"):
         adapter.call(styled, 3, batch_of(adapter.tensor(x[mine])), on_tp)

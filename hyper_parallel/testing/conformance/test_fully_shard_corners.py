@@ -1,4 +1,4 @@
-"""`fully_shard`: what is rare, or matters to few backends."""
+"""`fully_shard`: rare cases, and cases that matter to few backends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = (6, 5)
 
 @contextlib.contextmanager
 def other(platform: Any, **facts: Any) -> Iterator[None]:
-    """The platform says something else of itself: what is true of another backend, or of another device."""
+    """Let the platform give another answer about itself: that of another backend, or of another device."""
     before = {name: getattr(platform, name) for name in facts}
     try:
         for name, value in facts.items():
@@ -254,7 +254,7 @@ def test_without_freeing(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp_replicate", "dp_shard"))
 def reduced_in_parts(mesh: Any) -> None:
-    """Gradients of one batch over shards alone, and of the next over replicas too, with what was kept."""
+    """Gradients of one batch over shards alone, and of the next over replicas too, with the kept part."""
     adapter, rank = get_adapter(), mesh.get_rank()
     single = adapter.load(block_of((6, 7)), np.random.default_rng(5))
     sharded = shard_block(adapter.load(block_of((6, 7)), np.random.default_rng(5)), mesh)

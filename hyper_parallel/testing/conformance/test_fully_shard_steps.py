@@ -32,7 +32,7 @@ OF_THE_WAY = 1e-3
 
 
 def near(got: Any, wanted: Any, what: str, tolerance: float, measure: Any = None) -> None:
-    """Raise AssertionError unless the norm of the difference is small beside that of ``measure``, or ``wanted``."""
+    """Raise AssertionError unless the norm of the difference is small against that of ``measure``, or ``wanted``."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     assert got.shape == wanted.shape, what
     error = np.linalg.norm(got - wanted)
@@ -52,7 +52,7 @@ def five_steps(name: str, sizes: tuple[int, int], optimizer: str) -> None:
 
 
 def train(mesh: Any, sizes: tuple[int, int], optimizer: str, dtype: Any) -> None:
-    """Five steps of a sharded MLP beside one that is not."""
+    """Five steps of a sharded MLP next to an unsharded one."""
     adapter, tolerance = get_adapter(), TOLERANCES[dtype]
     dp = mesh if "tp" not in mesh.mesh_dim_names else mesh[tuple(n for n in mesh.mesh_dim_names if n != "tp")]
     single, sharded = (adapter.load(adapter.Mlp(*sizes), np.random.default_rng(5), dtype) for _ in range(2))
@@ -78,7 +78,7 @@ def train(mesh: Any, sizes: tuple[int, int], optimizer: str, dtype: Any) -> None
         x, target = (rng.standard_normal((size * ROWS, sizes[0])).astype(dtype) for _ in range(2))
         y, grad_x, grads = adapter.model_value_and_grads(single, loss_of(single, target, size * ROWS), x)
         got_y, got_grad_x, got = adapter.model_value_and_grads(sharded, loss_of(sharded, target[mine], ROWS), x[mine])
-        # What Adam has made of rounding shows in everything after its first step.
+        # Rounding that Adam magnifies shows in everything after its first step.
         exact = optimizer != "adamw" or dtype is np.float64 or step == 0
         allowed = tolerance if exact else OF_THE_WAY
         near(adapter.numpy(got_y), adapter.numpy(y)[mine], f"output, {what}", allowed)

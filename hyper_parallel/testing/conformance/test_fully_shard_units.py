@@ -1,4 +1,4 @@
-"""Units of `fully_shard` in units: which parameter belongs to which, what is gathered when, and what training gives."""
+"""Units of `fully_shard` in units: the unit of each parameter, the order of gathers, and the results of training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 3
 
 
 def parameters(module: Any, mesh: Any) -> dict[str, Any]:
-    """By name."""
+    """The parameters by name."""
     platform = mesh.platform
     return {
         f"{path}.{name}".lstrip("."): p
@@ -120,7 +120,7 @@ def nested(mesh: Any, sizes: tuple[int, int], reshard: bool | None) -> Any:
 @on_ranks(1, 2, 3, 4)
 def test_nested(pool: Any, world_size: int, sizes: tuple[int, int], reshard: bool | None) -> None:
     for counts, frees in pool.run(world_size, nested, sizes, reshard):
-        # The block stays whole until its first forward is done with; what is in it is given back after one backward.
+        # The block stays whole until the end of its first forward; its inner units are freed after one backward.
         again = {None: (2, 4), True: (3, 5), False: (0, 2)}[reshard] if frees else (0, 0)
         for i, step in enumerate(counts):
             calls = 2 if i == 3 else 1
@@ -191,7 +191,7 @@ def methods(mesh: Any) -> None:
     x = adapter.tensor(rng.standard_normal((2, 2, 8)).astype(np.float32))
     wanted = adapter.numpy(adapter.call(single.feed_forward, x))
     unit = block.feed_forward
-    # Without storage to free, what `unshard` has made whole serves one forward.
+    # Without storage to free, parameters that `unshard` has made whole serve one forward.
     gathers = 0 if mesh.size() == 1 else 1 if mesh.platform.frees_storage else 2
     for async_op in (False, True):
         with CommDebugMode() as comm:
@@ -200,8 +200,8 @@ def methods(mesh: Any) -> None:
                 handle.wait()
             same(adapter.numpy(unit.w1.weight), adapter.numpy(single.feed_forward.w1.weight), "whole")
             assert not isinstance(unit.w1.weight, DTensor)
-            same(adapter.numpy(adapter.call(unit, x)), wanted, "output of what is whole")
-            same(adapter.numpy(adapter.call(unit, x)), wanted, "output of what is whole, again")
+            same(adapter.numpy(adapter.call(unit, x)), wanted, "output of a whole unit")
+            same(adapter.numpy(adapter.call(unit, x)), wanted, "output of a whole unit, again")
         assert comm.get_total_counts() == gathers
         unit.reshard()
         assert isinstance(unit.w1.weight, DTensor)

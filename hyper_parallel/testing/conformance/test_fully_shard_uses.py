@@ -31,13 +31,13 @@ class Output:
 
 
 class Unknown:
-    """Holds a tensor where nobody looks for one."""
+    """Holds a tensor where no code looks for one."""
 
     def __init__(self, y: Any) -> None:
         self.y = y
 
 
-#: What a linear module returns in place of y -> what is to be compared of it.
+#: The return value of a linear module in place of y -> the parts of it to compare.
 NESTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], list[Any]]]] = {
     "tuple": (lambda y, w: (y, None, 3), lambda out: [out[0]]),
     "dict": (lambda y, w: {"y": y, "more": [y * 2.0]}, lambda out: [out["y"], out["more"][0]]),
@@ -75,7 +75,7 @@ def nests(mesh: Any) -> None:
 
             return loss
 
-        # What is a parameter is in each rank's loss: averages are as if there were one.
+        # A parameter is in each rank's loss: averages are as if there were one.
         rows_alone = kind != "a parameter"
         y, _, grads = adapter.model_value_and_grads(single, loss_of(single, parts, 1.0), x)
         got_y, _, got = adapter.model_value_and_grads(sharded, loss_of(sharded, parts, 1.0), x[mine])
@@ -139,7 +139,7 @@ def test_refusals(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def dtypes(mesh: Any) -> None:
-    """`output_dtype` converts what comes out, and `cast_forward_inputs` what goes in."""
+    """`output_dtype` converts the outputs, and `cast_forward_inputs` the inputs."""
     adapter = get_adapter()
     single, sharded = (adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5)) for _ in range(2))
     half, whole = (adapter.tensor(np.ones(1, dtype)).dtype for dtype in (np.float16, np.float32))

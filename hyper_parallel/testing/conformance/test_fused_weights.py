@@ -39,7 +39,7 @@ def apply(mesh: Any, module: Any, plan: dict[str, Any], in_strict: bool = False)
 
 
 ROW = RowwiseParallel()
-#: Attributes of the attention module, how wide its input is, and what its projections are.
+#: Attributes of the attention module, the width of its input, and its projections.
 ATTENTION = {
     "as in GPT": ({"n_head": 12}, 24, 72, 24, (12, 12, 12)),
     "with a size": ({"num_heads": 12, "head_dim": 4}, 24, 144, 48, (12, 12, 12)),
@@ -78,7 +78,7 @@ def query_key_value(mesh: Any) -> None:
             apply(mesh, model(), {"attn.qkv": right, "attn.proj": ROW}, in_strict=True)
         with fails(ValueError, "'attn.qkv'", "heads="):  # the layer after attention is not needed to know
             apply(mesh, model(), {"attn.qkv": ColwiseParallel()})
-    # The heads may be known further up only, where the name tells what it is.
+    # The heads may be known further up only, where the name tells the kind of layer.
     outer = inside(holder(qkv=(24, 72), proj=(24, 24)))
     outer.n_head = 12
     with fails(ValueError, "'attn.qkv'", "heads=(12, 12, 12)"):
@@ -103,7 +103,7 @@ def heads_of_packed(mesh: Any) -> None:
     attributes = {"n_head": 12, "n_kv_heads": 6}
     with nullcontext() if fine else fails(ValueError, "'attn.kv'", "6 heads of 2", "n_kv_heads", "4 ranks"):
         apply(mesh, model(attributes, kv=(24, 24)), {"attn.kv": ColwiseParallel(packed=2), "attn.proj": ROW})
-    # Parts that are no heads: left alone, as are heads of which nobody knows the size.
+    # Parts that are no heads: left alone, as are heads of unknown size.
     apply(mesh, model(attributes, kv=(24, 20)), {"attn.kv": ColwiseParallel(packed=2), "attn.proj": ROW})
     apply(mesh, model({"n_head": 5}, kv=(24, 20)), {"attn.kv": ColwiseParallel(packed=2), "attn.proj": ROW})
 
@@ -118,7 +118,7 @@ def gate_and_up(mesh: Any) -> None:
             apply(mesh, model(up=(6, 24), down=(12, 6)), {"mlp.up": ColwiseParallel(), "mlp.down": ROW}, in_strict)
     for style in (ColwiseParallel(packed=2), ColwiseParallel(packed=1), ColwiseParallel(use_local_output=False)):
         apply(mesh, model(up=(6, 24), down=(12, 6)), {"mlp.up": style, "mlp.down": ROW}, in_strict=True)
-    # A layer beside it takes all of them.
+    # A layer next to it takes all of them.
     plan = {"mlp.up": ColwiseParallel(), "mlp.down": ROW, "mlp.other": ROW}
     apply(mesh, model(up=(6, 24), down=(12, 6), other=(24, 6)), plan, in_strict=True)
 
@@ -126,7 +126,7 @@ def gate_and_up(mesh: Any) -> None:
 @spmd.on_mesh()
 def no_false_alarm(mesh: Any) -> None:
     """Ordinary models, inside `strict()`: feed-forward of two, three and four times the width, attention with wide
-    heads; outside, also what has the shape of a fused weight by chance."""
+    heads. Outside of it, also weights that have the shape of a fused weight by chance."""
     for times in (1, 2, 3, 4):
         model = inside(holder({"n_head": 4}, up=(8, 8 * times), down=(8 * times, 8)), "mlp")
         apply(mesh, model, {"mlp.up": ColwiseParallel(), "mlp.down": ROW}, in_strict=True)

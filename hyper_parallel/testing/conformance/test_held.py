@@ -35,7 +35,7 @@ from hyper_parallel.testing.extent import on_ranks
 
 IDS = np.array([[1, 2, 5], [0, 3, 1]], np.int64)
 
-#: What is parallelised how, and its whole input.
+#: The module, its plan, and its whole input.
 CASES: dict[str, tuple[Callable[[], Any], Any, np.ndarray]] = {
     "colwise": (lambda: get_adapter().linear_module(6, 12), ColwiseParallel(output_layouts=Replicate()), floats(3, 6)),
     "colwise, short": (lambda: get_adapter().linear_module(6, 12), ColwiseParallel(), floats(3, 6)),
@@ -111,7 +111,7 @@ def replaced(case: str) -> None:
     assign(module, name, distribute_tensor(adapter.tensor(values), mesh, [placement]))
     wanted = adapter.numpy(adapter.call(single, x))
     if case in ("colwise, short", "norm", "head norm"):
-        return  # what these give is this rank's part of what `values_of_replaced` compares
+        return  # these outputs are this rank's part of those that `values_of_replaced` compares
     same(adapter.numpy(adapter.call(module, x)), wanted, "output")
 
 

@@ -39,7 +39,7 @@ def taken_of(p: Any, mesh: Any) -> dict[str, Any]:
 
 
 class Kept(Trained):
-    """A model in training, and what was taken of it at any time."""
+    """A model in training, and values taken of it at any time."""
 
     def __init__(self, mesh: Any, way: str) -> None:
         super().__init__(mesh, lambda: block_of((6, 5)), lambda block: WAYS[way](block, mesh), (2, 6))
@@ -52,7 +52,7 @@ class Kept(Trained):
                 self.taken.append((f"{how} {when}", name, x))
 
     def compare(self, when: str) -> None:
-        """All that was taken is what the parameters are."""
+        """All taken values equal the parameters."""
         adapter, wanted = self.adapter, parameters(self.sharded, self.mesh)
         locals_ = {name: adapter.numpy(p.to_local()) for name, p in wanted.items()}
         for how, name, x in self.taken:

@@ -1,4 +1,4 @@
-"""Linear layers that run on plain tensors without distributed ones: what changes is the time, and nothing else."""
+"""Linear layers that run on plain tensors without distributed ones: only the time changes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def identity(mesh: Any) -> None:
     same(adapter.numpy(adapter.call(other, x)), wanted, "output of the copy")
     assert np.abs(adapter.numpy(adapter.call(sharded, x)) - wanted).max() > 0.01
 
-    # Hooks see what the caller gives and gets.
+    # Hooks see the caller's arguments and results.
     seen: list[Any] = []
     get_platform().register_forward_pre_hook(other.up, lambda module, args: seen.append(args[0]))
     get_platform().register_forward_hook(other.up, lambda module, args, output: seen.append(output))

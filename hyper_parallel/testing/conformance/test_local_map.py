@@ -1,4 +1,4 @@
-"""Functions of local tensors on DTensors, and the table of who holds what."""
+"""Functions of local tensors on DTensors, and the table of the shards of each rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def products(mesh: Any) -> None:
 
     y, (grad_x, grad_w) = adapter.value_and_grads(loss, [x, w[part]])
     same(adapter.numpy(y), 2 * expected, "product", 1e-4)
-    same(grad_x, 2 * weights @ w.T, "gradient of what is replicated", 1e-4)
+    same(grad_x, 2 * weights @ w.T, "gradient of the replicated input", 1e-4)
     same(grad_w, (2 * x.T @ weights)[part], "gradient of the shard", 1e-4)
 
 
@@ -125,7 +125,7 @@ def shown() -> list[str]:
     for size, placements in (((3, 4), [S0, S1]), ((3,), [S0, R]), ((4, 2), [R, PackedShard(0, 2)]), ((0, 2), [R, R])):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             visualize_sharding(zeros(size, device_mesh=mesh, placements=placements), header="x")
-        # The device may have a longer name; what columns are padded to stays.
+        # The device may have a longer name; the width of columns stays.
         text = re.sub(rf"{mesh.device_type}(:\S+)", lambda m: f"cpu{m[1]}".ljust(len(m[0])), out.getvalue())
         texts.append(re.sub(" +\n", "\n", text))
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):

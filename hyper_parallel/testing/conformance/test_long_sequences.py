@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut: each way gives what a single device computes, and its gradients."""
+"""Attention over a sequence that is cut: each way gives the result of a single device, and its gradients."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def fits(method: str, shape: tuple, ranks: int) -> bool:
     return method == "gather" or masked is None or queries != keys
 
 
-#: What each method sends, of one sequence without a mask.
+#: Communication of each method, of one sequence without a mask.
 COUNTS = {
     "gather": lambda n: ({"all_gather": 1}, {"reduce_scatter": 1}),
     "exchange": lambda n: ({"all_to_all": 4}, {"all_to_all": 4}),

@@ -491,7 +491,7 @@ def mistakes(mesh: Any) -> None:
         weight=adapter.tensor(floats(3)),
     )
     refuses(ValueError, r"vocab_size=", x, target, mesh, vocab_size=7)
-    # Ranks compare what they are given once; each looks at its own part always.
+    # Ranks compare their arguments once; each looks at its own part always.
     vocab_parallel_cross_entropy(x, target, mesh, vocab_size=6)
     refuses(ValueError, "holds 3 of 6 classes", adapter.tensor(floats(4, 2)), target, mesh, vocab_size=6)
     refuses(ValueError, r"floating point", target, target, mesh)

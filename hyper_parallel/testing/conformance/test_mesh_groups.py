@@ -29,7 +29,7 @@ from hyper_parallel.testing.extent import in_gate
 
 
 def check_use(mesh: Any, dims: int = 1) -> None:
-    """Gathering, summing and cutting over the mesh give what they should, for parts of different sizes."""
+    """Gathering, summing and cutting over the mesh give the right results, for parts of different sizes."""
     if mesh.get_coordinate() is None:
         return
     adapter = get_adapter()
@@ -176,7 +176,7 @@ def test_other_backends(pool: Any) -> None:
 
 #: name -> how the world is cut for tensor parallelism, and its dimension; how for data parallelism, and its dimensions.
 TWICE: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
-    "alike": (((2, 2), ("batch", "tp")), "tp", ((2, 2), ("fsdp", "tp")), ("fsdp",)),
+    "equal": (((2, 2), ("batch", "tp")), "tp", ((2, 2), ("fsdp", "tp")), ("fsdp",)),
     "other names": (((2, 2), ("batch", "model")), "model", ((1, 2, 2), ("pp", "fsdp", "tp")), ("fsdp",)),
     "two of data": (((2, 1, 2), ("batch", "cp", "tp")), "tp", ((1, 2, 2), ("rep", "fsdp", "tp")), ("rep", "fsdp")),
     "one rank each": (((4, 1), ("batch", "tp")), "tp", ((4, 1), ("fsdp", "tp")), ("fsdp",)),
@@ -199,7 +199,7 @@ def trained_on_two(name: str, in_parts: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("name", in_gate(TWICE, ("alike", "two of data", "several as one")))
+@pytest.mark.parametrize("name", in_gate(TWICE, ("equal", "two of data", "several as one")))
 def test_plan_on_one_mesh_and_data_on_another(pool: Any, name: str) -> None:
     """Two meshes that one was cut into, as torchtitan has them: the same ranks in the same order are one dimension."""
     pool.run(4, trained_on_two, name, name != "two of data")

@@ -165,7 +165,7 @@ def test_no_parallel(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def whole_with_sharded_inside(mesh: Any) -> Any:
-    """A style of a module and styles of what is inside it, in any order."""
+    """A style of a module and styles of its submodules, in any order."""
     inside = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)}
     first = compare(lambda adapter: adapter.Mlp(6, 12), {"": NoParallel(), **inside}, floats(4, 6), mesh)
     assert first == compare(lambda adapter: adapter.Mlp(6, 12), {**inside, "": NoParallel()}, floats(4, 6), mesh)
@@ -287,7 +287,7 @@ def wrong_heads(mesh: Any) -> None:
         adapter.GroupedAttention(6, 6, 2), plan, "'wq' has 6 heads of 2", "(num_heads)", "4 ranks", "1, 2, 3, 6 ranks"
     )
     refused(adapter.GroupedAttention(8, 2, 2), plan, "'wk' has 2 heads", "num_kv_heads", "replicate_heads=True")
-    # By what the style says.
+    # By the arguments of the style.
     explicit = {"wq": ColwiseParallel(heads=6), "wo": RowwiseParallel()}
     refused(adapter.GroupedAttention(8, 8, 3), explicit, "'wq' has 6 heads of 4 features", "use_local_output=False")
     refused(adapter.GroupedAttention(8, 8, 3), {"wq": ColwiseParallel(heads=7)}, "24 features", "not 7 heads")

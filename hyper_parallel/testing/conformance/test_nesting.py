@@ -1,6 +1,6 @@
 """Tensors whose dimension several mesh dimensions cut in another order than theirs: a part of a part is a part.
 
-Tensor parallelism cuts first, data parallelism cuts what it has left: on a mesh ("dp", "tp") from right to left.
+Tensor parallelism cuts first, data parallelism cuts the rest: on a mesh ("dp", "tp") from right to left.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def packed(shape: tuple[int, ...]) -> Any:
 
 
 def parts_of_parts(mesh: Any, over: tuple[str, ...], shapes: list[tuple[int, ...]]) -> None:
-    """A layout that nests is what distributing each rank's part once more gives."""
+    """A nested layout is that of distributing each rank's part once more."""
     adapter, rng = get_adapter(), np.random.default_rng(3)
     inner_mesh, outer_mesh = mesh["tp"], mesh[over]
     for shape in shapes:
@@ -141,7 +141,7 @@ def test_collectives(pool: Any, source: tuple, target: tuple, forward: dict, bac
         assert counts == {"forward": forward, "backward": backward}
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def refusals(mesh: Any) -> None:
     x = get_adapter().tensor(np.ones((4, 4), np.float32))

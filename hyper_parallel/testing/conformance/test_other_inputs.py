@@ -43,8 +43,8 @@ def sequential(**modules: Any) -> tuple[Any, Any]:
 
 
 def models() -> Iterator[tuple[str, str, Callable[[], tuple[Any, Any]], Any, bool]]:
-    """Yield a description, the module that takes the input, a model with its call, its plan, and whether it takes
-    ids."""
+    """Yield a description, the module that takes the input, a model with its call, and its plan. The last value says
+    whether it takes ids."""
     adapter = get_adapter()
 
     def mlp() -> tuple[Any, Any]:
@@ -68,7 +68,7 @@ def models() -> Iterator[tuple[str, str, Callable[[], tuple[Any, Any]], Any, boo
     distributed = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=True)}
     yield "DTensors inside", "'up'", mlp, distributed, False
     yield "row alone", "'down'", router, {"down": RowwiseParallel(input_layouts=WHOLE)}, False
-    yield "alike", "'gate'", router, {"gate": NoParallel()}, False
+    yield "replicated", "'gate'", router, {"gate": NoParallel()}, False
     prepared = {"gate": PrepareModuleInput(input_layouts=WHOLE, desired_input_layouts=WHOLE, use_local_output=True)}
     yield "prepared", "'gate'", router, prepared, False
 
@@ -88,7 +88,7 @@ def given(ids: bool, what: str, odd: bool) -> Any:
 
 
 class Compared:
-    """Counts what ranks compare."""
+    """Counts the comparisons of the ranks."""
 
     def __enter__(self) -> list[str]:
         self.steps: list[str] = []

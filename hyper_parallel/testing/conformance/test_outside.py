@@ -1,4 +1,5 @@
-"""Ranks outside a mesh: a DTensor there is empty and does nothing, and what needs values is an error that says so."""
+"""Ranks outside a mesh: a DTensor there is empty and does nothing, and an operation that needs values is an error that
+says so."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def x_of(*shape: int) -> Any:
 
 # ------------------------------------------------------------------------------------------------ empty
 def made(mesh: Any) -> list[Any]:
-    """Everything that makes a DTensor, and what needs no values."""
+    """All functions that make a DTensor, and those that need no values."""
     adapter, at = get_adapter(), {"device_mesh": mesh, "placements": [Shard(0)]}
     found = [placed(mesh, p) for p in [*PLACEMENTS, Partial()]]
     found += [DTensor.from_local(x_of(), mesh, [p]) for p in PLACEMENTS]

@@ -1,4 +1,4 @@
-"""Linear layers that leave their collective to the backend: what core asks for, and what it does with the answer.
+"""Linear layers that leave their collective to the backend: the requests of core, and its use of the answer.
 
 The backend's verb is replaced with one that is made of core's own steps, so that every backend runs this.
 """
@@ -38,14 +38,14 @@ R = Replicate()
 
 @pytest.fixture(autouse=True)
 def a_platform_that_can() -> None:
-    """Without `Platform.fast` nothing is asked for here."""
+    """Skip on a platform without `Platform.fast`, which is asked for nothing."""
     if get_platform().fast is None:
         pytest.skip("this platform has no short ways")
 
 
 @contextmanager
 def answering(mesh: Any, answer: Callable[..., Any]) -> Iterator[list[tuple]]:
-    """Inside, the platform's verb is ``answer``; gives the list of what it is asked: (collective, dim, chunks)."""
+    """Inside, the platform's verb is ``answer``; gives the list of its arguments: (collective, dim, chunks)."""
     fast, asked = mesh.platform.fast, []
 
     def verb(x: Any, weight: Any, how: LinearCollective) -> Any:
@@ -137,7 +137,7 @@ def test_distributed_output(pool: Any, name: str) -> None:
 
 @spmd.on_mesh()
 def left_alone(mesh: Any) -> None:
-    """Check that collectives run as ever that the backend is not asked for, or refuses."""
+    """Check that collectives run as before that the backend is not asked for, or refuses."""
     adapter = get_adapter()
 
     def counts(style: Any, sizes: tuple[int, int], x: Any, least: int = 0) -> tuple[dict[str, int], list[tuple]]:
@@ -166,7 +166,7 @@ def left_alone(mesh: Any) -> None:
     # Another placement than the one that moves.
     whole = DTensor.from_local(adapter.tensor(floats(4, 12)), mesh, [R])
     assert counts(gathered, (12, 8), whole) == ({}, [])
-    # Without the switch nobody asks, unless the backend has a native operation and is told to use it.
+    # Without the switch it is not asked, unless the backend has a native operation and is told to use it.
     module = parallelize_module(adapter.load(adapter.linear_module(12, 8), np.random.default_rng(5)), mesh, row)
     with answering(mesh, lambda *args: None) as asked:
         adapter.call(module, part)

@@ -68,7 +68,7 @@ def test_epsilon_of_a_remembered_call(pool: Any, world_size: int) -> None:
     pool.run(world_size, normalised)
 
 
-# ---------------------------------------------------------------------- what is kept of a tensor, and writes into it
+# ---------------------------------------------------------------------- caches of a tensor, and writes into it
 @spmd.on_mesh()
 def written_after_it_was_gathered(mesh: Any) -> None:
     """Write to a tensor after an all-gather that serves two kinds of consumers. The second kind must see the new
@@ -86,7 +86,7 @@ def written_after_it_was_gathered(mesh: Any) -> None:
 
     z, grads = adapter.value_and_grads(loss, [part(whole, mesh, S0), part(weight, mesh, S0)])
     same(adapter.numpy(z), (whole * factor) @ weight.T, "output", 1e-4)
-    same(grads[0], part((weights @ weight) * factor, mesh, S0), "gradient of what was gathered", 1e-4)
+    same(grads[0], part((weights @ weight) * factor, mesh, S0), "gradient of the gathered tensor", 1e-4)
     same(grads[1], part(weights.T @ (whole * factor), mesh, S0), "gradient of the weight", 1e-4)
 
 
@@ -97,8 +97,8 @@ def test_write_after_gathering(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def written_between_two_layers(mesh: Any, shape: tuple[int, ...]) -> None:
-    """A plain tensor that two layers by columns read, with a write in between: each reads it through a view that is
-    kept on the tensor, and the first one's view does not serve the second, which knows nothing of the write."""
+    """A plain tensor that two layers by columns read, with a write in between. Each reads it through a view that is
+    kept on the tensor. The first one's view does not serve the second, which knows nothing of the write."""
     adapter = get_adapter()
     whole = floats(*shape)
     single, sharded = (adapter.load(adapter.linear_module(shape[-1], 6), np.random.default_rng(5)) for _ in range(2))
@@ -172,7 +172,7 @@ def added_to_an_average(mesh: Any) -> None:
     y, grads = adapter.value_and_grads(loss, [parts[rank], bias])
     same(adapter.numpy(y), parts.mean(0) + bias, "sum")
     same(grads[0], weights / size, "gradient of a part of the average")
-    same(grads[1], weights, "gradient of what is added")
+    same(grads[1], weights, "gradient of the added tensor")
 
 
 @on_ranks(2, 3)

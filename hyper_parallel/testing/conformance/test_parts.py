@@ -77,7 +77,7 @@ def mapped_on_a_grid(mesh: Any) -> None:
 
 @on_ranks(1, 2, 3, 4)
 def test_uneven_local_map(pool: Any, world_size: int) -> None:
-    """The global shape follows from what all ranks return, and gradients are the single device's."""
+    """The global shape follows from the results of all ranks, and gradients are the single device's."""
     pool.run(world_size, mapped_in_a_row)
     if world_size >= 3:
         pool.run(4, mapped_on_a_grid)
@@ -95,7 +95,7 @@ def wrong_results(mesh: Any) -> list[str]:
     results = {
         "the last rank has most": lambda a: part(1 + (rank == 2), 2),
         "a gap": lambda a: part(0 if rank == 1 else 2, 2),
-        "another size beside": lambda a: part(2, 2 + (rank == 1)),
+        "another size elsewhere": lambda a: part(2, 2 + (rank == 1)),
         "dimensions": lambda a: part(2, 2) if rank else part(2, 2, 2),
         "no tensor": lambda a: part(2, 2) if rank else None,
         "too many": lambda a: part(2, 2) if rank else (part(2, 2), part(2, 2)),
@@ -152,7 +152,7 @@ def wrong_parts(mesh: Any) -> list[str]:
 def test_wrong_parts(pool: Any) -> None:
     first, *others = pool.run(3, wrong_parts)
     assert others == [first, first]
-    assert "differ in what does not fit" in first[0] and "got (2, 4)" in first[0]
+    assert "differ in the problem found" in first[0] and "got (2, 4)" in first[0]
     assert "the global shape" in first[1] and "(2, 7)" in first[1]
 
 

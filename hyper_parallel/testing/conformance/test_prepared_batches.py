@@ -88,7 +88,7 @@ def test_sequence_parallel_block(pool: Any, rows: int, replicated: bool, local: 
         if rows == 1:
             continue  # operations gather a single sample, and ranks without one communicate less
         units = 0 if replicated else 3
-        # Beside those of the units: the inputs of attention and feed-forward, and the block's output; of the
+        # In addition to those of the units: the inputs of attention and feed-forward, and the block's output; of the
         # row-parallel layers one reduces to parts, and one to whole results, which are cut.
         assert seen["forward"] == {"all_gather": units + 3, "reduce_scatter": 1, "all_reduce": 1}
         backward = difference(seen["all"], seen["forward"])
@@ -119,7 +119,7 @@ def prepared(mesh: Any, rows: int) -> None:
     for over_dp in (Shard(0), Shard(2), R):
         adapter.call(inside, batch([over_dp]))
         lies(inside.seen[0][0], mesh, over_dp, SEQUENCE)
-        # What lies on both dimensions is converted from there, whatever input_layouts says.
+        # A tensor on both dimensions is converted from there, whatever input_layouts says.
         adapter.call(inside, batch([over_dp, Shard(2) if over_dp is Shard(0) else Shard(0)], mesh))
         lies(inside.seen[0][0], mesh, over_dp, SEQUENCE)
 
@@ -180,7 +180,7 @@ def between_modules(mesh: Any, rows: int) -> None:
         return adapter.mean(adapter.square(y))
 
     x = np.random.default_rng(3).standard_normal((rows, 3, 6)).astype(np.float32)
-    for over_dp in (Shard(0), R):  # what is replicated is cut
+    for over_dp in (Shard(0), R):  # a replicated input is cut
         compare(mesh, lambda: adapter.Mlp(6, 5), shard, x, loss_of, cut=[over_dp, SEQUENCE])
         assert seen[-1].device_mesh is mesh and seen[-1].placements == (Shard(0), SEQUENCE)
     alone = parallelize_module(adapter.Mlp(6, 5), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -183,7 +183,7 @@ def test_manual_seed(pool: Any, world_size: int) -> None:
 
 
 def apart(mesh_shape: tuple[int, ...]) -> None:
-    """One rank draws a number more after the first random operation: what ranks hold alike stays alike."""
+    """One rank draws a number more after the first random operation: values that are equal on all ranks stay equal."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return

@@ -59,7 +59,7 @@ def drawn_in_numpy(platform: Any, kind: str, shape: tuple[int, ...], draws: int)
 
 
 def run_draws(mesh_shape: tuple[int, ...]) -> None:
-    """Factories, `rand_like` and dropout on every placement are what NumPy computes of the same keys."""
+    """Factories, `rand_like` and dropout on every placement equal NumPy's results for the same keys."""
     job(*mesh_shape)(draw_all)()
 
 
@@ -92,7 +92,7 @@ def check_factories(mesh: Any, shape: tuple[int, ...]) -> None:
 
 
 def runs_on_shards(function: Any, x: Any) -> bool:
-    """Whether a function has a sharding rule; one without draws as ever."""
+    """Whether a function has a sharding rule; one without draws without it."""
     try:
         with strict():
             function(x)
@@ -102,7 +102,7 @@ def runs_on_shards(function: Any, x: Any) -> bool:
 
 
 def check_dropout(mesh: Any, shape: tuple[int, ...]) -> None:
-    """Two layers of dropout: values, gradients, and what is communicated, which are keys alone."""
+    """Two layers of dropout: values, gradients, and the communication, which is of keys alone."""
     adapter, whole, weights = get_adapter(), floats(*shape) + 3, floats(*shape)
     mesh.platform.manual_seed(11)
     first, second = drawn_in_numpy(mesh.platform, "uniform", shape, 2)
@@ -163,7 +163,7 @@ def requested(mesh: Any) -> None:
 
 @job(2, 2, names=("dp", "tp"))
 def requested_on_slices(mesh: Any) -> None:
-    """A request is for the mesh and its slices; what is said of a slice goes before."""
+    """A request is for the mesh and its slices; a request for a slice has priority."""
     dp, tp = mesh["dp"], mesh["tp"]
 
     def by_counter() -> list[bool]:
@@ -186,7 +186,7 @@ def requested_on_slices(mesh: Any) -> None:
 
 @job()
 def come_apart(mesh: Any) -> None:
-    """One rank draws a number more: what ranks hold alike stays alike."""
+    """One rank draws a number more: values that are equal on all ranks stay equal."""
     adapter, platform = get_adapter(), mesh.platform
     x = DTensor.from_local(adapter.tensor(floats(8, 6) + 3), mesh, [R])
     seed(3, mesh)
@@ -195,7 +195,7 @@ def come_apart(mesh: Any) -> None:
         adapter.draw("rand", (3,))
     mine = adapter.numpy(adapter.dropout(x, 0.5).to_local())
     others = DTensor.from_local(adapter.tensor(mine), mesh, [S0]).full_tensor()
-    same(adapter.numpy(others), np.concatenate([mine] * mesh.size()), "what all ranks hold", 0.0)
+    same(adapter.numpy(others), np.concatenate([mine] * mesh.size()), "values of all ranks", 0.0)
 
 
 @on_ranks(1, 2, 4)
@@ -208,7 +208,7 @@ def test_on_request(pool: Any, world_size: int) -> None:
 
 @job()
 def saved(mesh: Any) -> tuple[dict[str, Any], np.ndarray]:
-    """The state between two draws, and what comes after it."""
+    """The state between two draws, and the numbers after it."""
     seed(9, mesh)
     options = {"device_mesh": mesh, "placements": [S0]}
     hyper_parallel.rand(5, 3, **options)
@@ -223,7 +223,7 @@ def resumed(mesh: Any, state: dict[str, Any], wanted: np.ndarray) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RandomState().load_state_of_ranks([state, state], mesh.get_rank(), mesh.size())
-    assert set(random._SYNCHRONIZED) == alike  # ranks beside these, on larger meshes, would not know of it
+    assert set(random._SYNCHRONIZED) == alike  # ranks outside of these, on larger meshes, would not know of it
     got = hyper_parallel.randn(5, 3, device_mesh=mesh, placements=[Shard(1)])
     same(get_adapter().numpy(got), wanted, "after resuming", 1e-6)
     manual_seed(1, mesh)

@@ -1,4 +1,5 @@
-"""`RandomState` from each mesh to each other: tensor-parallel ranks draw alike, and changed numbers are told once."""
+"""`RandomState` from each mesh to each other: tensor-parallel ranks draw the same numbers, and changed numbers are told
+once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`check_ranks`: ranks that are about to do different things all raise, and the error names who differs and in what."""
+"""`check_ranks`: ranks that are about to do different things all raise, and the error names the ranks and the
+difference."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from hyper_parallel.testing.spmd import device_mesh, on_mesh
 
 
 def error_of(mesh: Any, job: Callable[[], Any]) -> tuple[str, str, tuple[int, ...]]:
-    """Type, message and ranks of what ``job`` raises inside `check_ranks`."""
+    """Type, message and ranks of the error of ``job`` inside `check_ranks`."""
     try:
         with check_ranks(mesh):
             job()
@@ -155,7 +156,7 @@ def test_different_plans_and_models_are_named(pool: Any) -> None:
         for case, text in expected.items():
             kind, message, ranks = result[case]
             if case == "refused" and rank == 2:
-                assert kind == "TypeError" and "which is no ParallelStyle" in message
+                assert kind == "TypeError" and "which is neither a ParallelStyle" in message
             else:
                 assert (kind, ranks) == ("RankMismatchError", (2,)) and text in message, f"{case}: {result[case]}"
 
@@ -193,7 +194,7 @@ def test_rows_of_a_mesh_are_compared_by_themselves(pool: Any) -> None:
 
 @on_mesh()
 def whole_step(mesh: Any) -> list:
-    """A step inside `check_ranks` gives what it gives outside, and no more collectives are counted."""
+    """A step inside `check_ranks` gives the same result as outside, and no more collectives are counted."""
     made, results = get_adapter(), []
     manual_seed(0, mesh)
     for inside in (False, True):

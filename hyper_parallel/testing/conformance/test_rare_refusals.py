@@ -59,7 +59,7 @@ def wrong_uses(mesh: Any) -> dict[str, Any]:
 
 
 def _of_optimizers(platform: Any) -> dict[str, Any]:
-    """Nothing where the framework has no optimizers."""
+    """Refusals of optimizers, none where the framework has no optimizers."""
     adapter = get_adapter()
     model, other = adapter.linear_module(4, 4), adapter.Mlp(4, 4)
     optimizer = adapter.optimizer(model, "adamw", 0.1)[0] if hasattr(adapter, "optimizer") else None
@@ -77,7 +77,7 @@ def _of_optimizers(platform: Any) -> dict[str, Any]:
 
 
 def _taken_while_gathered(mesh: Any) -> None:
-    """A parameter is replaced while what was there is under way."""
+    """A parameter is replaced while the gather of the old one is pending."""
     adapter = get_adapter()
     unit: Any = fully_shard(adapter.linear_module(4, 4), mesh=mesh)
     handle = unit.unshard(async_op=True)
@@ -100,7 +100,7 @@ def test_a_parameter_that_is_replaced_while_it_is_gathered(pool: Any) -> None:
 
 
 def saved_without_the_others(directory: str) -> str:
-    """Each rank saves alone what lies on both."""
+    """Each rank alone saves a tensor that is on both."""
     whole, alone = DeviceMesh(None, [0, 1]), [DeviceMesh(None, [rank]) for rank in range(2)]
     if whole.get_coordinate() is None:  # a rank of the pool that was not asked for, which takes part in making groups
         return ""

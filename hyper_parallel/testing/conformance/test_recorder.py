@@ -1,4 +1,4 @@
-"""Every collective is announced with what it is, where it is issued and in which pass."""
+"""Every collective is announced with its kind, its module and its direction."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def details(mesh: Any) -> None:
         x.redistribute(placements=[Shard(1)])
         DTensor.from_local(adapter.tensor(whole), mesh, [Partial("max")]).redistribute(placements=[Replicate()])
         DTensor.from_local(adapter.tensor(floats(0, 3)), mesh, [Partial()]).redistribute(placements=[Replicate()])
-    gathered, moved, largest, ties = comm.events  # nothing is sent of what has no elements
+    gathered, moved, largest, ties = comm.events  # a tensor without elements sends nothing
     sizes = (2,) * (size - 1) + (1,)
     # All ranks say the same, whatever their shard.
     assert (gathered.shape, gathered.bytes, gathered.uneven_dim) == ((2, 3), 24, 0)
     assert gathered.details == {"the tensor dimension": 0, "the sizes of shards": sizes}
     assert (moved.kind, moved.shape, moved.details["the tensor dimensions"]) == ("all_to_all", (2, 3), (0, 1))
     assert (largest.kind, largest.op, largest.details) == ("all_reduce", "max", {})
-    assert largest.bytes in (ties.bytes, 2 * ties.bytes)  # where a backend reduces, NaN travels beside the numbers
+    assert largest.bytes in (ties.bytes, 2 * ties.bytes)  # where a backend reduces, NaN travels with the numbers
     assert {event.direction for event in comm.events} == {"forward"}
 
 

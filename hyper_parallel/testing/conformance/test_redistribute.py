@@ -19,7 +19,7 @@ from hyper_parallel.testing.extent import on_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
-# Collectives of (forward, backward) on a 1-D mesh: what hand-written code needs.
+# Collectives of (forward, backward) on a 1-D mesh: those of hand-written code.
 EXPECTED = {
     (S0, R): ({"all_gather": 1}, {}),
     (R, S0): ({}, {"all_gather": 1}),
@@ -144,7 +144,7 @@ def test_prices(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def broadcasts(mesh: Any) -> None:
-    """By the backend's own broadcast, or, where it says that it has none, by gathering."""
+    """Broadcasts run by the backend's own one, or, where it says that it has none, by gathering."""
     adapter, platform, called = get_adapter(), mesh.platform, []
     supports, native = platform.supports, platform.broadcast
     mine = np.full((2, 3), mesh.get_local_rank(), np.float32)

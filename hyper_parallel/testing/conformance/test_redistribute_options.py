@@ -53,7 +53,7 @@ def value_and_gradient(mesh: Any, source: tuple, shape: tuple[int, ...], change:
 
 
 class _Late:
-    """A collective that is done when somebody waits for it."""
+    """A collective that is done at the wait for it."""
 
     def __init__(self, start: Any) -> None:
         self.start, self.waits = start, 0

@@ -153,7 +153,7 @@ def called_often(mesh: Any) -> None:
 
     _, _, grads = adapter.model_value_and_grads(single, loss_of(single, 1 / size), ids)
     mine = ids[mesh.get_local_rank(0) :][:1]
-    # Calls share their all-reduces where what they read shares memory with the parameters.
+    # Calls share their all-reduces where the tensors that they read share memory with the parameters.
     reduce = {"all_reduce": 1 if mesh.platform.frees_storage else 2} if size > 1 else {}
     with CommDebugMode() as comm:
         _, _, got = adapter.model_value_and_grads(copied, loss_of(copied, 1.0), mine)

@@ -1,4 +1,4 @@
-"""`replicate`: what is rare, or matters to few backends."""
+"""`replicate`: rare cases, and cases that matter to few backends."""
 
 from __future__ import annotations
 

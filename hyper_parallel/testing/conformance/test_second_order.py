@@ -1,7 +1,7 @@
 """Gradients of gradients through leaves of every placement, against the plain program.
 
-What a user does with the gradient of a leaf is what docs/gradients.md says of it: that of a sum, or of an average, is
-the same on all ranks; of an extreme value, or of a product, each rank has its own.
+A user treats the gradient of a leaf as docs/gradients.md says. That of a sum, or of an average, is the same on all
+ranks. Of an extreme value, or of a product, each rank has its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hyper_parallel.testing.extent import in_gate, on_ranks
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 SUM, AVG = Partial(), Partial("avg")
 MESHES = [(1,), (2,), (3,), (2, 2)]
-#: What is done with the leaf before the loss, by the placement that it is brought to, None for what it has.
+#: The use of the leaf before the loss, by the placement that it is brought to, None for its own.
 BROUGHT_TO = [None, R, S0]
 
 
@@ -97,7 +97,8 @@ def run_chosen(mesh_shape: tuple[int, ...], ops: tuple[str, ...]) -> None:
     leaves[-1][0] = leaves[0][0]  # a tie, between ranks that differ in every mesh dimension
     weights = [floats(3, 4) + np.float32(i) for i in range(size)]
     c = floats(3, 4) + 2
-    # The reduction of the parts, as a product with what the reduction makes of each: constant for extreme values.
+    # The reduction of the parts, as a product with the derivative of the reduction by each: constant for extreme
+    # values.
     stacked = np.stack(leaves).reshape(*mesh_shape, 3, 4)
     shares = np.ones_like(stacked)
     reduced = stacked

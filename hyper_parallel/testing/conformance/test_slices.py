@@ -96,7 +96,7 @@ def test_taken(pool: Any, world_size: int, placement: Any) -> None:
 
 @spmd.on_mesh(2, 2)
 def taken_on_two_dimensions(mesh: Any) -> None:
-    """Beside a sum, which stays one, and where one dimension, or two that are cut, are sharded by both."""
+    """Next to a sum, which stays one, and where one dimension, or two that are cut, are sharded by both."""
     for placements in ((S0, Partial()), (Partial(), S1), (S0, S0), (S0, S1), (S1, S2), (R, S0)):
         for index in INDICES:
             check(mesh, placements, index)

@@ -101,7 +101,7 @@ def unknown_projections(mesh: Any) -> None:
 
 
 def test_unknown_projections(pool: Any) -> None:
-    """Nothing is guessed."""
+    """Unknown projections are not guessed."""
     pool.run(2, unknown_projections)
 
 
@@ -190,7 +190,7 @@ def rare_calls(mesh: Any) -> None:
     parallelize_module(probe, mesh, PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Shard(0)))
 
     with pytest.raises(TypeError, match="the output of"):
-        # A forward that gives no tensor of the library: what it computed is not known to be the same on all ranks.
+        # A forward that gives no tensor of the library: its result is not known to be the same on all ranks.
         parallelize_module(adapter.Probe(), mesh, {"": SequenceParallel(sequence_dim=0)})(x, x)
 
     for wrong, kind, message in (
@@ -202,7 +202,7 @@ def rare_calls(mesh: Any) -> None:
 
 
 def test_rare_calls(pool: Any) -> None:
-    """None as input, a style twice, plans that are none."""
+    """Rare calls: None as input, a style twice, plans that are none."""
     pool.run(2, rare_calls)
 
 
@@ -239,12 +239,12 @@ def misfits(mesh: Any) -> None:
     adapter = get_adapter()
     with pytest.raises(ValueError, match=r"24 features, which are not 7 heads \(heads=\(3, 2, 2\)\)"):
         parallelize_module(adapter.linear_module(4, 24), mesh, ColwiseParallel(heads=(3, 2, 2)))
-    # The framework's own words for what fits the style and not the weight.
+    # The framework's own words for an input that fits the style and not the weight.
     column = parallelize_module(adapter.linear_module(4, 24), mesh, ColwiseParallel())
     with pytest.raises((RuntimeError, ValueError)):
         adapter.numpy(adapter.call(column, adapter.tensor(floats(3, 13))))
     rows = ColwiseParallel(input_layouts=PackedShard(0, (3, 3)))
-    with pytest.raises(ValueError, match=r"the input of .* does not lie as the plan says: .*, got \(5, 4\)"):
+    with pytest.raises(ValueError, match=r"the input of .* is not placed as the plan says: .*, got \(5, 4\)"):
         adapter.call(parallelize_module(adapter.linear_module(4, 24), mesh, rows), adapter.tensor(floats(5, 4)))
     for nothing in (None, "x"):
         with pytest.raises(TypeError, match=r"the input of .* must be a tensor, got"):

@@ -1,7 +1,7 @@
 """Every style on every module with every layout, on 1 to 4 ranks, even and uneven.
 
-Outputs, input gradients and parameter gradients equal the single-device model's, and the collectives are those that
-hand-written code needs: `expected` writes them down, and the table in docs/styles.md is what it gives.
+Outputs, input gradients and parameter gradients equal the single-device model's, and the collectives are those of
+hand-written code: `expected` writes them down, and the table in docs/styles.md is made of it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def cases(style: str, module: str, even: bool, size: int) -> Iterator[tuple[Any,
             # Plain shards say nothing about the whole: they are taken to be equal, but for the features of a weight.
             if even or given in (R, 0) or (given == -1 and style == "rowwise") or size == 1:
                 yield given, wanted, False, (build, plan, array), layouts
-            # Without a style for its input the module computes on what it is given.
+            # Without a style for its input the module computes on the given one.
             if style != "output":
                 yield given, wanted, True, (build, plan, array), layouts
 

@@ -87,7 +87,7 @@ def test_one_rank_counts_for_the_whole_module(pool: Any, world_size: int) -> Non
 
 @spmd.on_mesh()
 def trained_from_other_seeds(mesh: Any) -> Any:
-    """Ranks that begin with other parameters compute, forward and backward, what the first one does alone."""
+    """Ranks that begin with other parameters compute, forward and backward, the results of the first one alone."""
     adapter, rank = get_adapter(), mesh.get_local_rank()
     single, sharded = block(0), parallelize_module(block(rank), mesh, PLAN)
 
@@ -150,7 +150,7 @@ def kinds_of_tensors(mesh: Any) -> None:
     np.testing.assert_array_equal(adapter.numpy(got["transposed"]), (floats(3, 4) + last).T)
     assert got["again"] is got["floats"]
 
-    # What is larger than a bucket travels alone, what fits goes together.
+    # A tensor larger than a bucket travels alone, smaller ones go together.
     whole, undistributed.BUCKET = undistributed.BUCKET, 30
     try:
         model = adapter.load(adapter.Mlp(6, 6), np.random.default_rng(rank))
@@ -159,7 +159,7 @@ def kinds_of_tensors(mesh: Any) -> None:
     finally:
         undistributed.BUCKET = whole
     assert comm.get_comm_counts() == ({"broadcast": 4} if mesh.size() > 1 else {})
-    # A second call on a part leaves what is distributed alone.
+    # A second call on a part leaves distributed parameters alone.
     model = adapter.load(adapter.Mlp(6, 6), np.random.default_rng(rank))
     parallelize_module(model.up, mesh, ColwiseParallel())
     with CommDebugMode() as comm:
@@ -179,7 +179,7 @@ def test_kinds_of_tensors(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def one_mesh_dimension(mesh: Any) -> None:
-    """Only the ranks of the mesh that is given get the same."""
+    """The ranks of the given mesh alone get the same."""
     dp, tp = mesh.get_coordinate()
     model = parallelize_module(block(10 * dp + tp), mesh["tp"], PLAN)
     np.testing.assert_array_equal(
@@ -255,7 +255,7 @@ def different_values(mesh: Any) -> dict[str, tuple]:
         "summands": error_of(mesh, lambda: DTensor.from_local(inputs, mesh, [Partial()])),
         "generators": error_of(mesh, drawn),
         "generators, when called": error_of(mesh, lambda: adapter.call(first, x)),
-        "all alike": error_of(mesh, lambda: [manual_seed(3, mesh), *(adapter.call(first, x) for _ in range(2))]),
+        "all equal": error_of(mesh, lambda: [manual_seed(3, mesh), *(adapter.call(first, x) for _ in range(2))]),
     }
 
 
@@ -283,7 +283,7 @@ def test_different_values_are_named(pool: Any) -> None:
                 assert f"rank {last}" in message, message
                 for word in words:
                     assert word in message, f"{case}: {message}"
-            for case in ("from one rank", "summands", "all alike"):
+            for case in ("from one rank", "summands", "all equal"):
                 assert result[case] == ("nothing", "", ()), f"{case}: {result[case]}"
 
 

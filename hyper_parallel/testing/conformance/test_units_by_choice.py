@@ -47,7 +47,7 @@ def orders_of(rng: np.random.Generator, count: int) -> list[list[int]]:
 
 
 def together(seeds: list[int]) -> None:
-    """All ranks change what they run, in the same way, often and back again: as on a single device."""
+    """All ranks change the units that they run, in the same way, often and back again: as on a single device."""
     # Meshes of the same ranks; all ranks of the pool make them, also those that are in none.
     meshes = [spmd.device_mesh(names=(f"other{seed}",) if seed % 2 else None) for seed in seeds]
     for seed, here in zip(seeds, meshes, strict=True):
@@ -67,7 +67,7 @@ def together(seeds: list[int]) -> None:
 
 @spmd.on_mesh()
 def by_choice(mesh: Any, seeds: list[int]) -> None:
-    """Each rank draws what it runs first: the same everywhere, or an error everywhere."""
+    """Each rank draws the unit that it runs first: the same everywhere, or an error everywhere."""
     adapter, rank, x = get_adapter(), mesh.get_local_rank(0), np.ones((2, FEATURES), np.float32)
     for seed in seeds:
         drawn = [orders_of(np.random.default_rng([seed, r // (1 + seed % 2)]), 1)[0] for r in range(mesh.size())]
@@ -108,9 +108,9 @@ def later(mesh: Any, how: str) -> None:
     root.order[0] = [min(2 + rank, 3)] if how == "different" else [3]
     x = adapter.tensor(np.ones((2, FEATURES), np.float32))
     with pytest.MonkeyPatch.context() as patch:
-        if how == "nobody answers":
+        if how == "no answer":
             patch.setattr(mesh.platform, "exchange_texts", lambda ranks, place, text: {mesh.get_rank(): text})
-        if how == "nobody to ask":
+        if how == "no exchange":
             patch.setattr(mesh.platform, "exchange_texts", lambda ranks, place, text: None)
             adapter.call(root, x)
         elif mesh.size() > 1:
@@ -124,7 +124,7 @@ def later(mesh: Any, how: str) -> None:
 
 @spmd.on_mesh()
 def gone(mesh: Any) -> None:
-    """A forward that communicates nothing, of a model that some ranks let go; then a unit of another one by hand."""
+    """A forward that communicates nothing, of a model that some ranks let go. Then a unit of another one by hand."""
     adapter = get_adapter()
     x = adapter.tensor(np.ones((2, FEATURES), np.float32))
     root = shard(build(mesh), mesh)
@@ -205,5 +205,5 @@ def test_ranks_that_run_different_units(pool: Any, world_size: int) -> None:
 
 @on_ranks(2, 3, gate=(2,))
 def test_ranks_that_leave_what_they_ran(pool: Any, world_size: int) -> None:
-    for how in ("different", "nobody answers", "nobody to ask"):
+    for how in ("different", "no answer", "no exchange"):
         pool.run(world_size, later, how)

@@ -60,7 +60,7 @@ def by_hand(mesh: Any, seeds: list[int]) -> None:
 
 @spmd.on_mesh()
 def tutorial(mesh: Any) -> None:
-    """A first gather by hand, as in torch's tutorial; what changes while parameters are whole is refused."""
+    """A first gather by hand, as in torch's tutorial; changes while parameters are whole are refused."""
     adapter = get_adapter()
     trained = Trained(mesh, lambda: block_of(SIZES), lambda b: shard_block(b, mesh), (2, SIZES[0]))
     for step in range(3):

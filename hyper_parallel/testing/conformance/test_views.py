@@ -1,4 +1,5 @@
-"""Writes through views, on DTensors as on NumPy's arrays: what shared memory on one device is shared on many ranks."""
+"""Writes through views, on DTensors as on NumPy's arrays: tensors that shared memory on one device share it on many
+ranks."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ def test_two_mesh_dimensions(pool: Any) -> None:
 # ---------------------------------------------------------------------------- views that are out of date
 @spmd.on_mesh()
 def use_after_write(mesh: Any) -> None:
-    """A view that had to move data is refused after its base was written, and right when it is taken again."""
+    """A view that had to move data is refused after its base was written. It is right when it is taken again."""
     array = numbers(6, 4)
     writes: dict[str, Callable[[Any], Any]] = {
         "base": lambda x: x.__setitem__(..., 2.0),
@@ -203,7 +204,7 @@ def test_views_of_partial(pool: Any, world_size: int) -> None:
 # ---------------------------------------------------------------------------- copies that a shard would not need
 @spmd.on_mesh()
 def write_to_copies(mesh: Any, shape: tuple[int, ...]) -> None:
-    """``contiguous`` and ``reshape`` copy what was permuted, also where a rank's part is contiguous as it is."""
+    """``contiguous`` and ``reshape`` copy a permuted tensor, also where a rank's part is contiguous as it is."""
     adapter = get_adapter()
     for placement in (Shard(d) for d in range(len(shape))):
         for name, copy in {
@@ -264,7 +265,7 @@ def test_contiguous_slices(pool: Any, world_size: int) -> None:
     pool.run(world_size, write_to_contiguous_slices)
 
 
-# ---------------------------------------------------------------------------- data that moved, of what was permuted
+# ---------------------------------------------------------------------------- data that moved, of permuted tensors
 #: name -> a view that needs no communication, of rows or columns, that is not contiguous.
 NOT_CONTIGUOUS: dict[str, Callable[[Any], Any]] = {
     "transposed": swapped,
@@ -350,7 +351,7 @@ def refusal(x: Any) -> ValueError | None:
 
 @spmd.on_mesh()
 def write_where_nobody_can_tell(mesh: Any) -> None:
-    """The order of elements in what `cumsum` gives is not tracked: a write is refused while both are in use."""
+    """The order of elements in a result of `cumsum` is not tracked: a write is refused while both are in use."""
     array = numbers(mesh.size(), 3)
     x = get_adapter().transpose(distribute_tensor(get_adapter().tensor(array), mesh, [S0]), 0, 1)
     summed = get_adapter().cumsum(x, 0)
@@ -368,7 +369,7 @@ def test_memory_that_is_not_known(pool: Any, world_size: int) -> None:
     pool.run(world_size, write_where_nobody_can_tell)
 
 
-# ---------------------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------------------- costs
 @spmd.on_mesh()
 def count_collectives(mesh: Any) -> None:
     """A write to rows that are replicated, or that lie on one rank each, sends nothing."""

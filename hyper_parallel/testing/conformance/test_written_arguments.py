@@ -1,4 +1,4 @@
-"""Operations that run on gathered operands and write into them: what is written arrives in the shards."""
+"""Operations that run on gathered operands and write into them: the writes arrive in the shards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def running_statistics(mesh: Any, channels: int) -> None:
         layout = get_layout(mesh, (placement,), (channels,))
         parts = [adapter.tensor(adapter.numpy(a)[layout.local_index()]) for a in plain]
         statistics[placement] = [DTensor.from_local(a, mesh, [placement], shape=(channels,)) for a in parts]
-    for number, of_x in enumerate((R, S0, S1)):  # each begins with what the one before wrote
+    for number, of_x in enumerate((R, S0, S1)):  # each begins with the values that the one before wrote
         wanted = adapter.numpy(adapter.batch_norm(adapter.tensor(x), *plain))
         layout = get_layout(mesh, (of_x,), x.shape)
         for placement, mine in statistics.items():

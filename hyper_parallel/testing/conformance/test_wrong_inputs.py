@@ -34,7 +34,7 @@ from hyper_parallel.testing.extent import on_ranks
 
 
 def message_of(job: Any) -> tuple[str, str]:
-    """Type and message of what ``job`` raises."""
+    """Type and message of the error of ``job``."""
     try:
         job()
     except Exception as error:
@@ -93,7 +93,8 @@ def forgotten(mesh: Any) -> list[tuple[str, str]]:
     adapter.call(mlp, adapter.tensor(floats(2, 6)))
     # Where a rank may have all of the features, none can know that the others do not.
     parallelize_module(adapter.Mlp(6, 1), mesh, {"up": ColwiseParallel()})
-    # What needs no hook: a gathered output, a partner beside it, no layer of that size, a style for the model itself.
+    # Cases that need no hook: a gathered output, a partner in the same module, no layer of that size, a style for the
+    # model itself.
     for plan in ({"up": "colwise_rep"}, {"up": "colwise", "down": "rowwise"}):
         mlp = made(adapter.Mlp(6, 12))
         adapter.call(parallelize_module(mlp, mesh, plan), adapter.tensor(floats(2, 6)))
@@ -155,7 +156,7 @@ def uneven(mesh: Any) -> dict[str, tuple[str, str]]:
         "replicated": message_of(lambda: adapter.call(router.gate, cut(length))),
         "parameters": message_of(lambda: adapter.call(held.held, cut(length))),
     }
-    # Where the first call is even and a later one is not: what was handed out tells.
+    # Where the first call is even and a later one is not: an earlier output tells.
     even = cut(2 * ranks)
     for _ in range(2):
         adapter.call(norm.norm, even)
@@ -223,7 +224,9 @@ def refused(mesh: Any) -> None:
         distribute_tensor(x, mesh, [derived])
     style = type("ColwiseParallel", (), {"__module__": "other.styles"})
     for given in (style, style()):
-        with fails(TypeError, "'up'", "no ParallelStyle", "ColwiseParallel of other.styles", "import ColwiseParallel`"):
+        with fails(
+            TypeError, "'up'", "neither a ParallelStyle", "ColwiseParallel of other.styles", "import ColwiseParallel`"
+        ):
             parallelize_module(adapter.Mlp(4, 8), mesh, {"up": given})
         with fails(TypeError, "parallelize_plan", "ColwiseParallel of other.styles"):
             parallelize_module(adapter.Mlp(4, 8), mesh, given)

@@ -33,7 +33,7 @@ def _parts(platform: str, seeds: range) -> Iterator[tuple[WorkerPool, range]]:
 
 
 def _run(pool: WorkerPool, part: range, family: str, as_found: bool, refusals: bool) -> collections.Counter[str]:
-    """How many programs of a part had each outcome; those that are not as they should be are printed."""
+    """Count the outcomes of the programs of a part; bad programs are printed."""
     shown = ("unsteady", *BAD, *(("refused",) if refusals else ()))
     outcomes = run_seeds(pool, part, family=family)
     for outcome in outcomes:
@@ -51,7 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hyper_parallel.testing.fuzz", description=__doc__)
     parser.add_argument("platform", help="the backend, such as torch-cpu")
     parser.add_argument("--kind", choices=[*FAMILIES], default="operations", help="of programs")
-    parser.add_argument("--refusals", action="store_true", help="print what is refused too")
+    parser.add_argument("--refusals", action="store_true", help="print refused programs too")
     parser.add_argument("--count", type=int, default=1000, help="how many programs")
     parser.add_argument("--seed", type=int, help="of the first program; fresh by default")
     parser.add_argument("--most", type=int, default=20, help="stop after so many that are bad")

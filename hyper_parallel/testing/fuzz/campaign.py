@@ -13,12 +13,12 @@ from hyper_parallel.testing.pool import JobError, WorkerPool
 
 __all__ = ["BAD", "KINDS", "Outcome", "judge", "run_seeds"]
 
-#: What may become of a program.
+#: The possible outcomes of a program.
 KINDS = ("right", "refused", "plain refused", "accepted", "unsteady", "wrong", "differs", "hanging")
-#: Of these, what must not become of any.
+#: The outcomes that no program may have.
 BAD = ("wrong", "differs", "hanging")
 RANKS = 4
-#: What became of a program on one rank, and what there is to say of it.
+#: The outcome of a program on one rank, and a text about it.
 Verdict = tuple[str, str]
 #: So often a bad program runs again before it counts as unsteady.
 REPEATS = 5
@@ -36,7 +36,7 @@ class Outcome:
 
 
 def references(programs: list[Any], family: str) -> list[Any]:
-    """A job: what this rank's share of the programs gives on a single device. A number is the seed of one."""
+    """A job: the results of this rank's share of the programs on a single device. A number is the seed of one."""
     known = FAMILIES[family]
     return [known.on_one_device(known.generate(p) if isinstance(p, int) else p) for p in programs[spmd.rank :: RANKS]]
 
@@ -61,7 +61,8 @@ def put_together(seed: int, by_rank: Sequence[Verdict | None]) -> Outcome:
         return Outcome(seed, "hanging", "; ".join(f"rank {i}: {k} {d}" for i, (k, d) in enumerate(members))[:1500])
     if "wrong" in kinds:
         return Outcome(seed, "wrong", next(detail for kind, detail in members if kind == "wrong"))
-    if kinds == {"plain refused", "accepted"}:  # a single device refuses what a rank without elements need not compute
+    # a single device refuses a computation that a rank without elements need not do
+    if kinds == {"plain refused", "accepted"}:
         return next(Outcome(seed, kind, detail) for kind, detail in members if kind == "plain refused")
     if len(kinds) > 1:
         return Outcome(seed, "differs", "; ".join(f"rank {i}: {k} {d}" for i, (k, d) in enumerate(members))[:600])

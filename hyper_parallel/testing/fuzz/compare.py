@@ -19,7 +19,7 @@ from hyper_parallel.testing.fuzz.words import WORDS
 
 __all__ = ["Reference", "Verdict", "on_one_device", "run"]
 
-#: What became of a program, and what there is to say of it.
+#: The outcome of a program, and a text about it.
 Verdict = tuple[str, str]
 #: Relative error that rounding may cause, by dtype.
 _TOLERANCE = {"float16": 3e-2, "float32": 2e-4, "float64": 2e-4}  # MindSpore computes some of float64 in float32
@@ -56,7 +56,7 @@ def on_one_device(program: Program, shaken: int = 0) -> Reference:
             found, grads = _evaluate(program, arrays, lambda i, x, is_gradient=False: x, lambda x: x, None)
         except Exception as error:
             return Reference(program, problem=f"{type(error).__name__}: {error}"[:300])
-    if any(not x.size for x in values):  # where some frameworks read memory that nobody has written
+    if any(not x.size for x in values):  # where some frameworks read uninitialised memory
         if not Limits(**adapter.FUZZ_LIMITS).gradients_of_nothing:
             grads = [None] * len(grads)
         for i, got, wanted in zip(program.outputs, found, outputs, strict=True):
@@ -68,8 +68,8 @@ def on_one_device(program: Program, shaken: int = 0) -> Reference:
 def run(reference: Reference) -> Verdict | None:
     """The verdict of this rank, None outside the mesh.
 
-    ``"right"``; ``"wrong"``; ``"refused"`` where only the distributed program raises; ``"plain refused"`` where the one
-    on a single device raises too, ``"accepted"`` where it alone does.
+    The verdicts are ``"right"``, ``"wrong"`` and ``"refused"``, where only the distributed program raises. Others are
+    ``"plain refused"``, where the one on a single device raises too, and ``"accepted"``, where it alone does.
     """
     program = reference.program
     mesh = spmd.device_mesh(*program.mesh)
@@ -80,7 +80,8 @@ def run(reference: Reference) -> Verdict | None:
         try:
             got, grads = _distributed(program, mesh)
         except Exception as error:
-            # What the single device refuses has run all the same: ranks may not wait for one another then either.
+            # A program that the single device refuses has run all the same: ranks may not wait for one another then
+            # either.
             return "plain refused" if reference.problem else "refused", f"{type(error).__name__}: {error}"[:300]
     if reference.problem:
         return "accepted", reference.problem
@@ -127,7 +128,7 @@ def _made_of_rounding(reference: Reference) -> Reference | None:
 
 
 def _distance(x: Any, y: Any) -> np.ndarray:
-    """How far arrays are apart, element by element; infinitely where one of them has no number."""
+    """The distance of arrays, element by element; infinite where one of them has no number."""
     with np.errstate(invalid="ignore"):
         away = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64))
     return np.where(np.isnan(away), np.where(np.isnan(x) & np.isnan(y), 0.0, np.inf), away)

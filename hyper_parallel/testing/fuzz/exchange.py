@@ -1,8 +1,8 @@
 """Collectives through memory that the ranks share: quick, and a rank that waits in vain is told at once.
 
-A backend's own collectives cost milliseconds where four ranks share two cores, and a rank that stays away or calls
-another collective costs half a minute or more. Random programs call few and small ones, and are about what core makes
-of them; the backends' own are the conformance suite's subject.
+A backend's own collectives cost milliseconds where four ranks share two cores. A rank that stays away or calls another
+collective costs half a minute or more. Random programs call few and small ones, and test core's use of them. The
+backends' own are the conformance suite's subject.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "product": lambda parts: parts.prod(0, parts.dtype),
 }
 
-#: What is exchanged through the file.
+#: Values that are exchanged through the file.
 _VERBS = (
     "new_group",
     "all_reduce",
@@ -61,7 +61,7 @@ _VERBS = (
     "tell_of_failure",
     "find_missing_ranks",
 )
-#: What a rank says in place of a collective when it asks others what they do.
+#: The message of a rank in place of a collective when it asks others for their state.
 _QUESTION = "a question"
 
 _installed: Exchange | None = None
@@ -72,7 +72,7 @@ class OutOfStepError(Exception):
 
 
 class AskedError(RuntimeError):
-    """Another rank asks what this one does in a collective, or has left: a backend's collective would fail."""
+    """Another rank asks this one for its state in a collective, or has left: a backend's collective would fail."""
 
 
 class ExchangePool(WorkerPool):
@@ -119,7 +119,7 @@ class Exchange:
         #: Programs that this rank has ended, and messages that each set of ranks has exchanged in this one.
         self._ended, self._sent = 0, [0] * (1 << size)
         self._ranks: dict[Any, tuple[int, ...]] = {}
-        #: Why this program cannot go on. What is raised may be caught on its way by a framework, or by the program.
+        #: Why this program cannot go on. An exception may be caught on its way by a framework, or by the program.
         self.problem = ""
         #: Whether a rank that waits for one that has left this program gets an error, as from a backend.
         self.ranks_leave = False
@@ -283,7 +283,7 @@ class Exchange:
 
 
 class _Started:
-    """The `Work` of an exchange: nobody may write to the operand, nor free it, until `wait`."""
+    """The `Work` of an exchange: the operand must not be written, nor freed, until `wait`."""
 
     def __init__(self, exchange: Exchange, what: str, out: Any, operand: Any, result: Any) -> None:
         self._exchange, self._what, self._out, self._result = exchange, what, out, result

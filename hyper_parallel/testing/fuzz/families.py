@@ -1,4 +1,4 @@
-"""The kinds of random programs: what makes one of a seed, runs it, and makes it smaller."""
+"""The kinds of random programs: functions that make one of a seed, run it, and make it smaller."""
 
 from __future__ import annotations
 

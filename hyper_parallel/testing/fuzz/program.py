@@ -15,7 +15,7 @@ __all__ = ["Leaf", "Limits", "Program", "Step", "generate", "values_of", "writte
 MESHES = ((4,), (2,), (3,), (2, 2))
 #: Larger numbers in float16 are not compared: a summand of a sum, or of a product of it, may overflow alone.
 MOST_HALF = 256
-#: One of so many seeds makes a program that shows what lies where in memory.
+#: One of so many seeds makes a program about the order of memory.
 OF_MEMORY = 10
 DTYPES = ("float32", "float32", "float32", "float32", "float64", "float16", "int64", "bool")
 
@@ -131,7 +131,7 @@ class Limits:
         gradients_of_nothing: whether the framework's own gradients are right where a tensor has no elements.
         gradients_of_steps: whether slices with a step have gradients.
         copies_offsets: whether `contiguous` copies a contiguous view that begins behind the first element of its base.
-        gradient_shapes: whether the framework's own gradients have the shapes of what they are gradients of.
+        gradient_shapes: whether the framework's own gradients have the shapes of their tensors.
         row_major: whether results that are no views are in row-major order, whatever the order of the operands.
     """
 
@@ -219,7 +219,7 @@ def _placements(
     for size in mesh:
         draw = rng.random()
         if packed and draw < 0.3:
-            found.append(Shard(found[0].dim))  # what a rank holds of all parts is cut as one piece
+            found.append(Shard(found[0].dim))  # a rank's share of all parts is cut as one piece
         elif shape and draw < 0.55 and not packed:
             found.append(Shard(int(rng.integers(0, len(shape)))))
         elif shape and draw < 0.62 and not any(p.is_shard() for p in found):
@@ -275,7 +275,7 @@ def _step(
             try:
                 results = apply(word.name, arrays, args, program.row_major)
             except ValueError:
-                continue  # a write to what was expanded
+                continue  # a write to an expanded tensor
             if not word.writes and any(r.dtype == np.float16 and (np.abs(r) > MOST_HALF).any() for r in results):
                 continue
             values += results
@@ -292,7 +292,7 @@ def _likely(weights: dict[str, float]) -> np.ndarray:
 
 
 _WEIGHTS = _likely({word.name: word.weight for word in WORDS.values()})
-#: The first word, and the others, of programs that show what lies where in memory.
+#: The first word, and the others, of programs about the order of memory.
 _FIRST = _likely({"transpose": 1, "permute": 1})
 _MEMORY = _likely(
     {
@@ -307,8 +307,8 @@ _MEMORY = _likely(
 
 
 def values_of(program: Program, shaken: int = 0) -> list[np.ndarray]:
-    """All values of a program in NumPy; `Leaf.values` says how they are shaken, and so is what a step has written to:
-    numbers that were equal before it are so no more."""
+    """All values of a program in NumPy. `Leaf.values` says how they are shaken. The targets of writes are shaken too:
+    numbers that were equal before a write are so no more."""
     values = [leaf.values(shaken) for leaf in program.leaves]
     for number, step in enumerate(program.steps):
         results = _results(program, step, values)
@@ -327,7 +327,7 @@ def _results(program: Program, step: Step, values: list[np.ndarray]) -> list[np.
 
 
 def _counts(program: Program) -> list[int]:
-    """How many results each step has."""
+    """The number of results of each step."""
     values = [leaf.values() for leaf in program.leaves]
     counts: list[int] = []
     for step in program.steps:

@@ -18,7 +18,7 @@ def add_run(
     file: Path, platform: str, commit: str, first: int, count: int, outcomes: dict[str, int], seconds: float
 ) -> None:
     """Add a run to ``file``. Runs add up, whatever their commits, until one is bad: that one stands alone, and the next
-    begins anew. What goes on where the last run of the same commit ended is part of it.
+    begins anew. A run that goes on where the last run of the same commit ended is part of it.
 
     Args:
         file: a JSON file, made where there is none.

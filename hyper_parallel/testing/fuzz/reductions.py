@@ -62,7 +62,7 @@ def _natural(placements: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _without_step(program: Program, at: int) -> Program | None:
-    """Without one step and its results; None where they are used."""
+    """The program without one step and its results; None where they are used."""
     counts = _results_of(program)
     start = len(program.leaves) + sum(counts[:at])
     gone, count = range(start, start + counts[at]), counts[at]
@@ -77,7 +77,7 @@ def _without_step(program: Program, at: int) -> Program | None:
 
 
 def _past_step(program: Program, at: int) -> Iterator[Program]:
-    """With an operand of a step wherever its result was, if they are alike."""
+    """The program with an operand of a step wherever its result was, if they have the same shape and dtype."""
     values, counts, step = values_of(program), _results_of(program), program.steps[at]
     start = len(program.leaves) + sum(counts[:at])
     if counts[at] != 1:

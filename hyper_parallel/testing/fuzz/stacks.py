@@ -24,7 +24,7 @@ from hyper_parallel.testing.fuzz.program import Limits
 __all__ = ["Reference", "on_one_device", "run"]
 
 STEPS = 3
-#: So slow that weights stay small: in what explodes, rounding does too.
+#: So slow that weights stay small: where values explode, rounding does too.
 RATE = 0.005
 _R = Replicate()
 Parts = tuple[str, Callable[[Any], Any], dict[str, Any]]

@@ -1,7 +1,7 @@
 """The operations that random programs are made of, in the words of an adapter and in NumPy's.
 
-A word chooses its own arguments for the arrays that a program has at that point, so that every program is valid on a
-single device. NumPy's version gives shapes, and values where a framework cannot write through a view.
+A word chooses its own arguments for the arrays that a program has at that point. So every program is valid on a single
+device. NumPy's version gives shapes, and values where a framework cannot write through a view.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Word:
     """One operation.
 
     Attributes:
-        name: what programs call it.
+        name: its name in programs.
         count: how many tensors it takes.
         choose: ``choose(rng, *arrays)`` gives the other arguments, or None where the word does not fit.
         adapter: ``adapter(adapter, tensors, args)`` runs it on the tensors of a framework; a sequence of tensors for
@@ -137,7 +137,7 @@ def _off_zero(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
 
 
 def _clear_extreme(sign: int) -> Callable[..., tuple | None]:
-    """A dimension along which rounding does not decide what is largest, or with -1 what is smallest."""
+    """A dimension along which rounding does not decide which element is largest, or with -1 which is smallest."""
 
     def choose(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
         args = _full_dim(rng, x)
@@ -150,7 +150,7 @@ def _clear_extreme(sign: int) -> Callable[..., tuple | None]:
 
 
 def _told_apart(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
-    """Two that broadcast, of which rounding does not decide what is larger."""
+    """Two that broadcast, where rounding does not decide which element is larger."""
     if _alike(rng, x, y) is None:
         return None
     close = np.abs(x - y) <= _rounded(x) * np.maximum(1, np.abs(x)) if _floating(x) else np.zeros(1, bool)
@@ -184,7 +184,7 @@ def _softmax(x: np.ndarray, dim: int) -> np.ndarray:
 
 
 def _log_softmax(x: np.ndarray, dim: int) -> np.ndarray:
-    """Not the logarithm of `_softmax`, which in float16 is soon that of zero."""
+    """The logarithm of a softmax, not of the result of `_softmax`, which in float16 is soon zero."""
     y = x - x.max(axis=dim, keepdims=True) if x.size else x
     return y - np.log(np.exp(y).sum(axis=dim, keepdims=True))
 
@@ -490,7 +490,7 @@ _add(
 
 
 def _small_and_dim(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
-    """A dimension of what has an exponential: not all frameworks take away the largest element first."""
+    """A dimension of an operand of an exponential: not all frameworks take away the largest element first."""
     return None if np.abs(x).max(initial=0.0) > (10 if x.dtype == np.float16 else 80) else _full_dim(rng, x)
 
 

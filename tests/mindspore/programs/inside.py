@@ -1,4 +1,4 @@
-"""Programs that differ in what happens inside of their cells: hooks, recompute, mixed precision, writes."""
+"""Programs with different things inside of their cells: hooks, recompute, mixed precision, writes."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ PROGRAMS: dict[str, Program] = {
     "saved and loaded": _with("`save_checkpoint` and `load_param_into_net` of net and optimizer", saved_and_loaded),
     "weights of another net": _with("`set_data` of whole parameters", copied),
     "loss scaling": _with("`DynamicLossScaler`, and a loss that is infinite", scaled),
-    "logits beside the loss": Program(
+    "logits next to the loss": Program(
         "`value_and_grad(has_aux=True)`",
         mlp,
         classified,

@@ -74,7 +74,7 @@ class Program:
     """A program.
 
     Attributes:
-        says: what it has that others do not, for the page.
+        says: the feature that others do not have, for the page.
         make: gives the cell. Its weights are set afterwards.
         batch: gives the arrays of a batch of `SAMPLES` samples. The loss is a mean over the samples.
         plan: gives the plan for tensor parallelism.

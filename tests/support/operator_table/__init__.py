@@ -1,5 +1,5 @@
 """Every operator of a framework's own list on distributed tensors, compared with one device: ``docs/operators.md``.
 
-`side` says what the operators of a framework are and how to call them, `judge` tries them on the ranks of the test
-pool, `exchange` is that pool, `table` drives it, `page` writes the table, `checks` is what the gates want of it.
+`side` lists the operators of a framework and how to call them. `judge` tries them on the ranks of the test pool, and
+`exchange` is that pool. `table` drives it, `page` writes the table, and `checks` has the requirements of the gates.
 """

@@ -12,12 +12,12 @@ from typing import Any
 
 
 def main() -> int:
-    """Try the operators, print what is not right, and write the page."""
+    """Try the operators, print those that are not right, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.operator_table", description=__doc__)
     parser.add_argument("platform", choices=["torch-cpu", "mindspore"])
     parser.add_argument("--only", help="operators whose names match this regular expression; the page stays as it is")
     parser.add_argument(
-        "--renew", action="store_true", help="with --only: write the page, which keeps what it says of others"
+        "--renew", action="store_true", help="with --only: write the page, which keeps the verdicts on others"
     )
     parser.add_argument("--samples", type=int, default=6, help="of each operator")
     parser.add_argument("--few", action="store_true", help="few placements, as the tests")

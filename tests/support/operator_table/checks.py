@@ -1,4 +1,4 @@
-"""What the tests of both frameworks want of the table."""
+"""The requirements that the tests of both frameworks have for the table."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def operator_pool(platform_name: str) -> Iterator[OperatorPool]:
 
 
 def as_good_as_the_page(pool: OperatorPool, at_least: int) -> None:
-    """Try every operator with one sample and few placements: none is wrong or hangs, and none gathers or is refused
-    that is said to have a rule, which is all that would be seen of a rule that is lost.
+    """Try every operator with one sample and few placements. None is wrong or hangs. None that the page lists with a
+    rule gathers or is refused: that is the only sign of a lost rule.
 
     Args:
         pool: of the backend.

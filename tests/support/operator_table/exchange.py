@@ -13,7 +13,7 @@ from hyper_parallel.testing.fuzz.exchange import Exchange, ExchangePool, install
 
 __all__ = ["OperatorPool", "widen"]
 
-#: Bytes of a piece of a message, so that it fits with what is written around it.
+#: Bytes of a piece of a message, so that it fits with the header around it.
 _PIECE = 1 << 17
 
 
@@ -35,7 +35,7 @@ def widen() -> None:
 class _WideExchange(Exchange):
     """An `Exchange` for bfloat16, of which NumPy knows nothing, and for messages of any length."""
 
-    #: What travels as float32 now.
+    #: The dtypes that travel as float32 now.
     _narrow: Any = None
 
     def _arrays(self, what: str, local: Any, group: Any) -> list[np.ndarray]:

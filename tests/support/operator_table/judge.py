@@ -1,9 +1,9 @@
-"""What the ranks do: call operators on distributed tensors placed in several ways, and compare with plain ones.
+"""The work of the ranks: call operators on distributed tensors placed in several ways, and compare with plain ones.
 
-One verdict for each form of an operator and for its gradients, the worst that was seen (`ORDER`). What a rank finds is
-compared with what the others find. An exception on some ranks only leaves the others waiting, which counts as hanging:
-the exchange tells those at once that they wait in vain. A rank that gets no further for another reason ends, so that
-the pool starts anew.
+One verdict for each form of an operator and for its gradients, the worst that was seen (`ORDER`). The findings of a
+rank are compared with those of the others. An exception on some ranks only leaves the others waiting, which counts as
+hanging: the exchange tells those at once that they wait in vain. A rank that gets no further for another reason ends,
+so that the pool starts anew.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WrongError(AssertionError):
 
 # ------------------------------------------------------------------------------------------------ the job
 def judge(platform: str, names: list[str], count: int, many: bool, results: str) -> None:
-    """Try the operators ``names`` and append a line for each to ``results``: first its name, then what was found.
+    """Try the operators ``names`` and append a line for each to ``results``: first its name, then the findings.
 
     Args:
         platform: the backend.
@@ -101,7 +101,7 @@ class _Operator:
     def __init__(self, side: Side, name: str, meshes: list[Any], many: bool) -> None:
         self.side, self.name, self.meshes, self.many = side, name, meshes, many
         self.found: dict[str, dict[str, list[str]]] = {}
-        #: Column, where, the call's `unsteady`, and (verdict, why, what is wrong with gradients, `_Trial.seen`).
+        #: Column, place, the call's `unsteady`, and (verdict, reason, problem of the gradients, `_Trial.seen`).
         self.tried: list[tuple[str, str, str, tuple]] = []
         self.gathered = _count_gathered()
         exchange = installed()
@@ -109,7 +109,7 @@ class _Operator:
         self.exchange = exchange
 
     def verdicts(self, count: int) -> dict[str, Any]:
-        """Form -> verdict -> what was seen, a few times."""
+        """Form -> verdict -> findings, a few of each."""
         try:
             calls = self.side.calls(self.name, count)
         except Exception as error:
@@ -140,7 +140,7 @@ class _Operator:
         try:
             trial.alone()
         except Exception:
-            trial.places = []  # an operator may have no gradient in spite of what the framework says
+            trial.places = []  # an operator may have no gradient although the framework claims one
             try:
                 trial.alone()
             except Exception as error:
@@ -173,8 +173,8 @@ class _Operator:
         self.tried.append((column, where, trial.call.unsteady, (verdict, text, backward, trial.seen)))
 
     def _agree(self) -> None:
-        """Put together what all ranks have found, once for the operator: ranks that share a processor wait long for
-        one another."""
+        """Put together the findings of all ranks, once for the operator: ranks that share a processor wait long for one
+        another."""
         by_rank = all_gather_object([outcome for *_, outcome in self.tried], self.meshes[0], 0)
         self.exchange.end_program()
         for (column, where, unsteady, _), everyone in zip(self.tried, zip(*by_rank, strict=True), strict=True):
@@ -217,7 +217,7 @@ class _Trial:
         )
         self.wanted: list[Any] = []
         self.wanted_grads: list[Any] = []
-        #: What ranks must agree about.
+        #: The facts that ranks must agree about.
         self.seen: list[Any] = []
 
     def _call(self, tensors: list[Any]) -> list[Any]:
@@ -235,7 +235,7 @@ class _Trial:
         return list(leaves_of(self.call.forms[self.form](*args, **kwargs)))
 
     def alone(self) -> None:
-        """What one device gives."""
+        """Compute the results of one device."""
 
         def run(xs: list[Any]) -> tuple[list[Any], Any]:
             if self.form == "in place":
@@ -248,7 +248,8 @@ class _Trial:
         self.wanted = [self._value(y) for y in outputs]
 
     def distributed(self, mesh: Any, placements: list[tuple]) -> str | None:
-        """Compare what the ranks of ``mesh`` give: what is wrong with the gradients, None where there are none.
+        """Compare the results of the ranks of ``mesh``: returns the problem of the gradients, None where there are
+        none.
 
         Raises:
             WrongError: when a result is wrong.
@@ -319,7 +320,8 @@ class _Trial:
 
 
 def _difference(got: Any, wanted: Any, values: bool, coarse: bool = False) -> str:
-    """What is wrong with ``got``, nothing where it is right; ``coarse`` where it has been of 16 bits."""
+    """The difference between ``got`` and ``wanted``, empty where they agree; ``coarse`` where it has been of 16
+    bits."""
     if not isinstance(wanted, np.ndarray):
         if isinstance(wanted, (bool, int, float, complex, str)) and not isinstance(got, np.ndarray):
             same = got == wanted or (isinstance(wanted, float) and np.isclose(got, wanted, equal_nan=True))

@@ -1,4 +1,4 @@
-"""docs/operators.md: one table for each framework, written anew from what was found."""
+"""docs/operators.md: one table for each framework, written anew from the findings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write(platform: str, found: dict[str, Any], samples: int, title: str, all_an
 
 
 def read(platform: str) -> dict[str, dict[str, str]]:
-    """What the page says: operator -> form -> verdict."""
+    """The content of the page: operator -> form -> verdict."""
     text = PAGE.read_text(encoding="utf-8").partition(f"<!-- begin {platform} -->")[2]
     said = {}
     for heading, names in _PARAGRAPH.findall(text.partition(f"<!-- end {platform} -->")[0]):
@@ -64,7 +64,7 @@ def read(platform: str) -> dict[str, dict[str, str]]:
 
 
 def said(platform: str, names: list[str]) -> dict[str, dict[str, Any]]:
-    """What the page says of these operators, in the form of what is found by trying them; nothing of new ones."""
+    """The page's verdicts on these operators, in the form of the findings of a trial. New operators have none."""
     text = PAGE.read_text(encoding="utf-8").partition(f"<!-- begin {platform} -->")[2]
     text = text.partition(f"<!-- end {platform} -->")[0]
     lines: dict[str, dict[str, Any]] = {}

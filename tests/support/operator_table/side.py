@@ -1,4 +1,4 @@
-"""What the table asks of a framework, and how it finds the side of one."""
+"""The interface that the table needs of a framework, and how it finds that of one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Call:
             place writes its first argument and returns nothing of interest.
         differentiable: whether gradients are compared.
         compared: "values" with one device; "ranks" with one another, for random numbers that no seed controls; "shapes"
-            and dtypes, for what is not initialised.
+            and dtypes, for uninitialised results.
         unsteady: "forward" where the framework's own result differs from call to call, "backward" where its gradient
             does: there is nothing to compare with.
     """
@@ -81,9 +81,9 @@ class Side(Protocol):
         """A tensor of the dtype of a factor of ``y``."""
 
     def loss(self, outputs: Sequence[Any], weigh: Callable[[Any], Any], way: str) -> Any:
-        """The sum over the differentiable ``outputs`` y, None when there are none: of y times ``weigh(y)``, so that
-        cotangents are "dense"; of y alone, so that they are "stretched" from one number; or of y with its dimensions in
-        reverse order times weights, so that they are "transposed"."""
+        """The sum over the differentiable ``outputs`` y, None when there are none. Each term is y times ``weigh(y)``,
+        so that cotangents are "dense". Or it is y alone, so that they are "stretched" from one number. Or it is y with
+        its dimensions in reverse order times weights, so that they are "transposed"."""
 
 
 def side_of(platform: str) -> Side:

@@ -26,7 +26,7 @@ def operators(pool: WorkerPool) -> tuple[str, list[str]]:
 
 
 def found_by(pool: WorkerPool, names: list[str], samples: int, many: bool, tell: Any = None) -> dict[str, Any]:
-    """Operator -> what `judge` found. See there."""
+    """Operator -> the findings of `judge`. See there."""
     found: dict[str, Any] = {}
     remaining = list(names)
     with tempfile.TemporaryDirectory(prefix="operator-table-") as folder:

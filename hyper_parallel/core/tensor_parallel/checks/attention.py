@@ -21,7 +21,7 @@ from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.styles.head_norm import HeadNormParallel
 
-#: (path, module, style): what a plan gives one module.
+#: (path, module, style): the style that a plan gives one module.
 Match = tuple[str, Any, ParallelStyle]
 
 
@@ -35,7 +35,8 @@ class Attention:
 
     @staticmethod
     def of(module: Any) -> Attention | None:
-        """None for a module that has no such attribute of its own. What its config says besides counts too."""
+        """The attention of a module; None for one that has no such attribute of its own. Further attributes of its
+        config count too."""
         if not any(_number(module, names) for names in (HEADS, KEY_VALUE_HEADS, HEAD_SIZE)):
             return None
         holders = (module, getattr(module, "config", None))

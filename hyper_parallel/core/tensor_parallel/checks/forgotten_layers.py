@@ -1,4 +1,4 @@
-"""Layers that take what a projection by columns gives, and that the plan forgot: they get a part of their input."""
+"""Layers that take the output of a projection by columns, and that the plan forgot: they get a part of their input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
 
 @dataclass(frozen=True)
 class _Guard:
-    """A hook in front of a layer without a style that takes as many features as ``source`` has on all ranks together.
+    """A hook in front of a layer without a style. The layer takes as many features as ``source`` has on all ranks
+    together.
 
     Attributes:
         path: of the layer.
@@ -51,10 +52,10 @@ class _Guard:
 def guard_forgotten_layers(
     matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
 ) -> list[tuple[str, Any, _Guard]]:
-    """(path, module, hook) for the layers that a plan may have forgotten, which is known when they are called. What no
-    layer beside it takes may be a head, which `logit_shards` remembers.
+    """(path, module, hook) for the layers that a plan may have forgotten, which is known when they are called. An
+    output that no layer next to it takes may be that of a head, which `logit_shards` remembers.
 
-    A plan that gives a row-parallel layer beside each column-parallel one needs no hooks.
+    A plan that gives a row-parallel layer next to each column-parallel one needs no hooks.
     """
     platform, guards = mesh.platform, []
     above_rows = {
@@ -87,7 +88,7 @@ def guard_forgotten_layers(
 
 
 def _taken(module: Any, mesh: DeviceMesh) -> int | None:
-    """How many features a linear layer or a norm over one dimension takes; None for other modules."""
+    """The number of features that a linear layer or a norm over one dimension takes; None for other modules."""
     platform = mesh.platform
     if platform.is_linear_module(module):
         kind = platform.kind_of(module)

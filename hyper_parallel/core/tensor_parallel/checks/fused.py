@@ -1,7 +1,7 @@
 """Weights that are several matrices in one, where a plan does not say so: query, key and value; gate and up.
 
-Consecutive features, which `ColwiseParallel` gives a rank, are then a part of the queries and none of the values, and
-local code that takes its own output apart computes with other numbers than the single device.
+Consecutive features, which `ColwiseParallel` gives a rank, are then a part of the queries and none of the values. Local
+code that takes its own output apart computes with other numbers than the single device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Projection:
     Attributes:
         path, module, style: from the plan.
         inputs, features: how many features it takes, and gives.
-        taken: numbers of input features of the `RowwiseParallel` layers beside it, each with the first path.
+        taken: numbers of input features of the `RowwiseParallel` layers next to it, each with the first path.
         alone: whether keys and values have layers of their own, of which this may be one.
     """
 
@@ -47,8 +47,9 @@ class _Projection:
 
 
 def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Raise ValueError where a plan cuts a fused weight as if it were one matrix, and for heads that the ranks cannot
-    share in one that is cut part by part; inside `strict()` also where a weight may be fused and the plan does not say.
+    """Raise ValueError where a plan cuts a fused weight as if it were one matrix. Raise it also for heads that the
+    ranks cannot share in a weight that is cut part by part. Inside `strict()` raise it as well where a weight may be
+    fused and the plan does not say.
     """
     latents = Latents(matches, modules, mesh.platform)
     for projection in _projections(matches, modules, mesh):
@@ -122,7 +123,7 @@ def _has_all_heads(projection: _Projection, attention: Attention, size: int) -> 
     if projection.alone:
         return False
     if projection.features in projection.taken and not FUSED.match(projection.name):
-        return False  # what comes after takes all of them
+        return False  # the next layer takes all of them
     return projection.features == (attention.heads[1] + 2 * attention.key_value_heads[1]) * size
 
 
@@ -159,7 +160,7 @@ def _check_attention(projection: _Projection, attention: Attention, size: int, m
 
 
 def _check_multiples(projection: _Projection, mesh: DeviceMesh) -> None:
-    """Raise ValueError where what comes after takes a half or a third of the features."""
+    """Raise ValueError where the next layer takes a half or a third of the features."""
     if projection.features in projection.taken:
         return
     for size, path in projection.taken.items():
@@ -191,16 +192,16 @@ def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> 
         )
     if not latent.says_how_it_is_read:
         raise ValueError(
-            f"{latent.path!r} gives {latent.features} features, of which {path!r} takes {projection.inputs}, and code "
-            f"that has this rank's heads only, before {row!r}, is left with the other {left}: "
-            f"each of the {mesh.size()} ranks of {mesh} computes a part of their gradient. Give {latent.path!r} "
+            f"{latent.path!r} gives {latent.features} features, of which {path!r} takes {projection.inputs}, and "
+            f"code that has this rank's heads only, before {row!r}, is left with the other {left}: each of the "
+            f"{mesh.size()} ranks of {mesh} computes a part of their gradient. Give {latent.path!r} "
             f"NoParallel(partial_features={left}), which adds it up; or partial_features=0, if all ranks read them "
-            "alike"
+            "in the same way"
         )
 
 
 def _check_named(projection: _Projection, mesh: DeviceMesh) -> None:
-    """Raise ValueError for what may be fused by its name or its shape; inside `strict()`."""
+    """Raise ValueError for a weight that may be fused by its name or its shape; inside `strict()`."""
     if not FUSED.match(projection.name):
         if projection.alone or projection.features in projection.taken:
             return

@@ -1,8 +1,8 @@
 """Attention with latent keys and values (DeepSeek's MLA), as a plan cuts it.
 
-A layer that all ranks have whole gives a latent and, as its last features, a rotary part of the keys that all heads
-share. The latent goes into a layer that the plan cuts by heads, which sums the gradient of its input. Code that has
-some heads only reads the rotary part as it is, so that each rank computes a part of that gradient.
+A layer that all ranks have whole gives two outputs. One is a latent. The other, its last features, is a rotary part of
+the keys that all heads share. The latent goes into a layer that the plan cuts by heads, which sums the gradient of its
+input. Code that has some heads only reads the rotary part as it is. So each rank computes a part of that gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Latent:
 
     @property
     def says_how_it_is_read(self) -> bool:
-        """Whether the gradient of what local code reads of it is known to be right."""
+        """Whether the gradient of the features that local code reads is known to be right."""
         for style in self.styles:
             known = isinstance(style, (NoParallel, WeightParallel))
             if not known or not style.use_local_output or style.output_layouts != (Replicate(),):
@@ -49,7 +49,7 @@ class Latent:
 
 
 class Latents:
-    """The layers of a model that may give latents, each with what lies beside it.
+    """The layers of a model that may give latents, each with the layers next to it.
 
     Args:
         matches, modules: of the plan.
@@ -64,7 +64,8 @@ class Latents:
         self._known: dict[str, _Siblings] = {}
 
     def of(self, path: str, inputs: int) -> Latent | None:
-        """Return the layer beside a projection that gives its latent input and more, which no other layer takes.
+        """Return the layer next to a projection that gives its latent input and more features, which no other layer
+        takes.
 
         None where the projection has no such input.
 
@@ -102,7 +103,7 @@ class Latents:
 
 
 class _Siblings(NamedTuple):
-    """Linear layers beside each other.
+    """The linear layers of one parent module.
 
     Attributes:
         given: how many features each gives.

@@ -1,4 +1,4 @@
-"""Paths of modules: which of them a pattern names, and which modules lie beside each other."""
+"""Paths of modules: the paths that a pattern names, and the modules below one parent."""
 
 from __future__ import annotations
 

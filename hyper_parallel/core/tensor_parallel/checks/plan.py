@@ -51,7 +51,7 @@ def resolve_plan(plan: Plan, model: Any, mesh: DeviceMesh) -> list[Match]:
     check_fused(matches, modules, mesh)
     check_projections(matches, modules, mesh)
     matches += head_norms(matches, modules, mesh)
-    # What is inside goes first: a style that replicates all below its module leaves alone what is distributed already.
+    # Inner modules go first: a style that replicates all below its module leaves distributed parameters alone.
     matches.sort(key=lambda match: -len(match[0].split(".")) if match[0] else 0)
     _check_ties(matches, modules, mesh)
     return matches
@@ -88,7 +88,7 @@ def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> lis
         style = style_by_name(given, pattern) if isinstance(given, str) else given
         if not isinstance(style, ParallelStyle):
             raise TypeError(
-                f"the plan gives {pattern!r} {style!r}, which is no ParallelStyle and no name of one"
+                f"the plan gives {pattern!r} {style!r}, which is neither a ParallelStyle nor the name of one"
                 f"{import_hint(style)}"
             )
         found = [(path, modules[path], style) for path in paths.matching(pattern)]
@@ -133,8 +133,8 @@ def _check_styles(matches: list[Match], mesh: DeviceMesh) -> None:
 
 
 def _check_ties(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Raise ValueError when the plan places one parameter, which several modules share, in two ways, or distributes
-    it in one module and forgets the other."""
+    """Raise ValueError when the plan treats one parameter that several modules share in two ways. Either it places it
+    in two ways, or it distributes it in one module and forgets the other."""
     platform = mesh.platform
     placement_of: dict[int, tuple[str, ParallelStyle, Placement]] = {}
     covered: set[int] = set()

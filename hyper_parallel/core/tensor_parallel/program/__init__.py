@@ -1,1 +1,1 @@
-"""Programs of styles: conversions, forwards and what they compare between ranks; nothing here knows a style."""
+"""Programs of styles: conversions, forwards and comparisons between ranks; nothing here knows a style."""

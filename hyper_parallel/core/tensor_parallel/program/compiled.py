@@ -1,6 +1,7 @@
 """Styles as a backend with a compiler sees them: `platform.contract.compiled`, made of their data.
 
-Where a layout cannot be said in these terms - parts of parts, sums - the module stays outside of compiled code.
+Where a layout cannot be said in these terms, the module stays outside of compiled code. Such are parts of parts, and
+sums.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def is_cut(placement: Placement | None) -> bool:
 
 
 def cut_of(placement: Any) -> Cut:
-    """A placement, of which `is_cut` says yes."""
+    """The cut of a placement for which `is_cut` is true."""
     dim: Cut = None if placement is Replicate() else placement.dim
     return dim
 
@@ -44,7 +45,7 @@ class _Comparing:
 
 
 def comparison(mesh: DeviceMesh, placement: Placement | None, what: str) -> Comparison | None:
-    """How the ranks compare plain shards, which messages call ``what`` of their module."""
+    """The comparison of plain shards between ranks, which messages call ``what`` of their module."""
     if placement is None or not placement.is_shard() or mesh.size() == 1:
         return None
     return _Comparing(mesh, placement, what)
@@ -56,7 +57,7 @@ def describe(
     """The compiled forward of a module with one input and one output, whose layouts the ``style`` has.
 
     Args:
-        style, module, mesh: the style, and what it was applied to.
+        style, module, mesh: the style, and the module and mesh that it was applied to.
         kind: see `CompiledForward`.
         compares: whether the ranks compare plain shards that they give the module.
         more: further attributes of it.

@@ -24,7 +24,7 @@ Slots: TypeAlias = "tuple[Placement | None, ...]"
 _WHOLE = (Replicate(),)
 #: MindSpore's limit. Torch has none that is as low, and no layer that a style is for comes near it.
 _MOST_DIMS = 8
-#: (layout, placement wanted) -> layout, of what was redistributed before.
+#: (layout, placement wanted) -> layout, of earlier redistributions.
 _TARGETS: dict[tuple[Layout, Placement | None], Layout] = Cache(1 << 14, "targets of styles")
 
 
@@ -63,8 +63,9 @@ def to_placement(
             own = shard_sizes(layout, size, mesh.size())[mesh.get_local_rank()]
             if x.shape[layout.dim] != own:
                 raise ValueError(
-                    f"{what} has {x.shape[layout.dim]} features, and the weight takes {own} on this rank, its part of "
-                    f"{size} as {layout!r}: give the shard, or say with input_layouts=... how the input lies"
+                    f"{what} has {x.shape[layout.dim]} features, and the weight takes {own} on this rank, its part "
+                    f"of {size} as {layout!r}: give the shard, or give the placement of the input with "
+                    "input_layouts=..."
                 )
             known = requested_layout(mesh, (layout,), shape, what)
         elif (
@@ -81,7 +82,7 @@ def to_placement(
         except RankMismatchError as error:
             raise RankMismatchError(f"{what}: {error}", error.ranks) from None
         except ValueError as error:
-            raise ValueError(f"{what} does not lie as the plan says: {error}") from None
+            raise ValueError(f"{what} is not placed as the plan says: {error}") from None
     else:
         raise TypeError(f"{what} has a layout in the plan and must be a tensor, got {type(x).__name__}")
     return x if desired is None else _redistribute(x, desired, what)
@@ -137,8 +138,8 @@ def convert_outputs(
     style: Any,
     mesh: DeviceMesh,
 ) -> Any:
-    """The output of a module, or each of several, converted by ``convert(module, y, i, what, mesh)`` where it has a
-    layout.
+    """The output of a module, or each of several, converted by ``convert(module, y, i, what, mesh)``. An output without
+    a layout stays as it is.
 
     Raises:
         ValueError: when there are more or fewer outputs than layouts.

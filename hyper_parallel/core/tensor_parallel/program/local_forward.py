@@ -11,16 +11,16 @@ from hyper_parallel.core.layouts.placement_types import Placement
 
 @dataclass(frozen=True)
 class LocalForward:
-    """What a module runs in place of its forward, by what its only input is.
+    """Functions that a module runs in place of its forward, depending on the class of its only input.
 
-    Both give NotImplemented, having done nothing, for an input that they do not know, and for a module whose parameters
-    are not those of the plan any more: something else was put in their place, or computes them (a parametrization).
+    Both give NotImplemented, having done nothing, for an input that they do not know. They do so too for a module whose
+    parameters are not those of the plan any more. Others were put in their place, or are computed (a parametrization).
 
     Attributes:
         plain: ``plain(module, x)`` for a plain tensor, None where the style must look at it.
         distributed: ``distributed(module, x)`` for a DTensor.
-        given: what ``plain`` takes a plain tensor for, where the ranks must compare theirs: shards by their sizes, what
-            is replicated by its values.
+        given: the placement that ``plain`` assumes of a plain tensor, where the ranks must compare theirs. They compare
+            shards by their sizes, and replicated tensors by their values.
     """
 
     plain: Callable[[Any, Any], Any] | None

@@ -31,18 +31,18 @@ _OPEN: list[tuple[int, int]] = []
 def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None]:
     """Inside, the collective of a linear layer overlaps with its product, where it is large enough to be worth it.
 
-    Forward and backward of linear layers with `RowwiseParallel` (all-reduce, or reduce-scatter with sharded
-    ``output_layouts``) and of those with ``ColwiseParallel(input_layouts=Shard(dim))`` (all-gather) are cut into
-    chunks: while one is multiplied, the collective of another is under way. Where one collective went, ``chunks`` go,
+    It is for linear layers with `RowwiseParallel` (all-reduce, or reduce-scatter with sharded ``output_layouts``). It
+    is also for those with ``ColwiseParallel(input_layouts=Shard(dim))`` (all-gather). Forward and backward are cut into
+    chunks: while one is multiplied, the collective of another is pending. Where one collective went, ``chunks`` go,
     which move as many bytes in all. A gather that `PrepareModuleInput` does for several layers is not overlapped.
-    Results are equal up to the order of sums in the gradient of the weight; gradients of gradients are an error.
+    Results are equal up to the order of sums in the gradient of the weight. Gradients of gradients are an error.
 
     Worth it where transfers take about as long as the products and products are large; measure it. MindSpore does not
     start collectives without waiting for them, so the switch does nothing there.
 
     Args:
         chunks: how many chunks; the next smaller number that divides the dimension where this one does not.
-        least: smallest size of what a collective works on, in elements, below which layers are left as they are.
+        least: smallest size of a collective's operand, in elements, below which layers are left as they are.
 
     Raises:
         ValueError: for fewer than 2 chunks or a negative size.
@@ -79,11 +79,11 @@ def overlapped_first(
 ) -> LocalForward:
     """``local``, preceded by `Fast.linear_with_collective` where that is asked for, for the inputs that it takes.
 
-    A row-parallel layer multiplies and sums, by an all-reduce or a reduce-scatter; a column-parallel layer whose plain
+    A row-parallel layer multiplies and sums, by an all-reduce or a reduce-scatter. A column-parallel layer whose plain
     input is a shard of another dimension than the features gathers and multiplies.
 
     Args:
-        local: what runs otherwise.
+        local: the forward that runs otherwise.
         mesh: 1-D mesh.
         of_weight, of_bias: layouts of the weight (out, in) and of the bias, None without one.
         input_layout, output_layout: of the style.

@@ -1,8 +1,8 @@
 """Whether a module still holds the parameters that its style distributed.
 
-Whoever replaces a parameter after `parallelize_module` - a state dict that is assigned, a library that wraps models -
-leaves a module whose forward would take a plain tensor for this rank's part. The short forwards compare the layout of
-each parameter with that of the plan and leave all else to the general one, which asks here.
+Other code may replace a parameter after `parallelize_module`: a state dict that is assigned, a library that wraps
+models. Such a module's forward would take a plain tensor for this rank's part. The short forwards compare the layout of
+each parameter with that of the plan. They leave all else to the general one, which asks here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LAYOUTS = "_hyper_parallel_layouts"
 
 
 def name_module(module: Any, path: str) -> None:
-    """Remember on ``module`` what the plan calls it, for messages."""
+    """Remember on ``module`` its path in the plan, for messages."""
     object.__setattr__(module, _PATH, path)
 
 
@@ -37,7 +37,7 @@ def module_label(module: Any) -> str:
 
 
 def layouts_of(own: Mapping[str, Any]) -> dict[str, Layout | None]:
-    """The layout of each parameter in the table of a module, None of what is not distributed."""
+    """The layout of each parameter in the table of a module, None for one that is not distributed."""
     return {name: getattr(p, "_layout", None) for name, p in own.items()}
 
 
@@ -55,14 +55,14 @@ def parameter_check(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
     """``check(module)``, of ``module`` or a copy of it: that its parameters, and those of the modules below it, are
     distributed as they are now.
 
-    ``check`` raises ValueError for a parameter that is plain, of another mesh or placed otherwise, on all ranks that
-    have it, before anything is communicated.
+    ``check`` raises ValueError for a parameter that is plain, of another mesh or placed otherwise. All ranks that have
+    it raise, before anything is communicated.
     """
     own_parameters = mesh.platform.own_parameters
     below = []
     for path, submodule in mesh.platform.named_modules(module):
         held = layouts_of(own_parameters(submodule))
-        # What a style has left plain is its own affair.
+        # Parameters that a style has left plain are its own affair.
         known = {name: layout for name, layout in held.items() if layout is not None}
         if known:
             below.append((path, attrgetter(path) if path else None, known))

@@ -1,9 +1,8 @@
 """Whether ranks give a model the same inputs, where its plan takes plain ones for replicated.
 
 A sampler that counts all ranks gives tensor-parallel ranks other samples: without a comparison they train wrong
-numbers, or end in a collective of unequal sizes. What is inside of a model follows from what it is given. So its first
-call compares the inputs of the module that is called first, and the ids of each embedding: all ranks know which those
-are.
+numbers, or end in a collective of unequal sizes. All values inside of a model follow from its inputs. So its first call
+compares the inputs of the module that is called first, and the ids of each embedding: all ranks know which those are.
 """
 
 from __future__ import annotations

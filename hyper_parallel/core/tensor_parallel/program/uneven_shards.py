@@ -1,9 +1,9 @@
-"""When ranks compare the sizes of plain shards.
+"""Comparisons of the sizes of plain shards between ranks, and when they are made.
 
 A plain shard does not know its global size, so the shards of all ranks are taken to be equal. Collectives of unequal
 ones may end the process where nothing can be raised. A module that takes plain shards therefore compares them in its
-first call. Once a layer has given plain shards of unequal sizes on a mesh, which all ranks know from the layout, it
-compares them in every call. A compiled graph compares the plain shards that it takes in its first run; once shards may
+first call. A layer may give plain shards of unequal sizes on a mesh, which all ranks know from the layout. From then on
+they compare in every call. A compiled graph compares the plain shards that it takes in its first run. Once shards may
 be unequal, modules that take plain ones leave compiled code.
 """
 
@@ -18,7 +18,7 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Placement, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-#: Attribute of a module: what of it was compared.
+#: Attribute of a module: its inputs that were compared.
 COMPARED = "_hyper_parallel_compared"
 
 
@@ -42,7 +42,7 @@ def compare_shapes(x: Any, mesh: DeviceMesh, placement: Placement, what: str, ta
 
     Args:
         x: the plain tensor.
-        mesh, placement: how it lies.
+        mesh, placement: its placement.
         what: names it in messages.
         taker: the module that takes it.
     """

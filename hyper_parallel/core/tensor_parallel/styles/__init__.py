@@ -1,1 +1,1 @@
-"""Styles: what a plan gives one module, as data and as forwards that come of it."""
+"""Styles: they say as data, and as forwards made from that, how a plan treats one module."""

@@ -42,7 +42,7 @@ _WHOLE = Replicate()
 
 
 class ParallelStyle(ABC):
-    """How one module is parallelised. A style of your own derives from `ModuleStyle`, or defines `_apply`.
+    """The way in which one module is parallelised. A style of your own derives from `ModuleStyle`, or defines `_apply`.
 
     Attributes:
         src_data_rank: rank of the mesh whose parameters count; None communicates nothing.
@@ -103,7 +103,7 @@ class ParallelStyle(ABC):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
     def __str__(self) -> str:
-        """The same without the arguments that are as they are by default, for texts that show many styles."""
+        """The representation without arguments that have their defaults, for texts that show many styles."""
         arguments = []
         for name, parameter in inspect.signature(type(self).__init__).parameters.items():
             value = vars(self).get(name)
@@ -114,25 +114,25 @@ class ParallelStyle(ABC):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
-#: What a framework raises for an input that does not fit. Not every exception: torch's checkpointing ends a
-#: recomputation with one of its own, and nothing may be computed after it.
+#: Errors of a framework for an input that does not fit. Not every exception: torch's checkpointing ends a recomputation
+#: with one of its own, and nothing may be computed after it.
 _OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
 
 
 class ModuleStyle(ParallelStyle):
     """A style that owns the parameters of its module: one such style a module. The base for a style of your own.
 
-    A style is data: how parameters are placed, what plain inputs count as, what the module needs, what it gives. From
-    these come the conversions of inputs and outputs, between which the module's own forward runs on DTensors, the
-    comparison of plain shards between ranks, and the checks of the whole plan before any parameter is touched, that of
-    parameters which modules share included. Override a method where the data depend on the module.
+    A style is data: the placements of the parameters, the placements of plain inputs, the inputs that the module needs,
+    and its outputs. From these come the conversions of inputs and outputs, between which the module's own forward runs
+    on DTensors. So does the comparison of plain shards between ranks. So do the checks of the whole plan, shared
+    parameters included, before any parameter is touched. Override a method where the data depend on the module.
 
     Attributes:
         placements: placement of parameters that the module itself holds, by name. All others are replicated, and so are
             those of the modules below it.
-        input_layouts: what plain positional inputs count as; None for one that stays as it is. A single entry is for
-            the first input, also by keyword. Further inputs pass through untouched.
-        desired_input_layouts: the placements that the module needs; None takes all inputs as they lie.
+        input_layouts: the placements of plain positional inputs; None for one that stays as it is. A single entry is
+            for the first input, also by keyword. Further inputs pass through untouched.
+        desired_input_layouts: the placements that the module needs; None takes all inputs with their present ones.
         output_layouts: the placement to which each output is brought, None for one that stays as the module gives it.
             None in place of all is for a single output that stays placed as it is.
         use_local_output: give plain local tensors.
@@ -157,7 +157,7 @@ class ModuleStyle(ParallelStyle):
     use_local_output: bool = True
 
     def parameter_placements(self, module: Any, mesh: DeviceMesh) -> Mapping[str, Placement]:
-        """How the style places parameters that ``module`` itself holds, by name; all others are replicated."""
+        """The placements of parameters that ``module`` itself holds, by name; all others are replicated."""
         return self.placements
 
     def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
@@ -213,8 +213,8 @@ class ModuleStyle(ParallelStyle):
         return convert_outputs(module, output, layouts, self.prepare_output, self, mesh)
 
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
-        """A shorter way for a single input, where style and module are such that all is known when the style is
-        applied; else None. It must do what ``forward``, the module's own, does between the conversions."""
+        """A shorter way for a single input, where style and module determine everything when the style is applied; else
+        None. It must do the same as ``forward``, the module's own, between the conversions."""
         return None
 
     def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
@@ -291,7 +291,7 @@ class ModuleStyle(ParallelStyle):
         if given is not None and run_plain is not None:
 
             def compare(module: Any, x: Any) -> Any:
-                """In the first call, and in all calls once shards are uneven."""
+                """Compare in the first call, and in all calls once shards are uneven."""
                 what = f"the input of {module_label(module)}"
                 if isinstance(given, Shard):
                     compare_shapes(x, mesh, given, what, module)

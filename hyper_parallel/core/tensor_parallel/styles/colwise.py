@@ -1,8 +1,8 @@
 """`ColwiseParallel`, and column-parallel linear layers as the local operation and the collectives that the plan fixed.
 
-The layer of Megatron (Shoeybi et al. 2019). It does at once what the conversions of the style and the dispatch of the
-operation would do, for a plain input and for a distributed one that is placed as the style wants it: what they would
-look up in every call is looked up once for each shape. It is a function of the module, so that a copy of the module
+The layer of Megatron (Shoeybi et al. 2019). It does the work of the style's conversions and of the operation's dispatch
+at once. It does so for a plain input and for a distributed one that is placed as the style wants it. Values that these
+look up in every call are looked up once for each shape. It is a function of the module, so that a copy of the module
 computes with its own parameters.
 """
 
@@ -35,8 +35,9 @@ _FIRST = (0,)
 class ColwiseParallel(WeightParallel):
     """Shard the output features of a linear module, or the features of an embedding.
 
-    Weight (out, in) and bias (out,) of a linear module are sharded on ``out``, weight (vocabulary, features) of an
-    embedding on ``features``. No communication in forward, one all-reduce of the input's gradient in backward.
+    Weight (out, in) and bias (out,) of a linear module are sharded on ``out``. The weight (vocabulary, features) of an
+    embedding is sharded on ``features``. No communication in forward, one all-reduce of the input's gradient in
+    backward.
 
     Args:
         input_layouts: placement of a plain input; default ``Replicate()``. A DTensor brings its own.
@@ -124,7 +125,7 @@ def _column_forward(
 ) -> LocalForward:
     """``x`` (..., in), the same on every rank -> this rank's features (..., out / ranks).
 
-    The gradient of ``x`` is all-reduced, once for all such layers that read it; or reduce-scattered, where ``x`` was
+    The gradient of ``x`` is all-reduced, once for all such layers that read it. It is reduce-scattered where ``x`` was
     gathered from shards.
 
     Args:

@@ -15,7 +15,7 @@ from hyper_parallel.platform.contract import CompiledForward
 class HeadNormParallel(ModuleStyle):
     """Run a norm over the last dimension on attention heads that are sharded: the q_norm and k_norm of a model.
 
-    Its weight is replicated, each rank normalises its own heads, and the gradients of the weight are reduced over the
+    Its weight is replicated, and each rank normalises its own heads. The gradients of the weight are reduced over the
     mesh without any user code. `parallelize_module` gives it to such norms itself where it finds them: next to
     projections that the plan shards by heads.
 

@@ -108,7 +108,7 @@ class PrepareModuleInput(ParallelStyle):
             x = named.get(key) if inputs is named else inputs[key]
             if x is None:
                 continue
-            # What came before, without a detour: this hook runs in front of most collectives of a model.
+            # The result of before, without a detour: this hook runs in front of most collectives of a model.
             y = to_known_placement(x, mesh, desired) if type(x) is distributed else None
             if y is None:
                 what = f"input {key!r} of {module_label(module)}"
@@ -125,7 +125,7 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Bring the outputs of a module to the layouts that what follows needs.
+    """Bring the outputs of a module to the layouts that the code after it needs.
 
     Args:
         output_layouts: placement of each plain output, None for one that stays as it is.
@@ -233,7 +233,7 @@ class PrepareModuleInputOutput(ParallelStyle):
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
         )
-        # What a style shows is what it keeps under the names of its arguments.
+        # The representation of a style shows the attributes named as its arguments.
         vars(self).update(vars(self.prepare_module_input), use_local_input=use_local_input)
         vars(self).update(vars(self.prepare_module_output))
 
@@ -257,13 +257,14 @@ def _prepared_beside(
     local: bool,
     error: OtherMeshError,
 ) -> Any:
-    """An input or output that is distributed beside ``mesh``, which stays so.
+    """Convert an input or output that is distributed outside of ``mesh`` and stays so.
 
     Args:
         x: the DTensor.
         mesh, given, desired, what, taker: as `to_placement` takes them.
-        local: give a DTensor that lies on other dimensions than that of ``mesh`` alone: plain tensors to the style.
-        error: what is raised where it is not distributed so.
+        local: give a DTensor that is distributed on other dimensions than that of ``mesh`` alone: plain tensors to the
+            style.
+        error: the error to raise where it is not distributed so.
     """
     return convert_part(
         x,

@@ -18,11 +18,12 @@ from hyper_parallel.platform.contract import CompiledForward
 class NoParallel(ModuleStyle):
     """Replicate a module and all below it on the mesh, with the layouts of input and output explicit.
 
-    For what every rank computes alike, such as the router of experts, between modules that are sharded: its parameters
-    are distributed tensors as theirs are, so that one optimizer step and one gradient norm cover all.
+    It is for modules that every rank computes in the same way between sharded modules, such as an expert router. Its
+    parameters are distributed tensors as theirs are, so that one optimizer step and one gradient norm cover all.
 
-    A plain output is taken to be read alike on all ranks, or by modules with styles. Where code that has some heads or
-    some experts only reads it, each rank computes a part of its gradient, which the style must know of to add it up.
+    A plain output must be read in the same way on all ranks, or by modules with styles. Code that has only some heads
+    or experts may read it. Then each rank computes a part of its gradient, and the style must be told, to sum the
+    parts.
 
     Args:
         input_layout: placement of a plain first input; default ``Replicate()``. It is gathered where it is sharded.
@@ -69,8 +70,8 @@ class NoParallel(ModuleStyle):
             given: Any = as_single(local_output_grad_placements, "local_output_grad_placements", name)
             if given not in (Replicate(), Partial()):
                 raise ValueError(
-                    f"{name}(local_output_grad_placements=({given!r},)): the gradient of an output that all ranks have "
-                    "is the same on all, Replicate(), or the sum of what each computes, Partial()"
+                    f"{name}(local_output_grad_placements=({given!r},)): the gradient of an output that all ranks "
+                    "have is the same on all, Replicate(), or the sum of the ranks' parts, Partial()"
                 )
             self.local_output_grad_placements = (given,)
         if partial_features is not None and (not isinstance(partial_features, int) or partial_features is True):
@@ -115,7 +116,7 @@ class NoParallel(ModuleStyle):
 
 
 def read_by_parts(y: Any, mesh: DeviceMesh, features: int = -1) -> Any:
-    """A plain tensor that all ranks of a 1-D mesh have, of which each rank computes a part of the gradient.
+    """A plain tensor that is the same on all ranks of a 1-D mesh. Each rank computes a part of its gradient.
 
     Args:
         y: the tensor.

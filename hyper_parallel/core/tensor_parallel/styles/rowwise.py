@@ -27,9 +27,9 @@ from hyper_parallel.platform.contract import NOTHING_FASTER, CompiledForward
 class RowwiseParallel(WeightParallel):
     """Shard the input features of a linear module, or the vocabulary of an embedding.
 
-    Weight (out, in) of a linear module is sharded on ``in``, its bias replicated; weight (vocabulary, features) of an
-    embedding on ``vocabulary``. Each rank computes a summand of the output: one all-reduce in forward (or a
-    reduce-scatter, with a sharded ``output_layouts``), none in backward.
+    The weight (out, in) of a linear module is sharded on ``in``, its bias replicated. The weight (vocabulary, features)
+    of an embedding is sharded on ``vocabulary``. Each rank computes a summand of the output: one all-reduce in forward
+    (or a reduce-scatter, with a sharded ``output_layouts``), none in backward.
 
     Args:
         input_layouts: placement of a plain input; default ``Shard(-1)``. A DTensor brings its own.
@@ -98,7 +98,7 @@ def _row_forward(
 
     def output_of(x: Any) -> tuple[Any, Layout] | None:
         """For the global shape or the layout of an input: the function from summands to shards, and the layout of the
-        output; None where they are not as described."""
+        output. None where they are not as described."""
         shape = tuple(x.shape) if isinstance(x, Layout) else x
         ndim = len(shape)
         if isinstance(x, Layout) and not is_placed(x, mesh, shard.with_dim(ndim - 1)):  # type: ignore[attr-defined]

@@ -90,9 +90,9 @@ def _norm_forward(
     planned = tuple(layouts_of(own_parameters(norm)).items())
 
     def output_of(x: Any) -> Layout | None:
-        """For a layout: itself; for a shape: the layout of which it is a shard of the same size as all others. None
-        where it is not as described, or a rank has no elements: kernels for nothing are not to be relied on, and all
-        ranks must go one way."""
+        """The layout itself; for a shape, the layout whose shards all have that size. None where it is not as
+        described, or a rank has no elements: kernels for nothing are not to be relied on, and all ranks must go one
+        way."""
         shape = tuple(x.shape) if isinstance(x, Layout) else x
         dim = given.dim + len(shape) if given.dim < 0 else given.dim
         if not 0 <= dim < len(shape) - normalized:

@@ -59,7 +59,7 @@ def style_by_name(name: str, where: str) -> ParallelStyle:
     if make is None:
         near = difflib.get_close_matches(name, _STYLES, n=3, cutoff=0.4)
         hint = f"the nearest are {', '.join(map(repr, near))}" if near else f"there are {', '.join(_STYLES)}"
-        raise ValueError(f"the plan gives {where!r} the style {name!r}, which is no name of one; {hint}")
+        raise ValueError(f"the plan gives {where!r} the style {name!r}, which is not the name of one; {hint}")
     return make()
 
 

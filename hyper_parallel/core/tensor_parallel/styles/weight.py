@@ -24,7 +24,7 @@ class WeightParallel(ModuleStyle):
     _splits_outputs: ClassVar[bool]
     #: How the weight of an embedding is sharded.
     _embedding: ClassVar[Placement]
-    #: The default layouts are also what a linear module needs and gives; an embedding needs whole ids.
+    #: The default layouts are also those that a linear module needs and gives; an embedding needs whole ids.
     input_layouts: tuple[Placement]
     desired_input_layouts: tuple[Placement]
     output_layouts: tuple[Placement]
@@ -58,8 +58,8 @@ class WeightParallel(ModuleStyle):
             raise ValueError(
                 f"{name} parallelises linear and embedding modules, {where!r} is a {type(module).__name__}: name its "
                 "linear layers in the plan, use PrepareModuleInput, PrepareModuleOutput or SequenceParallel for the "
-                "module itself, ParameterParallel for parameters of its own, or, if it computes what a linear layer "
-                "does, register_linear_module"
+                "module itself, ParameterParallel for parameters of its own, or, if it computes a linear layer, "
+                "register_linear_module"
             )
         if not linear and (self.packed is not None or self.heads is not None):
             raise ValueError(f"{name}(packed=..., heads=...) is for linear modules, {where!r} is an embedding")
@@ -130,7 +130,7 @@ class WeightParallel(ModuleStyle):
         return kind.out_dim if self._splits_outputs else 1 - kind.out_dim
 
     def features(self, module: Any, platform: Platform) -> int:
-        """How many features are split."""
+        """The number of features that are split."""
         return _weight_shape(module, platform)[self._split_dim(platform.kind_of(module))]
 
     def parts(self, module: Any, platform: Platform, where: str | None = None) -> tuple[int, ...] | None:
@@ -150,7 +150,7 @@ class WeightParallel(ModuleStyle):
 
 
 def linear_sizes(module: Any, platform: Platform) -> tuple[int, int]:
-    """How many features a linear module takes, and how many it gives, on all ranks together."""
+    """The number of features that a linear module takes, and of those that it gives, on all ranks together."""
     shape, out_dim = _weight_shape(module, platform), platform.kind_of(module).out_dim
     return shape[1 - out_dim], shape[out_dim]
 

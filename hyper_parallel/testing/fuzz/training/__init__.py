@@ -1,1 +1,1 @@
-"""Random programs of trainers: what is kept, written, chosen, saved and loaded around steps; docs/fuzzing.md."""
+"""Random programs of trainers: values are kept, written, chosen, saved and loaded around steps; docs/fuzzing.md."""

@@ -1,6 +1,6 @@
 """Job of a trainer: a model on one device or distributed, an optimizer, and the values that are compared.
 
-What is seen on one device is the reference. Distributed, each rank compares its own part of the same with it.
+The values on one device are the reference. Distributed, each rank compares its own part of the same with it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class WrongError(Exception):
 
 
 class Job:
-    """A model, its optimizer, and what is seen of them.
+    """A model, its optimizer, and their recorded values.
 
     Args:
-        program: what is done.
+        program: the program to run.
         meshes: of each setup: its mesh, that of data and that of tensor parallelism; None where this rank is not in it.
             None in place of all: one device.
         everyone: a mesh of all ranks that are in any of these.
-        compare: ``compare(what, got, part)`` of what is seen: ``got`` is this rank's, ``part`` the index of that in the
-            whole. None: it is kept in `seen`.
+        compare: ``compare(what, got, part)`` of each recorded value: ``got`` is this rank's, ``part`` the index of that
+            in the whole. None: it is kept in `seen`.
         shaken: moves the first values a little, by another error for each number above 0.
     """
 
@@ -61,7 +61,7 @@ class Job:
     def _noise(self, name: str, x: np.ndarray) -> np.ndarray:
         return np.random.default_rng([self._shaken, *name.encode()]).standard_normal(x.shape)
 
-    # ---------------------------------------------------------------------- what is seen
+    # ---------------------------------------------------------------------- recorded values
     def see(self, what: str, x: Any, rows: slice | None = None) -> None:
         """Compare a tensor, DTensor or array, or None; ``rows`` are those that this rank has of it."""
         if self.meshes is None:
@@ -208,7 +208,7 @@ class Job:
         return x, weights
 
     def _mine(self, x: Any) -> Any:
-        """This rank's part of a batch, where each has one, as a plain tensor or all of it as a DTensor."""
+        """This rank's part of a batch, where each has one. It is a plain tensor, or all of it as a DTensor."""
         if self.program.data == "batch" and self.dp is not None:
             return distribute_tensor(x, self.dp, [Shard(0)] * self.dp.ndim, src_data_rank=None)
         return x
@@ -261,7 +261,7 @@ class Job:
             self.see(f"{what} of {self._at}", y, None if isinstance(y, DTensor) else rows)
 
     def _reshard_all(self) -> None:
-        """Before parameters change, what was made whole by hand is given back."""
+        """Reshard the units that were made whole by hand, before parameters change."""
         units, self.by_hand = self.by_hand, []
         for unit in units:
             unit.reshard()

@@ -78,7 +78,7 @@ def _forward(self: Any, x: Any) -> Any:
 
 
 def _writer(adapter: Any, model: Model) -> Any:
-    """A module that writes to what it has before it computes with it, the same on all ranks."""
+    """A module that writes to its own parameters or buffers before it computes with them, the same on all ranks."""
     writer, features = adapter.Probe(), model.features
     if model.writer == "teacher":
         writer.student, writer.teacher = (adapter.linear_module(features, features, model.bias) for _ in range(2))
@@ -125,7 +125,7 @@ def _own(module: Any) -> list[Any]:
 
 
 def parameters(module: Any) -> dict[str, Any]:
-    """By name, each once."""
+    """The parameters by name, each once."""
     platform, seen, found = get_platform(), set(), {}
     for path, sub in platform.named_modules(module):
         for name, p in platform.named_parameters(sub):
@@ -136,7 +136,7 @@ def parameters(module: Any) -> dict[str, Any]:
 
 
 def buffers(module: Any) -> dict[str, Any]:
-    """By name."""
+    """The buffers by name."""
     platform = get_platform()
     return {
         f"{path}.{name}".lstrip("."): b
@@ -158,7 +158,7 @@ def module_at(root: Any, path: str) -> Any:
 
 
 def meshes_of(setup: Setup) -> tuple[Any, Any, Any] | None:
-    """The mesh of a setup, that of data parallelism and that of tensor parallelism, None for what it lacks. To be
+    """The mesh of a setup, that of data parallelism and that of tensor parallelism, None for a missing one. To be
     called on all ranks of the pool; None on those outside."""
     mesh = spmd.device_mesh(*setup.shape, names=setup.names)
     world = spmd.device_mesh(4, names=("world",)) if setup.two_meshes else None

@@ -1,4 +1,5 @@
-"""Programs of trainers as data: a model, the ways in which it is distributed, and what a trainer does, step by step."""
+"""Programs of trainers as data: a model, the ways in which it is distributed, and the actions of a trainer, step by
+step."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Model:
         blocks: kinds of blocks: ``"linear"``, ``"mlp"``, ``"norm"``, ``"rms"``.
         bias: of linear layers.
         vocabulary: of the embedding, which is tied to the head; 0 for none.
-        writer: what writes in forward: ``""``, ``"teacher"``, ``"counter"``, ``"book"``, ``"buffer"``.
+        writer: the module that writes in forward: ``""``, ``"teacher"``, ``"counter"``, ``"book"``, ``"buffer"``.
         way: how it writes: ``"copy"``, ``"add"``, or one of the adapter's `WRITES`.
         dtype: of parameters and data.
         drops: whether blocks are followed by dropout.
@@ -52,11 +53,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is distributed.
+    """The distribution of a model.
 
     Attributes:
         shape, names: of the mesh: ``"rep"`` and ``"shard"`` of `fully_shard`, ``"copy"`` of `replicate`, ``"tp"``.
-        styles: of each block, and of what a module has that writes: ``""``, ``"col"``, ``"row"``, ``"pair"``.
+        styles: of each block, and of the submodules of a module that writes: ``""``, ``"col"``, ``"row"``, ``"pair"``.
         units: the paths of the modules of each unit but the outermost one, in the order of the calls.
         reshard: of each unit, and of the outermost one.
         by_last: whether parameters are cut along their last dimension.
@@ -77,7 +78,7 @@ class Setup:
 
     @property
     def data_ranks(self) -> int:
-        """How many parts of a batch there are."""
+        """The number of parts of a batch."""
         return int(np.prod([n for n, name in zip(self.shape, self.names, strict=True) if name != "tp"], dtype=int))
 
 
@@ -96,7 +97,7 @@ class Program:
         data: ``"parts"``: each rank has rows of its own. ``"same"``: each has all. ``"batch"``: DTensors, one loss.
         cuts: where a batch is cut into parts, as fractions; empty for equal parts.
         optimizer: ``"sgd"``, ``"momentum"``, ``"adamw"``.
-        actions: what the trainer does.
+        actions: the actions of the trainer.
         least: how many rows each rank has at least.
     """
 
@@ -134,7 +135,7 @@ class TrainingLimits:
     Attributes:
         dtypes: of models.
         without: words that the framework does not have.
-        writers, ways: what may write in forward, and how.
+        writers, ways: the modules that may write in forward, and how.
         optimizers: names of the adapter's.
         least: how many rows each rank has at least.
         loads: how values may be loaded.
@@ -182,7 +183,7 @@ def generate(seed: int, limits: TrainingLimits) -> Program:
 def _later(
     seed: int, model: Model, actions: list[Action], data: str, limits: TrainingLimits
 ) -> tuple[Model, list[Action]]:
-    """Add newer features, drawn by numbers of their own: what a seed gave before stays the same."""
+    """Add newer features, drawn by numbers of their own: the earlier choices of a seed stay the same."""
     rng = np.random.default_rng((seed, 7724))
     # Ranks with parts of their own, or with blocks of their own, draw other numbers than one device.
     drops = data != "parts" and not any(word in ("choose", "differ") for word, *_ in actions) and rng.random() < 0.3
@@ -242,7 +243,7 @@ def _setup(rng: np.random.Generator, model: Model, limits: TrainingLimits) -> Se
         while left and rng.random() < 0.65:
             count = 2 if len(left) > 1 and rng.random() < 0.2 else 1
             unit = tuple(left.pop(int(rng.integers(len(left)))) for _ in range(count))
-            # What one module of a unit writes is a change between forward and backward to the others.
+            # A write of one module of a unit is a change between forward and backward to the others.
             units += [unit] if "writer" not in unit else [(path,) for path in unit]
     options: tuple[Any, ...] = (None, True, False)
     if shape[0] == 4 and names == ("shard",):
@@ -257,7 +258,7 @@ def _setup(rng: np.random.Generator, model: Model, limits: TrainingLimits) -> Se
         by_last=bool(rng.random() < 0.2),
         two_meshes=len(shape) == 2 and int(np.prod(shape)) == 4 and bool(rng.random() < 0.4),
         small_buckets=bool(rng.random() < 0.5),
-        # What gets memory for the first time is tied no more, on one device as well.
+        # A tensor that gets memory for the first time is tied no more, on one device as well.
         meta=bool(rng.random() < 0.15) and not model.vocabulary and "empty" not in limits.without and "tp" not in names,
     )
 
@@ -273,7 +274,7 @@ def _order(rng: np.random.Generator, model: Model) -> tuple[int, ...]:
 
 
 def _choices(rng: np.random.Generator, model: Model, at: Setup) -> list[tuple[int, ...]]:
-    """The blocks that each of four ranks calls: the same units, and between them what they like."""
+    """The blocks that each of four ranks calls: the same units, and any others between them."""
     in_units = {path.split(".")[0] for unit in at.units for path in unit}
     free = [i for i in range(len(model.blocks)) if f"block{i}" not in in_units]
     orders = []
@@ -287,7 +288,7 @@ def _choices(rng: np.random.Generator, model: Model, at: Setup) -> list[tuple[in
     return orders
 
 
-#: What a backward may do without.
+#: Switches that a backward may turn off.
 SWITCHES = ("", "set_requires_gradient_sync", "set_requires_gradient_sync", "set_requires_all_reduce")
 #: How a trainer may take something of a parameter.
 TAKEN = ("state_dict", "model_state_dict", "detach", "to_local", "memory", "data")
@@ -339,7 +340,7 @@ def _action(
     odds = np.array([weights[word] for word in words])
     word = str(rng.choice(words, p=odds / odds.sum()))
     seed = int(rng.integers(1 << 30))
-    if word == "step":  # a second call would write to what backward of the first one needs
+    if word == "step":  # a second call would write to values that backward of the first one needs
         return word, seed, 1 if model.writer else int(rng.choice((1, 1, 2))), float(rng.choice((0.0, 0.0, 0.05)))
     if word == "accumulate":
         return word, seed, str(rng.choice(SWITCHES))

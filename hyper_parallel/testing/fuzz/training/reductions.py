@@ -55,7 +55,7 @@ def _with_setup(program: Program, i: int, setup: Setup) -> Program:
 
 
 def _with_model(program: Program, model: Model) -> Program:
-    """With another model; blocks and units that it does not have are left out."""
+    """The program with another model; blocks and units that it does not have are left out."""
     names = {f"block{i}" for i in range(len(model.blocks))} | ({"writer"} if model.writer else set())
     setups = []
     for setup in program.setups:

@@ -1,4 +1,4 @@
-"""Programs of trainers on one device and distributed, and what became of them."""
+"""Programs of trainers on one device and distributed, and their outcomes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Reference:
 
     Attributes:
         program: that was run.
-        seen: what was compared: what it is -> its values, or None.
+        seen: the compared values: name -> its values, or None.
         problem: why there is none of this, empty if there is.
     """
 
@@ -89,7 +89,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
     if reference.problem:
         return "accepted", reference.problem
     if differs(trainer):
-        return "wrong", "ranks ran different units, and nobody said so"
+        return "wrong", "ranks ran different units, without an error"
     return "right", ""
 
 
@@ -106,7 +106,7 @@ def differs(trainer: Trainer | None) -> bool:
 
 
 class Comparison:
-    """Compares what a rank sees with a reference.
+    """Compares the values of a rank with a reference.
 
     Args:
         reference: the single device's.
@@ -142,7 +142,7 @@ class Comparison:
             raise WrongError(f"{what}: off by {np.max(error):.1e}: {got.tolist()} in place of {wanted.tolist()}"[:500])
 
     def _rounding(self, what: str) -> np.ndarray:
-        """Ten times what the program makes of errors like those of rounding in its first values."""
+        """Ten times the change of the result where errors like those of rounding are in the program's first values."""
         if self._slack is None:
             runs = [on_one_device(self._reference.program, shaken) for shaken in range(1, 4)]
             self._slack = [run.seen for run in runs if not run.problem]

@@ -1,4 +1,4 @@
-"""A trainer that does what a program says, and looks at all after each step."""
+"""A trainer that performs the actions of a program, and looks at all after each step."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class Trainer(Job):
 
     def _order(self, order: tuple[int, ...]) -> None:
         if self.total is not None and not self.platform.accumulates_gradients:
-            return  # what was kept of a unit comes with the next backward that comes to it
+            return  # gradients kept of a unit come with the next backward that reaches it
         self.root.order[0], self.order, self.choice = order, order, None
 
     def _differ(self, *orders: tuple[int, ...]) -> None:
-        """Each data-parallel rank runs what it likes, once and again; then all run the same. With a backend's own
+        """Each data-parallel rank runs units of its choice, once and again; then all run the same. With a backend's own
         collectives ranks would wait for one another until the time-out."""
         exchange = installed()
         if exchange is None:
@@ -98,7 +98,7 @@ class Trainer(Job):
                     y = self.adapter.call(self.root, x)
                 self.see(f"output {number} of rank {rank} in {self._at}", y)
 
-    # ---------------------------------------------------------------------- what is kept
+    # ---------------------------------------------------------------------- kept values
     def _keep(self, how: str) -> None:
         root, adapter, platform = self.root, self.adapter, self.platform
         named = models.parameters(root)
@@ -124,7 +124,7 @@ class Trainer(Job):
         self.kept.append((how, {name: x for name, x in by_name.items() if name in named}))
 
     def _scale(self, which: int) -> None:
-        """Write to parameters through what was kept of them."""
+        """Write to parameters through aliases that were kept of them."""
         self._reshard_all()
         if not self.kept:
             return
@@ -165,7 +165,7 @@ class Trainer(Job):
             self._set(values, how == "whole")
 
     def _set(self, values: dict[str, np.ndarray], whole: bool) -> None:
-        """By `set_model_state_dict`, of whole values or of shards."""
+        """Set values by `set_model_state_dict`, of whole tensors or of shards."""
         state: dict[str, Any] = {}
         own = dict(self.platform.saved_tensors(self.root))
         names = {id(x): name for name, x in models.held(self.root).items()}
@@ -225,7 +225,7 @@ class Trainer(Job):
     def _state(self) -> dict[str, Any]:
         return {"model": self.root} | ({} if self.optimizer is None else {"optimizer": self.optimizer})
 
-    # ---------------------------------------------------------------------- what is trained, whole, copied, moved
+    # ---------------------------------------------------------------------- trained, whole, copied, moved
     def _freeze(self, which: int, wants: bool = False) -> None:
         if self.total is not None:
             return
@@ -270,7 +270,7 @@ class Trainer(Job):
         self._optimizer()
 
     def _cast(self, dtype: str) -> None:
-        """Another dtype; what was taken before belongs to the old memory."""
+        """Another dtype; aliases taken before belong to the old memory."""
         if self.total is not None:
             return
         self._reshard_all()
@@ -292,7 +292,7 @@ class Trainer(Job):
 
 
 def directory(program: Program) -> Path:
-    """Where the checkpoints of a program lie, the same on all ranks."""
+    """The directory of a program's checkpoints, the same on all ranks."""
     place = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     return Path(place) / f"hyper-parallel-training-{os.getppid()}-{program.seed}"
 
