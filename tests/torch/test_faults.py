@@ -101,7 +101,7 @@ FAILURE = f"""
 {TOGETHER}
 import torch
 import hyper_parallel as hp
-from hyper_parallel.platform.torch import lost_ranks
+from hyper_parallel.platform.torch.processes import lost_ranks
 
 platform = hp.get_platform()
 platform.init_process_group(timeout={LONG})
