@@ -196,6 +196,58 @@ def test_experts_alone(pool: Any, world_size: int) -> None:
 
 
 @spmd.on_mesh(2, 2, names=("rest", "ep"))
+def one_tensor(mesh: Any, by_index: bool) -> None:
+    """A single program, whose tensors lie over both dimensions or over that of the experts."""
+    adapter, count, ep = get_adapter(), 3, mesh["ep"]
+    rng, numbers = np.random.default_rng(9), np.array([4, 0, 3])
+    x, weights = (rng.standard_normal((7, FEATURES)) for _ in range(2))
+    kind = adapter.RoutedExperts if by_index else adapter.SortedExperts
+    single, sharded = (
+        adapter.load(kind(count, FEATURES, HIDDEN), np.random.default_rng(5), np.float64) for _ in range(2)
+    )
+    parallelize_module(sharded, ep, ExpertParallel())
+
+    def given(x: Any, put: Callable[[Any], Any]) -> Any:
+        if by_index:
+            places = np.repeat(np.arange(count), numbers).reshape(-1, 1)
+            return x, put(adapter.tensor(places)), put(adapter.tensor(np.full(places.shape, 0.5)))
+        return x, put(adapter.tensor(numbers))
+
+    def reference(x: Any) -> Any:
+        y = adapter.call(single, *given(x, lambda t: t))
+        return adapter.weighted_sum(y, adapter.tensor(weights)), y
+
+    y, grad, grads = adapter.model_value_and_grads(single, reference, x)
+    for on, placements in (
+        (ep, [Shard(0)]),
+        (ep, [Replicate()]),
+        (mesh, [Replicate(), Shard(1)]),
+        (mesh, [Shard(0), Replicate()]),
+    ):
+
+        def distributed(x: Any, on: Any = on, placements: Any = placements) -> Any:
+            put = lambda t: DTensor.from_local(t, on)  # noqa: E731
+            y = adapter.call(sharded, *given(put(x).redistribute(placements=placements), put))
+            loss = adapter.weighted_sum(y, put(adapter.tensor(weights)))
+            return loss.redistribute(placements=[Replicate()] * on.ndim).to_local(), y
+
+        got_y, got_grad, got = adapter.model_value_and_grads(sharded, distributed, x)
+        what = f"{placements} on {on}, {by_index=}"
+        same(adapter.numpy(got_y), adapter.numpy(y), f"{what}: output", 1e-12)
+        same(got_grad, grad, f"{what}: gradient of the tokens", 1e-12)
+        for name, g in grads.items():
+            same(adapter.numpy(got[name]), adapter.numpy(g), f"{what}: gradient of {name}", 1e-12)
+    dp = mesh["rest", "ep"]._flatten("dp")
+    args = (distribute_tensor(t, dp, [Shard(0)]) for t in given(adapter.tensor(x), lambda t: t))
+    refused(lambda: adapter.call(sharded, *args), ValueError, "are not summed over all of these ranks")
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_one_tensor(pool: Any, by_index: bool) -> None:
+    pool.run(4, one_tensor, by_index)
+
+
+@spmd.on_mesh(2, 2, names=("rest", "ep"))
 def beside_rest(mesh: Any, how: str) -> None:
     """Data parallelism over rest x ep: the experts over rest, all others over both dimensions."""
     adapter, count = get_adapter(), 3
@@ -276,11 +328,9 @@ def wrong_calls(mesh: Any) -> None:
     refused(
         lambda: adapter.call(by_count, distribute_tensor(whole, mesh, [Shard(0)]), of(1, 1, 1)), ValueError, "lie as"
     )
-    refused(
-        lambda: adapter.call(by_count, *(distribute_tensor(t, mesh, [Replicate()]) for t in (whole, of(1, 1, 2)))),
-        ValueError,
-        "all placed Shard",
-    )
+    for numbers, match in (((1, 1, 1), "numbers of tokens sum to"), ((-1, 2, 3), "a number of tokens is -1")):
+        given = [distribute_tensor(t, mesh, [Replicate()]) for t in (whole, of(*numbers))]
+        refused(lambda given=given: adapter.call(by_count, *given), ValueError, match)
 
 
 def _first_expert(module: Any, x: Any, *_: Any) -> Any:
@@ -353,6 +403,15 @@ def test_foreseen() -> None:
         assert there.bytes == rows * size, inputs
         assert back.bytes > 0
         assert [c.bytes for c in seen if c.kind == "all_gather" and c.direction == "forward"] == [(7 + 3) * 8]
+
+    def whole(module: Any, x: Any, counts: Any) -> Any:
+        mesh = module.inner.down.device_mesh
+        return module.inner(*(DTensor.from_local(t, mesh) for t in (x, counts))).to_local()
+
+    around = type("Around", (adapter.Module,), {"forward": whole, "construct": whole})()
+    around.inner = module_with(_first_expert)
+    seen = explain(around, 2, {"inner": ExpertParallel()}, x, counts).collectives
+    assert next(c for c in seen if c.kind == "all_to_all").bytes == 4 * size
 
 
 @spmd.on_mesh()

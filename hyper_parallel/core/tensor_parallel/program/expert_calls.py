@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
     from hyper_parallel.platform import Platform
 
-__all__ = ["ExpertCall", "agree_on_routes", "read_call"]
+__all__ = ["ExpertCall", "agree_on_routes", "like", "read_call", "values_of"]
 
 Key = int | str
 
@@ -64,13 +64,13 @@ class ExpertCall:
 
     def local_arguments(self, x: Any, numbers: Sequence[int], platform: Platform) -> dict[Key, Any]:
         """The arguments for the experts of this rank, which get these numbers of the rows ``x``."""
-        given, like = dict(self.given), self.given[self.experts]
+        given, experts = dict(self.given), self.given[self.experts]
         given[self.tokens] = x
         if self.weights is None:
-            given[self.experts] = _like(np.asarray(numbers, np.int64), like, platform)
+            given[self.experts] = like(np.asarray(numbers, np.int64), experts, platform)
         else:
             places = np.repeat(np.arange(len(numbers)), numbers).reshape(-1, 1)
-            given[self.experts] = _like(places, like, platform)
+            given[self.experts] = like(places, experts, platform)
             given[self.weights] = platform.ones(places.shape, platform.detach(self.given[self.weights]))
         return given
 
@@ -102,7 +102,7 @@ def read_call(args: tuple, kwargs: dict, count: int, platform: Platform) -> Expe
         if platform.sends_nothing:
             call.counts = _evenly(rows, count)
             return call
-        counts = _values(tensors[call.experts], platform)
+        counts = values_of(tensors[call.experts], platform)
         if len(counts) != count:
             call.problem = 3, len(counts), 0
         elif (counts < 0).any():
@@ -120,7 +120,7 @@ def read_call(args: tuple, kwargs: dict, count: int, platform: Platform) -> Expe
     elif platform.sends_nothing:
         call.counts = _evenly(rows * call.copies, count)
     else:
-        found_there = _values(tensors[call.experts], platform)
+        found_there = values_of(tensors[call.experts], platform)
         if found_there.size and (found_there.min() < 0 or found_there.max() >= count):
             call.problem = 1, int(found_there.min()), int(found_there.max())
         else:
@@ -180,14 +180,15 @@ def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], wh
     return Routes(mesh, 0, rows[:, 7:], sizes, call.order)
 
 
-def _values(x: Any, platform: Platform) -> np.ndarray:
+def values_of(x: Any, platform: Platform) -> np.ndarray:
     """The integers of a plain tensor, as a vector."""
     wide = platform.host_tensor(np.zeros(1, np.int64)).dtype
     return np.frombuffer(platform.bytes_of(platform.to_dtype(platform.detach(x), wide)), np.int64)
 
 
-def _like(values: np.ndarray, like: Any, platform: Platform) -> Any:
-    return platform.to_dtype(platform.to_device(platform.host_tensor(values)), like.dtype)
+def like(values: np.ndarray, x: Any, platform: Platform) -> Any:
+    """These integers as a plain tensor of the dtype of ``x``, on this rank's device."""
+    return platform.to_dtype(platform.to_device(platform.host_tensor(values)), x.dtype)
 
 
 def _evenly(rows: int, count: int) -> np.ndarray:

@@ -11,14 +11,13 @@ from hyper_parallel.core.communication.parts import numbers_of_ranks
 from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.communication.routes import Combine, Dispatch
 from hyper_parallel.core.communication.transitions import ConvertCotangent
-from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.chunking import chunk_sizes
-from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Placement, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.program.convert import Slots, as_single
 from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
 from hyper_parallel.core.tensor_parallel.program.expert_calls import ExpertCall, agree_on_routes, read_call
+from hyper_parallel.core.tensor_parallel.program.expert_inputs import parts_of_batch
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, parameter_check, path_of
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle
 from hyper_parallel.platform.contract.modules import APPLIED
@@ -131,13 +130,16 @@ class ExpertParallel(ModuleStyle):
         self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict, mesh: DeviceMesh, count: int
     ) -> Any:
         platform, name = mesh.platform, module_label(module)
-        batch, args, kwargs = _plain(args, kwargs, mesh, name)
-        if batch is None and self.input_layout is None and SUMMED_OVER.get() is not None:
+        parts = parts_of_batch(args, kwargs, mesh, count, name)
+        leave: Callable[[Any], Any] = _as_it_is
+        losses = mesh.size() if parts is None and self.input_layout is None else 1
+        if parts is not None:
+            args, kwargs, leave = parts
+        elif self.input_layout is None and SUMMED_OVER.get() is not None:
             raise ValueError(
                 f"{name} is called with plain tokens inside of a batch of DTensors, which has one loss for all ranks: "
                 "give it DTensors, or say ExpertParallel(input_layout=Shard(0))"
             )
-        losses = mesh.size() if batch is None and self.input_layout is None else 1
         call, sizes = read_call(args, kwargs, count, platform), chunk_sizes(count, mesh.size())
         routes = agree_on_routes(call, mesh, sizes, name)
         with platform.no_dispatch():
@@ -172,9 +174,7 @@ class ExpertParallel(ModuleStyle):
             y = Combine(routes)(y if rows else platform.narrow(y, 0, 0, 0))
             if call.weights is not None:
                 y = _weighted(y, call, platform)
-            if batch is not None:
-                y = DTensor._of_part(y, get_layout(batch.mesh, batch.placements, (batch.shape[0], *y.shape[1:])))
-        return y
+            return leave(y)
 
 
 def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
@@ -202,6 +202,10 @@ def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
     return True
 
 
+def _as_it_is(y: Any) -> Any:
+    return y
+
+
 def _weighted(y: Any, call: ExpertCall, platform: Any) -> Any:
     """The sums of the outputs for each token, by the router's weights; in the dtype of the tokens."""
     _, *rest = platform.shape_of(y)
@@ -225,33 +229,3 @@ def _local(p: Any, mesh: DeviceMesh, losses: int) -> Any:
         x = ConvertCotangent(platform, lambda g: g / losses)(x)
     shape = platform.shape_of(x)
     return x if shape[0] else platform.cat([x, platform.zeros((1, *shape[1:]), platform.detach(x))], 0)
-
-
-def _plain(args: tuple, kwargs: dict, mesh: DeviceMesh, name: str) -> tuple[Layout | None, tuple, dict]:
-    """This rank's parts of arguments that are DTensors, and how the first lies; None where all are plain.
-
-    Raises:
-        ValueError: for plain tensors and DTensors at once, and DTensors that are not parts of one batch.
-    """
-    tensors = [x for x in (*args, *kwargs.values()) if mesh.platform.is_tensor(x)]
-    layouts = [x._layout for x in tensors if isinstance(x, DTensor)]
-    if not layouts:
-        return None, args, kwargs
-    batch = layouts[0]
-    ranks = set(batch.mesh.ranks.ravel().tolist())
-    if (
-        len(layouts) != len(tensors)
-        or not ranks.issuperset(mesh.ranks_along(0))
-        or any(layout.mesh is not batch.mesh or layout.placements != batch.placements for layout in layouts)
-        or any(placement is not Shard(0) for placement in batch.placements)
-    ):
-        lie = [f"{list(x.placements)} on {x.device_mesh}" if isinstance(x, DTensor) else "plain" for x in tensors]
-        raise ValueError(
-            f"{name} is called with tensors that lie as {lie}: give plain tensors, or DTensors of one mesh with the "
-            f"ranks of {mesh}, all placed Shard(0)"
-        )
-
-    def part(x: Any) -> Any:
-        return x.to_local() if isinstance(x, DTensor) else x
-
-    return batch, tuple(map(part, args)), {key: part(x) for key, x in kwargs.items()}
