@@ -161,7 +161,13 @@ batches = [[(x, target), (x, target)], [(x, target)]]
 }
 #: page -> block -> code that runs before this one
 BETWEEN = {
-    "docs/experts.md": {1: "model(x).sum().backward()\nmodel = RoutedModel()"},
+    "docs/experts.md": {
+        1: "model(x).sum().backward()\nmodel = RoutedModel()",
+        2: """
+model(x).sum().backward()
+model, plan = RoutedModel(), {"layers.*.router": SequenceParallel(sequence_dim=0, use_local_output=True)}
+""",
+    },
     "docs/huggingface.md": {
         1: "model = fresh()",
         2: """

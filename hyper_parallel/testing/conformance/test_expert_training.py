@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from hyper_parallel import (
+    ColwiseParallel,
     DTensor,
     ExpertParallel,
+    PackedShard,
+    PrepareModuleInput,
     Replicate,
+    RowwiseParallel,
+    SequenceParallel,
     Shard,
     distribute_tensor,
     fully_shard,
@@ -23,7 +28,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.extent import in_gate
 
-VOCABULARY, FEATURES, HIDDEN, HEAD, EXPERTS, LENGTH = 11, 8, 6, 4, 5, 3
+VOCABULARY, FEATURES, HIDDEN, HEAD, EXPERTS, LENGTH = 11, 8, 6, 4, 5, 4
 STEPS, NORM = 10, 0.5
 #: Sequences of each data-parallel rank.
 SHARES = (2, 1, 3, 1)
@@ -41,6 +46,7 @@ class Case(NamedTuple):
         accumulate: ``"sum"``: each step has two backward passes; ``"keep"``: the first of them sends no gradients.
         optimizer: of the adapter.
         dtype: of all parameters.
+        tp: names of the way in which the experts lie to tensor parallelism; then the mesh is ("dp", "tp").
     """
 
     shape: tuple[int, int]
@@ -50,6 +56,7 @@ class Case(NamedTuple):
     accumulate: str = ""
     optimizer: str = "adamw"
     dtype: Any = np.float64
+    tp: str = ""
 
 
 CASES = {
@@ -62,6 +69,11 @@ CASES = {
     "dp = rest x ep, replicated": Case((2, 2), "replicate", by_index=False, accumulate="keep"),
     "dp = rest x ep, one batch": Case((2, 2), one_batch=True, accumulate="keep"),
     "dp = rest x ep, one batch, replicated": Case((2, 2), "replicate", one_batch=True),
+    "dp x tp, tokens in common": Case((2, 2), tp="common", accumulate="keep"),
+    "dp x tp, experts cut inside": Case((2, 2), "replicate", tp="inside"),
+    "dp x tp, cut inside, one batch": Case((2, 2), tp="inside", one_batch=True),
+    "dp x tp, sequence shards": Case((2, 2), tp="sequence", by_index=False),
+    "tp, tokens in common": Case((1, 2), tp="common"),
     "float32": Case((2, 2), accumulate="keep", optimizer="momentum", dtype=np.float32),
 }
 
@@ -91,8 +103,56 @@ def build(case: Case) -> Any:
     return adapter.load(model, np.random.default_rng(5), case.dtype)
 
 
+#: How experts lie to tensor parallelism -> arguments of the style.
+BESIDE_TP: dict[str, dict[str, Any]] = {
+    "common": {"input_layout": Replicate(), "tp_dim": "tp"},
+    "inside": {
+        "input_layout": Replicate(),
+        "tp_dim": "tp",
+        "inside": {"gate_up": PackedShard(2, 2), "down": Shard(1)},
+    },
+    "sequence": {"input_layout": Shard(0), "tp_dim": "tp"},
+}
+#: Between the layers of a block the features are whole; or each rank has a shard of the sequence.
+PLAN = {
+    "layers.*.attention.w[qkv]": ColwiseParallel(),
+    "layers.*.attention.wo": RowwiseParallel(),
+    "layers.*.shared.w[13]": ColwiseParallel(),
+    "layers.*.shared.w2": RowwiseParallel(),
+}
+INTO = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+SEQUENCE_PLAN = {
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "layers.*.norm?": SequenceParallel(use_local_output=True),
+    "layers.*.attention": INTO,
+    "layers.*.attention.w[qkv]": ColwiseParallel(),
+    "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.router": SequenceParallel(sequence_dim=0, use_local_output=True),
+    "layers.*.shared": INTO,
+    "layers.*.shared.w[13]": ColwiseParallel(),
+    "layers.*.shared.w2": RowwiseParallel(output_layouts=Shard(1)),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+def distribute_2d(model: Any, mesh: Any, case: Case) -> Any:
+    """Tensor parallelism, experts over one dimension or both, and data parallelism; returns the mesh of that."""
+    parallelize_module(model, mesh["tp"], SEQUENCE_PLAN if case.tp == "sequence" else PLAN)
+    ep = mesh["dp"] if case.tp == "inside" else mesh["dp", "tp"]._flatten("ep")
+    parallelize_module(model, ep, {"layers.*.experts": ExpertParallel(**BESIDE_TP[case.tp])})
+    if case.how == "replicate":
+        replicate(model, mesh["dp"])
+        return mesh["dp"]
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return mesh["dp"]
+
+
 def distribute(model: Any, mesh: Any, case: Case) -> Any:
     """Experts over ep, and data parallelism over both dimensions; returns the mesh of that."""
+    if case.tp:
+        return distribute_2d(model, mesh, case)
     parallelize_module(model, mesh["ep"], {"layers.*.experts": ExpertParallel()})
     dp = mesh["rest", "ep"]._flatten("dp") if mesh.shape[0] > 1 else mesh["ep"]
     for layer in model.layers:
@@ -159,7 +219,7 @@ class Run:
 
 def train(case_name: str) -> None:
     case = CASES[case_name]
-    mesh = spmd.device_mesh(*case.shape, names=("rest", "ep"))
+    mesh = spmd.device_mesh(*case.shape, names=("dp", "tp") if case.tp else ("rest", "ep"))
     if mesh is None:
         return
     if case.dtype is np.float64 and mesh.device_type != "cpu":  # accelerators leave double precision out
@@ -211,7 +271,10 @@ def compare(got: dict[str, Any], wanted: dict[str, Any], what: str, tolerance: f
         near(got[name], x, f"{name}: {what}", tolerance)
 
 
-@pytest.mark.parametrize("case", in_gate(CASES, ["float32", "dp = rest x ep, replicated", "dp = rest x ep, one batch"]))
+@pytest.mark.parametrize(
+    "case",
+    in_gate(CASES, ["float32", "dp = rest x ep, replicated", "dp = rest x ep, one batch", "dp x tp, sequence shards"]),
+)
 def test_ten_steps(pool: Any, case: str) -> None:
     if type(get_platform()).is_optimizer is Platform.is_optimizer:
         pytest.skip("this platform knows no optimizers")

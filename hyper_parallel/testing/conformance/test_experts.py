@@ -328,6 +328,11 @@ def wrong_calls(mesh: Any) -> None:
     refused(
         lambda: adapter.call(by_count, distribute_tensor(whole, mesh, [Shard(0)]), of(1, 1, 1)), ValueError, "lie as"
     )
+    refused(
+        lambda: adapter.call(by_count, distribute_tensor(whole, mesh, [Shard(0)]), 3),
+        ValueError,
+        "neither",
+    )
     for numbers, match in (((1, 1, 1), "numbers of tokens sum to"), ((-1, 2, 3), "a number of tokens is -1")):
         given = [distribute_tensor(t, mesh, [Replicate()]) for t in (whole, of(*numbers))]
         refused(lambda given=given: adapter.call(by_count, *given), ValueError, match)
@@ -418,7 +423,7 @@ def test_foreseen() -> None:
 def wrong_plans(mesh: Any) -> None:
     adapter, odd = get_adapter(), mesh.get_local_rank() == 0
     with pytest.raises(ValueError, match="each rank's own, None, or parts"):
-        ExpertParallel(input_layout=Replicate())
+        ExpertParallel(input_layout=Shard(1))
     with pytest.raises(ValueError, match="must be \\(experts"):
         parallelize_module(adapter.Projection(4, 6), mesh, ExpertParallel())
     with pytest.raises(ValueError, match="below has the parameter"):
