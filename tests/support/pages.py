@@ -167,6 +167,13 @@ BETWEEN = {
 model(x).sum().backward()
 model, plan = RoutedModel(), {"layers.*.router": SequenceParallel(sequence_dim=0, use_local_output=True)}
 """,
+        3: """
+model(x).sum().backward()
+from torch.func import functional_call
+model = RoutedModel()
+for layer in model.layers:
+    layer.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6))
+""",
     },
     "docs/huggingface.md": {
         1: "model = fresh()",

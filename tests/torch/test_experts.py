@@ -6,7 +6,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import CommDebugMode, ExpertParallel, MixedPrecisionPolicy, fully_shard, parallelize_module
@@ -96,3 +99,43 @@ def in_low_precision(mesh: Any) -> None:
 
 def test_low_precision(pool: Any) -> None:
     pool.run(2, in_low_precision)
+
+
+class Stacked(nn.Module):
+    """The class of the page: experts of a list as one module with stacked parameters."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.names, self.expert = [name for name, _ in experts[0].named_parameters()], (experts[0],)
+        for name in self.names:
+            stacked = torch.stack([expert.get_parameter(name).detach() for expert in experts])
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(stacked))
+
+    def forward(self, x: Any, counts: Any) -> Any:
+        y = []
+        for rows, *weights in zip(x.split(counts.tolist()), *self._parameters.values(), strict=True):
+            y.append(functional_call(self.expert[0], dict(zip(self.names, weights, strict=True)), rows))
+        return torch.cat(y)
+
+
+@spmd.on_mesh()
+def stacked_list(mesh: Any) -> None:
+    """Experts with biases, of which none of a rank, or one, has tokens."""
+    torch.manual_seed(0)
+    experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(3)).double()
+    with pytest.raises(ValueError, match="Of a list with a module for each expert stack the weights"):
+        parallelize_module(experts, mesh, ExpertParallel())
+    sharded = parallelize_module(Stacked(experts), mesh, ExpertParallel())
+    numbers = torch.tensor([[2, 0, 1], [0, 0, 3]])
+    xs, rank = torch.randn(2, 3, 4, dtype=torch.float64), mesh.get_local_rank()
+    for x, counts in zip(xs, numbers, strict=True):
+        y = [expert(rows) for expert, rows in zip(experts, x.split(counts.tolist()), strict=True)]
+        (torch.cat(y).square().sum() / 2).backward()
+    sharded(xs[rank], numbers[rank]).square().sum().backward()
+    for name, p in sharded.named_parameters():
+        wanted = torch.stack([expert.get_parameter(name.replace("_", ".")).grad for expert in experts])
+        torch.testing.assert_close(p.grad.full_tensor(), wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_a_list_of_experts(pool: Any) -> None:
+    pool.run(2, stacked_list)
