@@ -1,11 +1,13 @@
 """Looking at what the library does: `CommDebugMode` lists collectives, `check_ranks` compares them over the ranks,
-`ProfilerRanges` names them in profiles, `visualize_sharding` shows who holds what, `cache_sizes` says what is kept."""
+`ProfilerRanges` names them in profiles, `visualize_sharding` shows who holds what, `ExpertCounts` counts the tokens of
+experts, `cache_sizes` says what is kept."""
 
 from hyper_parallel.core.caches import cache_sizes
 from hyper_parallel.core.communication.rank_check import check_ranks
 from hyper_parallel.core.communication.recorder import CollectiveEvent
 from hyper_parallel.debug.comm_counts import CommCounts
 from hyper_parallel.debug.comm_mode import CommDebugMode
+from hyper_parallel.debug.expert_counts import ExpertCounts
 from hyper_parallel.debug.profiler_ranges import ProfilerRanges
 from hyper_parallel.debug.visualize import visualize_sharding
 
@@ -13,6 +15,7 @@ __all__ = [
     "CollectiveEvent",
     "CommCounts",
     "CommDebugMode",
+    "ExpertCounts",
     "ProfilerRanges",
     "cache_sizes",
     "check_ranks",

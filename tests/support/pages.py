@@ -169,6 +169,12 @@ model, plan = RoutedModel(), {"layers.*.router": SequenceParallel(sequence_dim=0
 """,
         3: """
 model(x).sum().backward()
+from hyper_parallel import balance_loss, tokens_per_expert
+from hyper_parallel.debug import ExpertCounts
+router, tokens, loss, bias, dp = nn.Linear(8, 6), x, 0, torch.zeros(6), mesh["dp"]
+""",
+        4: "model(x).sum().backward()",
+        5: """
 from torch.func import functional_call
 model = RoutedModel()
 for layer in model.layers:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
     from hyper_parallel.platform import Platform
 
-__all__ = ["ExpertCall", "agree_on_routes", "like", "read_call", "values_of"]
+__all__ = ["ExpertCall", "agree_on_routes", "evenly", "like", "read_call", "values_of"]
 
 Key = int | str
 
@@ -100,7 +100,7 @@ def read_call(args: tuple, kwargs: dict, count: int, platform: Platform) -> Expe
     if numbers:
         call.experts = numbers[0]
         if platform.sends_nothing:
-            call.counts = _evenly(rows, count)
+            call.counts = evenly(rows, count)
             return call
         counts = values_of(tensors[call.experts], platform)
         if len(counts) != count:
@@ -118,7 +118,7 @@ def read_call(args: tuple, kwargs: dict, count: int, platform: Platform) -> Expe
     elif shapes[call.experts][0] != rows:
         call.problem = 6, shapes[call.experts][0], rows
     elif platform.sends_nothing:
-        call.counts = _evenly(rows * call.copies, count)
+        call.counts = evenly(rows * call.copies, count)
     else:
         found_there = values_of(tensors[call.experts], platform)
         if found_there.size and (found_there.min() < 0 or found_there.max() >= count):
@@ -191,6 +191,6 @@ def like(values: np.ndarray, x: Any, platform: Platform) -> Any:
     return platform.to_dtype(platform.to_device(platform.host_tensor(values)), x.dtype)
 
 
-def _evenly(rows: int, count: int) -> np.ndarray:
+def evenly(rows: int, count: int) -> np.ndarray:
     """As many rows for each expert as for the others, or one more: for a dry run, which has no values."""
     return rows // count + (np.arange(count) < rows % count)

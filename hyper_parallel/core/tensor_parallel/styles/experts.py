@@ -9,7 +9,7 @@ from typing import Any
 from hyper_parallel.core.communication.errors import RankMismatchError, names_of
 from hyper_parallel.core.communication.parts import numbers_of_ranks
 from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
-from hyper_parallel.core.communication.routes import Combine, Dispatch
+from hyper_parallel.core.communication.routes import ROUTE_WATCHERS, Combine, Dispatch
 from hyper_parallel.core.communication.transitions import ConvertCotangent
 from hyper_parallel.core.dtensor.api import distribute_parameter
 from hyper_parallel.core.layouts.chunking import chunk_sizes, shard_sizes
@@ -228,6 +228,9 @@ class ExpertParallel(ModuleStyle):
         args, kwargs = steps[-1].args, steps[-1].kwargs
         call, sizes = read_call(args, kwargs, count, platform), chunk_sizes(count, mesh.size())
         routes = agree_on_routes(call, mesh, sizes, name)
+        if ROUTE_WATCHERS and not platform.in_backward():
+            for watch in ROUTE_WATCHERS:
+                watch(path_of(module), routes)
         with platform.no_dispatch():
             x = Dispatch(routes, call.copies)(call.given[call.tokens])
             numbers, rows = routes.arriving.tolist() or [0], platform.shape_of(x)[0]
