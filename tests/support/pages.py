@@ -184,13 +184,19 @@ for layer in model.layers:
     "docs/huggingface.md": {
         1: "model = fresh()",
         2: """
+from transformers import MixtralConfig, MixtralForCausalLM
+model = MixtralForCausalLM(MixtralConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4))
+""",
+        3: """
 from tests.torch.huggingface_adapters import adapted
+model = fresh()
 mesh = init_device_mesh(mesh_shape=(4,))
 def LoraConfig(target_modules):
     return target_modules
 get_peft_model = adapted  # peft need not be installed
 """,
-        3: "model, ids = fresh(), ids % 32",
+        4: "model, ids = fresh(), ids % 32",
     },
     "docs/loss.md": {
         1: """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,15 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel import CommDebugMode, ExpertParallel, MixedPrecisionPolicy, fully_shard, parallelize_module
+from hyper_parallel import (
+    CommDebugMode,
+    DeviceMesh,
+    ExpertParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    parallelize_module,
+)
+from hyper_parallel.integrations.huggingface import full_state_dict, parallelize_model
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter, torch_adapter
 from hyper_parallel.testing.conformance.test_expert_training import (
@@ -28,6 +39,8 @@ from hyper_parallel.testing.conformance.test_expert_training import (
     distribute,
     near,
 )
+from hyper_parallel.testing.extent import in_gate
+from tests.torch.huggingface_jobs import precise, trained_alike, units_of
 
 
 class Recomputed(torch_adapter.SparseModel):
@@ -91,7 +104,7 @@ def in_low_precision(mesh: Any) -> None:
         fully_shard(sharded, mesh=mesh["ep"], mp_policy=policy)
         if how == "policy":
             single.bfloat16()
-        with torch.autocast("cpu", torch.bfloat16) if how == "autocast" else nullcontext():
+        with torch.autocast(mesh.device_type, torch.bfloat16) if how == "autocast" else nullcontext():
             one_step(single, sharded, mesh["ep"], how, 0.05)
         for p in sharded.parameters():
             assert p.dtype is p.grad.dtype is torch.float32
@@ -122,12 +135,13 @@ class Stacked(nn.Module):
 def stacked_list(mesh: Any) -> None:
     """Experts with biases, of which none of a rank, or one, has tokens."""
     torch.manual_seed(0)
-    experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(3)).double()
+    experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(3))
+    experts = experts.double().to(mesh.device_type)
     with pytest.raises(ValueError, match="Of a list with a module for each expert stack the weights"):
         parallelize_module(experts, mesh, ExpertParallel())
     sharded = parallelize_module(Stacked(experts), mesh, ExpertParallel())
     numbers = torch.tensor([[2, 0, 1], [0, 0, 3]])
-    xs, rank = torch.randn(2, 3, 4, dtype=torch.float64), mesh.get_local_rank()
+    xs, rank = torch.randn(2, 3, 4, dtype=torch.float64).to(mesh.device_type), mesh.get_local_rank()
     for x, counts in zip(xs, numbers, strict=True):
         y = [expert(rows) for expert, rows in zip(experts, x.split(counts.tolist()), strict=True)]
         (torch.cat(y).square().sum() / 2).backward()
@@ -139,3 +153,60 @@ def stacked_list(mesh: Any) -> None:
 
 def test_a_list_of_experts(pool: Any) -> None:
     pool.run(2, stacked_list)
+
+
+#: Dimensions over which the experts lie.
+OVER = {"both": ("dp", "tp"), "cut inside": ("dp",)}
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def of_transformers(mesh: Any, case: str, over: str) -> None:
+    """Losses, gradients, clipping and steps, of data-parallel ranks with samples of their own."""
+    single = precise(case)
+    single.set_experts_implementation("eager")  # the grouped kernels have no double precision
+    both = mesh["dp", "tp"]._flatten("ep")
+    ep = both if len(OVER[over]) > 1 else mesh["dp"]
+    model = parallelize_model(copy.deepcopy(single), mesh["tp"], expert_parallel=ep)
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    assert experts and all(p.device_mesh.ndim == (1 if over == "both" else 2) for p in experts)
+    units_of(model, fully_shard, mesh["dp"])
+    trained_alike(single, model, 2, mesh.get_local_rank("dp"))
+    saved, wanted = full_state_dict(model), single.state_dict()
+    assert list(saved) == list(wanted)
+    for name, x in wanted.items():
+        torch.testing.assert_close(saved[name], x, rtol=1e-4, atol=1e-4)
+
+
+@spmd.on_mesh()
+def of_transformers_by_hand(mesh: Any, case: str) -> None:
+    single = precise(case)
+    model = parallelize_module(copy.deepcopy(single), mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
+    units_of(model, fully_shard, mesh)
+    trained_alike(single, model, mesh.size(), mesh.get_local_rank())
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def refused_meshes(mesh: Any) -> None:
+    other = DeviceMesh(None, np.arange(4).reshape(2, 2))
+    for tp, over in ((mesh["tp"], mesh), (mesh["tp"], other), (other[1], other[0])):
+        with pytest.raises(ValueError, match="give one dimension of the mesh of the job"):
+            parallelize_model(precise("mixtral"), tp, expert_parallel=over)
+
+
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None or os.environ["HYPER_PARALLEL_PLATFORM"] != "torch-cpu",
+    reason="transformers is not installed, or the device has no double precision",
+)
+
+
+@needs_transformers
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("case", in_gate(["mixtral", "qwen3 moe", "deepseek 2"], ["mixtral"]))
+def test_models_of_transformers(pool: Any, case: str, over: str) -> None:
+    pool.run(4, of_transformers, case, over)
+
+
+@needs_transformers
+def test_models_of_transformers_by_hand(pool: Any) -> None:
+    pool.run(2, of_transformers_by_hand, "mixtral")
+    pool.run(4, refused_meshes)
