@@ -24,6 +24,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.communication.collectives import exchange_rows
 from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
+from hyper_parallel.planning import expert_shares
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import difference, same
@@ -408,6 +409,18 @@ def test_foreseen() -> None:
         assert there.bytes == rows * size, inputs
         assert back.bytes > 0
         assert [c.bytes for c in seen if c.kind == "all_gather" and c.direction == "forward"] == [(7 + 3) * 8]
+
+    # All to the first expert, which is the described rank's: what comes there goes back.
+    for shares, rows in (([2, 0, 0], 16), ([1, 0, 1], 8)):
+        with expert_shares(shares):
+            seen = explain(module_with(_first_expert), 2, ExpertParallel(), x, counts).collectives
+        there, back = (c for c in seen if c.kind == "all_to_all" and c.direction == "forward")
+        assert (there.bytes, back.bytes) == (8 * size, rows * size), shares
+    with expert_shares([1, 1]), pytest.raises(ValueError, match="2 numbers, and a module has 3 experts"):
+        explain(module_with(_first_expert), 2, ExpertParallel(), x, counts)
+    for wrong in ([], [0, 0], [-1, 2]):
+        with pytest.raises(ValueError, match="a number for each expert"), expert_shares(wrong):
+            raise AssertionError("was taken")
 
     def whole(module: Any, x: Any, counts: Any) -> Any:
         mesh = module.inner.down.device_mesh

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
     from hyper_parallel.platform import Platform
 
-__all__ = ["ExpertCall", "agree_on_routes", "evenly", "like", "read_call", "values_of"]
+__all__ = ["EXPERT_SHARES", "ExpertCall", "agree_on_routes", "evenly", "like", "read_call", "values_of"]
 
 Key = int | str
+
+#: Shares of the experts in the routes of a dry run: see `hyper_parallel.planning.expert_shares`.
+EXPERT_SHARES: ContextVar[Sequence[float] | None] = ContextVar("hyper_parallel_expert_shares", default=None)
 
 #: What can be wrong with a call on one rank: text with the two numbers that tell of it.
 _WRONG = {
@@ -192,5 +196,16 @@ def like(values: np.ndarray, x: Any, platform: Platform) -> Any:
 
 
 def evenly(rows: int, count: int) -> np.ndarray:
-    """As many rows for each expert as for the others, or one more: for a dry run, which has no values."""
-    return rows // count + (np.arange(count) < rows % count)
+    """The rows for each expert, for a dry run, which has no values: as many as for the others or one more, or as
+    `EXPERT_SHARES` say.
+
+    Raises:
+        ValueError: for shares of another number of experts.
+    """
+    shares = EXPERT_SHARES.get()
+    if shares is None:
+        return rows // count + (np.arange(count) < rows % count)
+    if len(shares) != count:
+        raise ValueError(f"expert_shares was given {len(shares)} numbers, and a module has {count} experts")
+    ends = np.cumsum(np.asarray(shares, np.float64)) / sum(shares)
+    return np.diff(np.rint(ends * rows).astype(np.int64), prepend=0)
