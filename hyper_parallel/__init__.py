@@ -64,6 +64,8 @@ if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at r
     from hyper_parallel.core.rules.op_sharding import OpSharding as OpSharding
     from hyper_parallel.core.rules.random import manual_seed as manual_seed
     from hyper_parallel.core.tensor_parallel.api import parallelize_module as parallelize_module
+    from hyper_parallel.core.tensor_parallel.balance import balance_loss as balance_loss
+    from hyper_parallel.core.tensor_parallel.balance import tokens_per_expert as tokens_per_expert
     from hyper_parallel.core.tensor_parallel.loss import loss_parallel as loss_parallel
     from hyper_parallel.core.tensor_parallel.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from hyper_parallel.core.tensor_parallel.program.overlap import overlap_collectives as overlap_collectives

@@ -1,12 +1,13 @@
 """Tools that show the work of the library. `CommDebugMode` lists collectives, and `check_ranks` compares them over the
-ranks. `ProfilerRanges` names them in profiles. `visualize_sharding` shows the shards of each rank, and `cache_sizes`
-the sizes of caches."""
+ranks. `ProfilerRanges` names them in profiles. `visualize_sharding` shows the shards of each rank, `ExpertCounts` the
+tokens of each expert, and `cache_sizes` the sizes of caches."""
 
 from hyper_parallel.core.caches import cache_sizes
 from hyper_parallel.core.communication.rank_check import check_ranks
 from hyper_parallel.core.communication.recorder import CollectiveEvent
 from hyper_parallel.debug.comm_counts import CommCounts
 from hyper_parallel.debug.comm_mode import CommDebugMode
+from hyper_parallel.debug.expert_counts import ExpertCounts
 from hyper_parallel.debug.profiler_ranges import ProfilerRanges
 from hyper_parallel.debug.visualize import visualize_sharding
 
@@ -14,6 +15,7 @@ __all__ = [
     "CollectiveEvent",
     "CommCounts",
     "CommDebugMode",
+    "ExpertCounts",
     "ProfilerRanges",
     "cache_sizes",
     "check_ranks",

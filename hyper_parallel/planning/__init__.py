@@ -4,6 +4,7 @@ A dry run is the real core on a platform that sends nothing (`hyper_parallel.pla
 no data, where the framework has such tensors. No process group is made, and the number of ranks costs nothing.
 """
 
+from hyper_parallel.planning.balance import expert_shares
 from hyper_parallel.planning.estimate import DryRun, dry_run
 from hyper_parallel.planning.explanation import Explanation, explain
 from hyper_parallel.planning.machines import MACHINES, Machine, machine_of, register_machine
@@ -19,6 +20,7 @@ __all__ = [
     "Machine",
     "SearchResult",
     "dry_run",
+    "expert_shares",
     "explain",
     "machine_of",
     "register_machine",

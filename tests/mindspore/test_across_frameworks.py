@@ -32,6 +32,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.checkpoint import load, load_pretrained, save, save_pretrained
 from hyper_parallel.testing import spmd
+from hyper_parallel.testing.conformance import test_expert_checkpoint as experts
 from hyper_parallel.testing.pool import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,6 +240,16 @@ def test_convolutions(pool: Any, torch_pool: Any, tmp_path: Path) -> None:
     for name, x in trained.items():
         for other in (trained_there[name], trained_back[name]):
             np.testing.assert_allclose(other.reshape(x.shape), x, rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+def test_experts(pool: Any, torch_pool: Any, tmp_path: Path) -> None:
+    """From whole experts on four ranks of torch to MindSpore's that are cut inside, and back to sharded ones."""
+    saved = torch_pool.run(4, experts.save_job, "ep=4", str(tmp_path / "torch"))[0]
+    inside = "ep=2, cut inside over tp=2"
+    assert pool.run(4, experts.load_job, inside, str(tmp_path / "torch"))[0] == saved
+    there = pool.run(4, experts.save_job, inside, str(tmp_path / "mindspore"))[0]
+    back = torch_pool.run(4, experts.load_job, "ep=2, sharded over rest=2", str(tmp_path / "mindspore"))[0]
+    assert len(saved) > 4 and back == there
 
 
 def save_weights(shape: tuple[int, int], directory: str) -> Any:

@@ -161,17 +161,42 @@ batches = [[(x, target), (x, target)], [(x, target)]]
 }
 #: page -> block -> code that runs before this one
 BETWEEN = {
-    "docs/experts.md": {1: "model(x).sum().backward()\nmodel = RoutedModel()"},
+    "docs/experts.md": {
+        1: "model(x).sum().backward()\nmodel = RoutedModel()",
+        2: """
+model(x).sum().backward()
+model, plan = RoutedModel(), {"layers.*.router": SequenceParallel(sequence_dim=0, use_local_output=True)}
+""",
+        3: """
+model(x).sum().backward()
+from hyper_parallel import balance_loss, tokens_per_expert
+from hyper_parallel.debug import ExpertCounts
+router, tokens, loss, bias, dp = nn.Linear(8, 6), x, 0, torch.zeros(6), mesh["dp"]
+""",
+        4: "model(x).sum().backward()",
+        5: """
+from torch.func import functional_call
+model = RoutedModel()
+for layer in model.layers:
+    layer.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6))
+""",
+    },
     "docs/huggingface.md": {
         1: "model = fresh()",
         2: """
+from transformers import MixtralConfig, MixtralForCausalLM
+model = MixtralForCausalLM(MixtralConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4))
+""",
+        3: """
 from tests.torch.huggingface_adapters import adapted
+model = fresh()
 mesh = init_device_mesh(mesh_shape=(4,))
 def LoraConfig(target_modules):
     return target_modules
 get_peft_model = adapted  # peft need not be installed
 """,
-        3: "model, ids = fresh(), ids % 32",
+        4: "model, ids = fresh(), ids % 32",
     },
     "docs/loss.md": {
         1: """

@@ -15,7 +15,7 @@ Source: the dispatch and combine of GShard (Lepikhin et al. 2020), with exact co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,10 @@ from hyper_parallel.core.communication.transitions import Step
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-__all__ = ["Combine", "Dispatch", "Routes", "order_of"]
+__all__ = ["ROUTE_WATCHERS", "Combine", "Dispatch", "Routes", "order_of"]
+
+#: Functions that are told the module that is called, and the routes of its tokens: see `hyper_parallel.debug`.
+ROUTE_WATCHERS: list[Callable[[str, Routes], None]] = []
 
 #: Numbers below it are sorted as 16 bits, for which numpy's stable sort is linear.
 _SHORT = 1 << 15
@@ -44,6 +47,7 @@ class Routes:
         order: at each place of this rank's rows by expert, which route it is. None where routes lie so.
 
     Attributes:
+        counts: as given.
         between: ``between[i, j]`` rows go from rank i to rank j.
         arriving: how many rows each expert of this rank gets.
     """
@@ -51,7 +55,7 @@ class Routes:
     def __init__(
         self, mesh: DeviceMesh, mesh_dim: int, counts: np.ndarray, sizes: Sequence[int], order: np.ndarray | None = None
     ) -> None:
-        self.mesh, self.mesh_dim, self.order = mesh, mesh_dim, order
+        self.mesh, self.mesh_dim, self.counts, self.order = mesh, mesh_dim, counts, order
         ends = np.cumsum(sizes)
         own = [counts[:, end - size : end] for end, size in zip(ends, sizes, strict=True)]
         self.between = np.stack([part.sum(1) for part in own], 1)

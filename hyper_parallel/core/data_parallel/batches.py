@@ -24,8 +24,8 @@ __all__ = ["is_distributed", "lies_across", "mixed_batch", "whole_for_all"]
 
 #: (mesh of a DTensor, mesh of data parallelism) -> whether they have a dimension in common, or no root.
 _ACROSS: Table = Table(lambda key: not key[0].is_beside(key[1]), 1 << 10, "meshes beside data parallelism")
-#: (mesh of a DTensor, mesh of data parallelism) -> whether it has all dimensions of that.
-_CONTAINS: Table = Table(lambda key: key[0].contains(key[1]), 1 << 10, "meshes with data parallelism")
+#: (mesh of a DTensor, mesh of data parallelism) -> whether it has all ranks of that.
+_SPANS: Table = Table(lambda key: key[0].spans(key[1]), 1 << 10, "meshes with data parallelism")
 
 
 def lies_across(x: Any, mesh: DeviceMesh) -> bool:
@@ -65,7 +65,7 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str) -> bool 
             "Give DTensors (distribute_tensor(x, mesh, [Shard(0)]), or [Replicate()] for what all ranks share), or "
             "plain tensors alone"
         )
-    if layout.mesh is not mesh and not _CONTAINS[layout.mesh, mesh]:
+    if layout.mesh is not mesh and not _SPANS[layout.mesh, mesh]:
         raise ValueError(
             f"{what} was called with a DTensor of shape {tuple(layout.shape)} placed {list(shared.placements)} on "
             f"{layout.mesh}, and its parameters are on {mesh}: give a DTensor on that mesh"

@@ -9,6 +9,7 @@ from hyper_parallel.public_names import HOME_OF
 
 if TYPE_CHECKING:
     from hyper_parallel.core.tensor_parallel.api import *  # noqa: F403
+    from hyper_parallel.core.tensor_parallel.balance import *  # noqa: F403
     from hyper_parallel.core.tensor_parallel.loss import *  # noqa: F403
     from hyper_parallel.core.tensor_parallel.style import *  # noqa: F403
 

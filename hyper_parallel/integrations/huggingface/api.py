@@ -11,6 +11,7 @@ from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
 from hyper_parallel.integrations.huggingface.attention import fit_heads
 from hyper_parallel.integrations.huggingface.between import fit_between
+from hyper_parallel.integrations.huggingface.experts import with_own_tokens
 from hyper_parallel.integrations.huggingface.head import fit_head
 from hyper_parallel.integrations.huggingface.lora import adapted_model, place_adapters, without_adapters
 from hyper_parallel.integrations.huggingface.plans import named_plan, resolve_styles
@@ -25,7 +26,7 @@ def parallelize_model(
     plan: dict[str, str | ParallelStyle | None] | None = None,
     gather_logits: bool = True,
     gather_heads: bool = False,
-    expert_parallel: bool = False,
+    expert_parallel: bool | DeviceMesh = False,
     src_data_rank: int | None = 0,
 ) -> Any:
     """Tensor-parallelise a transformers model in place, by the plan that it brings along.
@@ -47,7 +48,9 @@ def parallelize_model(
         gather_heads: for attention heads that the ranks cannot share evenly: True computes such attention in whole on
             every rank, with projections that are sharded still; False is an error.
         expert_parallel: whether each rank has some of the experts in whole, by the model's own plan for that
-            (``model.ep_plan``); else a part of every expert.
+            (``model.ep_plan``); else a part of every expert. A 1-D mesh of the same root is for ranks with batches of
+            their own: its ranks have whole experts, and send each other tokens (`ExpertParallel`). Where
+            ``device_mesh`` is another dimension than those of that mesh, its ranks have parts of these experts.
         src_data_rank: rank of the mesh whose parameters count, those that stay plain included. None takes each rank's
             own and communicates nothing: they, and the generators' states, must be equal then.
 
@@ -86,13 +89,19 @@ def parallelize_model(
     modules = dict(platform.named_modules(model))
     _refuse_quantised(modules, mesh)
     plain, changes = without_adapters(modules), plan or {}
-    named = named_plan(model, changes, platform, expert_parallel=expert_parallel)
+    named = named_plan(model, changes, platform, expert_parallel=expert_parallel is not False)
     styles = resolve_styles(named, plain, changes, mesh)
+    experts: dict[str, ParallelStyle] = {}
+    if isinstance(expert_parallel, DeviceMesh):
+        inside = resolve_styles(named_plan(model, changes, platform), plain, changes, mesh)
+        experts = with_own_tokens(styles, inside, mesh, expert_parallel)
     local_sizes = fit_heads(styles, plain, mesh, gather_heads=gather_heads)
     fit_between(model, styles, plain, mesh)
     fit_head(model, styles, plain, mesh, gather_logits=gather_logits)
     place_adapters(styles, modules, mesh)
     parallelize_module(model, mesh, dict(styles), src_data_rank=src_data_rank)
+    if isinstance(expert_parallel, DeviceMesh):
+        parallelize_module(model, expert_parallel, dict(experts), src_data_rank=src_data_rank)
     for module, attribute, size in local_sizes:
         setattr(module, attribute, size)
     _settle_rest(modules, mesh)

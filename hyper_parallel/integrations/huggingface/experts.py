@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.experts import ExpertParallel
 from hyper_parallel.integrations.huggingface.local import read_local_parameters
 from hyper_parallel.platform import get_platform
 
-__all__ = ["ExpertsParallel", "IdentityExpertsParallel", "WholeExpertsParallel"]
+__all__ = ["ExpertsParallel", "IdentityExpertsParallel", "WholeExpertsParallel", "with_own_tokens"]
 
 
 class ExpertsParallel(ModuleStyle):
@@ -150,6 +152,43 @@ class IdentityExpertsParallel(ModuleStyle):
 
     def prepare_inputs(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         return (args[0] / mesh.size(), *args[1:]), kwargs
+
+
+def with_own_tokens(
+    styles: dict[str, ParallelStyle], inside: Mapping[str, ParallelStyle], mesh: DeviceMesh, over: DeviceMesh
+) -> dict[str, ParallelStyle]:
+    """Take the whole experts out of ``styles``, and return the styles by which they get tokens of all ranks.
+
+    Args:
+        styles: by path, of the plan for whole experts; changed in place.
+        inside: by path, of the plan that cuts each expert.
+        mesh: of tensor parallelism.
+        over: 1-D mesh of the ranks that share the experts.
+
+    Raises:
+        ValueError: for a mesh of more dimensions, or of another root; and where the ranks of tensor parallelism cannot
+            be told by name.
+    """
+    paths = [path for path, style in styles.items() if isinstance(style, WholeExpertsParallel)]
+    root = over.get_root_mesh()
+    name = None if mesh.mesh_dim_names is None else mesh.mesh_dim_names[0]
+    if over.ndim != 1 or not over.shares_root(mesh) or name is None or root[name] is not mesh:
+        raise ValueError(
+            f"expert_parallel={over}: give one dimension of the mesh of the job, of which {mesh} is another one or is "
+            'a part: mesh["dp"], or mesh["dp", "tp"]._flatten("ep")'
+        )
+    arguments: dict[str, Any] = {"input_layout": Replicate(), "tp_dim": name}
+    found: dict[str, ParallelStyle] = {}
+    for path in paths:
+        del styles[path]
+        cut = inside.get(path)
+        if over.spans(mesh):
+            found[path] = ExpertParallel(**arguments)
+        elif mesh.size() > 1 and isinstance(cut, ExpertsParallel):
+            found[path] = ExpertParallel(**arguments, inside=cut.placements)
+        else:
+            found[path] = ExpertParallel()
+    return found
 
 
 def _read(x: Any, mesh: DeviceMesh) -> Any:

@@ -71,20 +71,33 @@ def mixture(adapter: Any, module: Any, ids: Any) -> Any:
     ways, as `sorted_experts` or as `routed_experts`, where ``module.by_index`` is true."""
     x = module.embedding(ids)
     logits = module.router(x)
-    chosen = module.choose(adapter.numpy(adapter.detach(logits)))
-    indices = adapter.tensor(chosen)
+    indices = adapter.tensor(module.choose(adapter.numpy(adapter.detach(logits))))
     weights = adapter.softmax(adapter.gather(logits, 1, indices), -1)
+    return x + _routed(adapter, module, x, indices, weights)
+
+
+def _routed(adapter: Any, module: Any, x: Any, indices: Any, weights: Any) -> Any:
+    """Return the result of ``module.experts``, called in one of two ways, for tokens (T, features)."""
     if module.by_index:
-        return x + module.experts(x, indices, weights)
-    count, k = chosen.shape
-    order = np.argsort(chosen.ravel(), kind="stable")
-    numbers = np.bincount(chosen.ravel(), minlength=logits.shape[1])
-    rows = x[adapter.tensor(order // k)]
-    y = module.experts(rows, adapter.tensor(numbers))
+        return module.experts(x, indices, weights)
+    (count, k), chosen = indices.shape, adapter.numpy(indices).ravel()
+    order = np.argsort(chosen, kind="stable")
+    numbers = np.bincount(chosen, minlength=module.router.weight.shape[0])
+    y = module.experts(x[adapter.tensor(order // k)], adapter.tensor(numbers))
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
     y = adapter.reshape(y[adapter.tensor(back)], (count, k, y.shape[-1]))
-    return x + adapter.sum(y * adapter.reshape(weights, (count, k, 1)), 1)
+    return adapter.sum(y * adapter.reshape(weights, (count, k, 1)), 1)
+
+
+def sparse_block(adapter: Any, module: Any, x: Any) -> Any:
+    """Attention, then a shared expert and ``module.k`` of the ``experts`` for each token (batch, length)."""
+    x = x + module.attention(module.norm1(x))
+    y = module.norm2(x)
+    tokens = adapter.reshape(y, (-1, x.shape[-1]))
+    logits, indices = adapter.topk(module.router(tokens), module.k)
+    routed = _routed(adapter, module, tokens, indices, adapter.softmax(logits, -1))
+    return x + module.shared(y) + adapter.reshape(routed, x.shape)
 
 
 def _attend(adapter: Any, module: Any, x: Any, q: Any, k: Any, v: Any) -> Any:

@@ -129,7 +129,10 @@ def optimizer(module: nn.Cell, name: str, rate: float) -> tuple[Any, Callable[[d
 
 def clip(module: nn.Cell, grads: dict[str, Any], norm: float) -> dict[str, Any]:
     """See `Adapter.clip`."""
-    return dict(zip(grads, ops.clip_by_global_norm(tuple(grads.values()), norm), strict=True))
+    given = tuple(grads.values())
+    # The other one computes the norm in single precision.
+    clipping = ops.clip_by_norm if given[0].dtype == ms.float64 else ops.clip_by_global_norm
+    return dict(zip(grads, clipping(given, norm), strict=True))
 
 
 def load(module: nn.Cell, rng: np.random.Generator, dtype: Any = np.float32) -> nn.Cell:
@@ -352,6 +355,38 @@ class Mixture(nn.Cell):
         return forwards.mixture(_ADAPTER, self, ids)
 
 
+class SparseBlock(nn.Cell):
+    """Norm, attention, norm, a router to experts and a shared expert."""
+
+    def __init__(self, features: int, hidden: int, head_dim: int, experts: int, k: int, by_index: bool) -> None:
+        super().__init__()
+        self.k, self.by_index = k, by_index
+        self.norm1, self.norm2 = RmsNorm(features), RmsNorm(features)
+        self.attention = Attention(features, head_dim)
+        self.router = mint.nn.Linear(features, experts, bias=False)
+        self.experts = (RoutedExperts if by_index else SortedExperts)(experts, features, hidden)
+        self.shared = Gated(features, hidden)
+
+    def construct(self, x: Any) -> Any:
+        return forwards.sparse_block(_ADAPTER, self, x)
+
+
+class SparseModel(nn.Cell):
+    """A language model of two blocks with experts."""
+
+    def __init__(self, vocabulary: int, features: int, *sizes: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, features)
+        self.layers = nn.CellList([SparseBlock(features, *sizes) for _ in range(2)])
+        self.head = mint.nn.Linear(features, vocabulary)
+
+    def construct(self, ids: Any) -> Any:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 class Projection(nn.Cell):
     """A linear layer of its own kind: its weight is (in, out)."""
 
@@ -540,6 +575,11 @@ def index_select(x: Any, dim: int, index: Any) -> Any:
 
 def gather(x: Any, dim: int, index: Any) -> Any:
     return mint.gather(x, dim, index)
+
+
+def topk(x: Any, k: int) -> Any:
+    _, places = ops.topk(ops.stop_gradient(x).astype(ms.float32), k)  # which has no kernel for double precision
+    return mint.gather(x, -1, places), places
 
 
 def diagonal(x: Any, offset: int, a: int, b: int) -> Any:

@@ -21,7 +21,7 @@ __all__ = ["Adapter", "missing_names"]
 Tensor = Any
 Module = Any
 #: Names that are asked for where the platform knows optimizers, or tensors without values.
-NOT_ALWAYS = frozenset({"optimizer", "clip", "without_values"})
+NOT_ALWAYS = frozenset({"optimizer", "clip", "SparseModel", "topk", "without_values"})
 
 
 class Adapter(Protocol):
@@ -173,6 +173,12 @@ class Adapter(Protocol):
         """`forwards.mixture`: ``embedding``, a linear layer ``router`` without bias, and ``experts``, which are
         `RoutedExperts` with ``by_index`` and else `SortedExperts`. A caller sets ``choose``."""
 
+    def SparseModel(
+        self, vocabulary: int, features: int, hidden: int, head_dim: int, experts: int, k: int, by_index: bool
+    ) -> Module:
+        """A language model for ids (batch, length): ``embedding``, a list ``layers`` of two modules with the forward
+        `forwards.sparse_block`, and ``head``. Asked for where `optimizer` is."""
+
     def Projection(self, n_in: int, n_out: int) -> Module:
         """A class that is no linear layer to the backend: parameters ``kernel`` (in, out) and ``shift`` (out,)."""
 
@@ -302,6 +308,9 @@ class Adapter(Protocol):
 
     def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
         """``x`` at the places along ``dim`` that ``index``, of as many dimensions, names."""
+
+    def topk(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The ``k`` largest along the last dimension, and their places. Asked for where `optimizer` is."""
 
     def diagonal(self, x: Tensor, offset: int, a: int, b: int) -> Tensor:
         """A diagonal of the dimensions ``a`` and ``b``."""

@@ -288,6 +288,38 @@ class Mixture(nn.Module):
         return forwards.mixture(_ADAPTER, self, ids)
 
 
+class SparseBlock(nn.Module):
+    """Norm, attention, norm, a router to experts and a shared expert."""
+
+    def __init__(self, features: int, hidden: int, head_dim: int, experts: int, k: int, by_index: bool) -> None:
+        super().__init__()
+        self.k, self.by_index = k, by_index
+        self.norm1, self.norm2 = RmsNorm(features), RmsNorm(features)
+        self.attention = Attention(features, head_dim)
+        self.router = nn.Linear(features, experts, bias=False)
+        self.experts = (RoutedExperts if by_index else SortedExperts)(experts, features, hidden)
+        self.shared = Gated(features, hidden)
+
+    def forward(self, x: Any) -> Any:
+        return forwards.sparse_block(_ADAPTER, self, x)
+
+
+class SparseModel(nn.Module):
+    """A language model of two blocks with experts."""
+
+    def __init__(self, vocabulary: int, features: int, *sizes: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, features)
+        self.layers = nn.ModuleList(SparseBlock(features, *sizes) for _ in range(2))
+        self.head = nn.Linear(features, vocabulary)
+
+    def forward(self, ids: Any) -> Any:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 class Projection(nn.Module):
     """A linear layer of its own kind: its weight is (in, out)."""
 
@@ -444,6 +476,10 @@ def index_select(x: Any, dim: int, index: Any) -> Any:
 
 def gather(x: Any, dim: int, index: Any) -> Any:
     return torch.gather(x, dim, index)
+
+
+def topk(x: Any, k: int) -> Any:
+    return torch.topk(x, k)
 
 
 def diagonal(x: Any, offset: int, a: int, b: int) -> Any:

@@ -24,6 +24,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.communication.collectives import exchange_rows
 from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
+from hyper_parallel.planning import expert_shares
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import difference, same
@@ -50,6 +51,10 @@ CASES = {
     "fewer experts than ranks": (3, (2, 5, 3, 2), best(1)),
     "one expert has all": (4, (3, 2, 4, 3), only(2)),
     "every expert has all": (3, (2, 2, 1, 3), best(3)),
+    "an empty batch on some ranks": (4, (0, 3, 0, 2), best(2)),
+    "an empty batch on all ranks": (3, (0, 0, 0, 0), best(2)),
+    "fewer tokens than ranks": (5, (0, 1, 0, 0), best(1)),
+    **{f"{k} experts of 5 for each token": (5, (2, 1, 0, 3), best(k)) for k in range(1, 6)},
 }
 
 #: Of how many experts each rank has tokens, and for which: rank, expert -> number.
@@ -58,6 +63,8 @@ ALONE = {
     "experts of one rank": (4, {(0, 3): 2, (1, 3): 1, (2, 3): 3, (3, 3): 1}),
     "batch of DTensors": (3, {(0, 0): 3, (1, 2): 2, (1, 1): 1, (2, 2): 3, (3, 0): 1, (3, 1): 2}),
     "fewer experts than ranks": (2, {(0, 0): 2, (1, 1): 1, (2, 0): 1, (3, 1): 3}),
+    "one token": (5, {(1, 4): 1}),
+    "no token": (3, {}),
 }
 
 
@@ -83,7 +90,10 @@ def around(model: Any, mesh: Any, how: str) -> Any:
 
 @spmd.on_mesh()
 def mixture(mesh: Any, case: str, by_index: bool, how: str, dtype: Any = np.float64) -> Any:
+    """One step of a model; None where the framework has no embeddings of so few tokens."""
     count, shares, choose = CASES[case]
+    if min(shares[: mesh.size()]) < get_adapter().TRAINING_LIMITS.get("least", 0):
+        return None
     ids, mine = parts_of(shares, mesh)
     adapter, tolerance = get_adapter(), TOLERANCE[dtype]
     single, sharded = (build(count, by_index, choose, dtype) for _ in range(2))
@@ -120,9 +130,10 @@ def test_mixture(pool: Any, world_size: int) -> None:
     for case in CASES:
         by_index, how = world_size % 2 == 0, "replicate" if case == "even" else "fully_shard"
         for counts in pool.run(world_size, mixture, case, by_index, how):
-            alone = world_size == 1
-            assert counts["forward"].get("all_to_all", 0) == (0 if alone else 2), case
-            assert counts["backward"].get("all_to_all", 0) == (0 if alone else 2), case
+            # Ranks that know that none has a token send none.
+            sent = 0 if world_size == 1 or not any(CASES[case][1][:world_size]) else 2
+            if counts is not None:
+                assert counts["forward"].get("all_to_all", 0) == counts["backward"].get("all_to_all", 0) == sent, case
 
 
 def test_mixture_in_float32(pool: Any) -> None:
@@ -134,8 +145,6 @@ def experts_alone(mesh: Any, case: str, by_index: bool, one_loss: bool, dtype: A
     adapter, ranks, me, tolerance = get_adapter(), mesh.size(), mesh.get_local_rank(), TOLERANCE[dtype]
     count, numbers = ALONE[case]
     counts = np.array([[numbers.get((rank, e), 0) for e in range(count)] for rank in range(ranks)])
-    if not counts.sum():
-        counts[0, 0] = 1
     rng = np.random.default_rng(9)
     rows = [[rng.standard_normal((n, FEATURES)).astype(dtype) for n in row] for row in counts]
     whole = np.concatenate([rows[rank][e] for e in range(count) for rank in range(ranks)])
@@ -165,7 +174,11 @@ def experts_alone(mesh: Any, case: str, by_index: bool, one_loss: bool, dtype: A
         return run
 
     share = 1 if one_loss else ranks
-    y, grad, grads = adapter.model_value_and_grads(single, function(single, counts.sum(0), weights, share), whole)
+    if len(whole):
+        y, grad, grads = adapter.model_value_and_grads(single, function(single, counts.sum(0), weights, share), whole)
+    else:  # which not all frameworks compute; zeros are no different by any loss
+        y, grad = adapter.tensor(whole), whole
+        grads = {key: adapter.tensor(np.zeros(getattr(single, key).shape, dtype)) for key in ("gate_up", "down")}
     run = function(sharded, counts[me], weights[mine], 1)
     got_y, got_grad, got = adapter.model_value_and_grads(sharded, run, whole[mine])
     what = f"{case}, {by_index=}, {one_loss=}"
@@ -181,6 +194,58 @@ def test_experts_alone(pool: Any, world_size: int) -> None:
         for by_index in (False, True):
             one_loss = case == "batch of DTensors" or by_index is (world_size == 2)
             pool.run(world_size, experts_alone, case, by_index, one_loss)
+
+
+@spmd.on_mesh(2, 2, names=("rest", "ep"))
+def one_tensor(mesh: Any, by_index: bool) -> None:
+    """A single program, whose tensors lie over both dimensions or over that of the experts."""
+    adapter, count, ep = get_adapter(), 3, mesh["ep"]
+    rng, numbers = np.random.default_rng(9), np.array([4, 0, 3])
+    x, weights = (rng.standard_normal((7, FEATURES)) for _ in range(2))
+    kind = adapter.RoutedExperts if by_index else adapter.SortedExperts
+    single, sharded = (
+        adapter.load(kind(count, FEATURES, HIDDEN), np.random.default_rng(5), np.float64) for _ in range(2)
+    )
+    parallelize_module(sharded, ep, ExpertParallel())
+
+    def given(x: Any, put: Callable[[Any], Any]) -> Any:
+        if by_index:
+            places = np.repeat(np.arange(count), numbers).reshape(-1, 1)
+            return x, put(adapter.tensor(places)), put(adapter.tensor(np.full(places.shape, 0.5)))
+        return x, put(adapter.tensor(numbers))
+
+    def reference(x: Any) -> Any:
+        y = adapter.call(single, *given(x, lambda t: t))
+        return adapter.weighted_sum(y, adapter.tensor(weights)), y
+
+    y, grad, grads = adapter.model_value_and_grads(single, reference, x)
+    for on, placements in (
+        (ep, [Shard(0)]),
+        (ep, [Replicate()]),
+        (mesh, [Replicate(), Shard(1)]),
+        (mesh, [Shard(0), Replicate()]),
+    ):
+
+        def distributed(x: Any, on: Any = on, placements: Any = placements) -> Any:
+            put = lambda t: DTensor.from_local(t, on)  # noqa: E731
+            y = adapter.call(sharded, *given(put(x).redistribute(placements=placements), put))
+            loss = adapter.weighted_sum(y, put(adapter.tensor(weights)))
+            return loss.redistribute(placements=[Replicate()] * on.ndim).to_local(), y
+
+        got_y, got_grad, got = adapter.model_value_and_grads(sharded, distributed, x)
+        what = f"{placements} on {on}, {by_index=}"
+        same(adapter.numpy(got_y), adapter.numpy(y), f"{what}: output", 1e-12)
+        same(got_grad, grad, f"{what}: gradient of the tokens", 1e-12)
+        for name, g in grads.items():
+            same(adapter.numpy(got[name]), adapter.numpy(g), f"{what}: gradient of {name}", 1e-12)
+    dp = mesh["rest", "ep"]._flatten("dp")
+    args = (distribute_tensor(t, dp, [Shard(0)]) for t in given(adapter.tensor(x), lambda t: t))
+    refused(lambda: adapter.call(sharded, *args), ValueError, "are not summed over all of these ranks")
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_one_tensor(pool: Any, by_index: bool) -> None:
+    pool.run(4, one_tensor, by_index)
 
 
 @spmd.on_mesh(2, 2, names=("rest", "ep"))
@@ -265,10 +330,13 @@ def wrong_calls(mesh: Any) -> None:
         lambda: adapter.call(by_count, distribute_tensor(whole, mesh, [Shard(0)]), of(1, 1, 1)), ValueError, "lie as"
     )
     refused(
-        lambda: adapter.call(by_count, *(distribute_tensor(t, mesh, [Replicate()]) for t in (whole, of(1, 1, 2)))),
+        lambda: adapter.call(by_count, distribute_tensor(whole, mesh, [Shard(0)]), 3),
         ValueError,
-        "all placed Shard",
+        "neither",
     )
+    for numbers, match in (((1, 1, 1), "numbers of tokens sum to"), ((-1, 2, 3), "a number of tokens is -1")):
+        given = [distribute_tensor(t, mesh, [Replicate()]) for t in (whole, of(*numbers))]
+        refused(lambda given=given: adapter.call(by_count, *given), ValueError, match)
 
 
 def _first_expert(module: Any, x: Any, *_: Any) -> Any:
@@ -342,12 +410,33 @@ def test_foreseen() -> None:
         assert back.bytes > 0
         assert [c.bytes for c in seen if c.kind == "all_gather" and c.direction == "forward"] == [(7 + 3) * 8]
 
+    # All to the first expert, which is the described rank's: what comes there goes back.
+    for shares, rows in (([2, 0, 0], 16), ([1, 0, 1], 8)):
+        with expert_shares(shares):
+            seen = explain(module_with(_first_expert), 2, ExpertParallel(), x, counts).collectives
+        there, back = (c for c in seen if c.kind == "all_to_all" and c.direction == "forward")
+        assert (there.bytes, back.bytes) == (8 * size, rows * size), shares
+    with expert_shares([1, 1]), pytest.raises(ValueError, match="2 numbers, and a module has 3 experts"):
+        explain(module_with(_first_expert), 2, ExpertParallel(), x, counts)
+    for wrong in ([], [0, 0], [-1, 2]):
+        with pytest.raises(ValueError, match="a number for each expert"), expert_shares(wrong):
+            raise AssertionError("was taken")
+
+    def whole(module: Any, x: Any, counts: Any) -> Any:
+        mesh = module.inner.down.device_mesh
+        return module.inner(*(DTensor.from_local(t, mesh) for t in (x, counts))).to_local()
+
+    around = type("Around", (adapter.Module,), {"forward": whole, "construct": whole})()
+    around.inner = module_with(_first_expert)
+    seen = explain(around, 2, {"inner": ExpertParallel()}, x, counts).collectives
+    assert next(c for c in seen if c.kind == "all_to_all").bytes == 4 * size
+
 
 @spmd.on_mesh()
 def wrong_plans(mesh: Any) -> None:
     adapter, odd = get_adapter(), mesh.get_local_rank() == 0
     with pytest.raises(ValueError, match="each rank's own, None, or parts"):
-        ExpertParallel(input_layout=Replicate())
+        ExpertParallel(input_layout=Shard(1))
     with pytest.raises(ValueError, match="must be \\(experts"):
         parallelize_module(adapter.Projection(4, 6), mesh, ExpertParallel())
     with pytest.raises(ValueError, match="below has the parameter"):

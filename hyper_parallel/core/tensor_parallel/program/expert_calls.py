@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
     from hyper_parallel.platform import Platform
 
-__all__ = ["ExpertCall", "agree_on_routes", "read_call"]
+__all__ = ["EXPERT_SHARES", "ExpertCall", "agree_on_routes", "evenly", "like", "read_call", "values_of"]
 
 Key = int | str
+
+#: Shares of the experts in the routes of a dry run: see `hyper_parallel.planning.expert_shares`.
+EXPERT_SHARES: ContextVar[Sequence[float] | None] = ContextVar("hyper_parallel_expert_shares", default=None)
 
 #: What can be wrong with a call on one rank: text with the two numbers that tell of it.
 _WRONG = {
@@ -64,13 +68,13 @@ class ExpertCall:
 
     def local_arguments(self, x: Any, numbers: Sequence[int], platform: Platform) -> dict[Key, Any]:
         """The arguments for the experts of this rank, which get these numbers of the rows ``x``."""
-        given, like = dict(self.given), self.given[self.experts]
+        given, experts = dict(self.given), self.given[self.experts]
         given[self.tokens] = x
         if self.weights is None:
-            given[self.experts] = _like(np.asarray(numbers, np.int64), like, platform)
+            given[self.experts] = like(np.asarray(numbers, np.int64), experts, platform)
         else:
             places = np.repeat(np.arange(len(numbers)), numbers).reshape(-1, 1)
-            given[self.experts] = _like(places, like, platform)
+            given[self.experts] = like(places, experts, platform)
             given[self.weights] = platform.ones(places.shape, platform.detach(self.given[self.weights]))
         return given
 
@@ -100,9 +104,9 @@ def read_call(args: tuple, kwargs: dict, count: int, platform: Platform) -> Expe
     if numbers:
         call.experts = numbers[0]
         if platform.sends_nothing:
-            call.counts = _evenly(rows, count)
+            call.counts = evenly(rows, count)
             return call
-        counts = _values(tensors[call.experts], platform)
+        counts = values_of(tensors[call.experts], platform)
         if len(counts) != count:
             call.problem = 3, len(counts), 0
         elif (counts < 0).any():
@@ -118,9 +122,9 @@ def read_call(args: tuple, kwargs: dict, count: int, platform: Platform) -> Expe
     elif shapes[call.experts][0] != rows:
         call.problem = 6, shapes[call.experts][0], rows
     elif platform.sends_nothing:
-        call.counts = _evenly(rows * call.copies, count)
+        call.counts = evenly(rows * call.copies, count)
     else:
-        found_there = _values(tensors[call.experts], platform)
+        found_there = values_of(tensors[call.experts], platform)
         if found_there.size and (found_there.min() < 0 or found_there.max() >= count):
             call.problem = 1, int(found_there.min()), int(found_there.max())
         else:
@@ -180,16 +184,28 @@ def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], wh
     return Routes(mesh, 0, rows[:, 7:], sizes, call.order)
 
 
-def _values(x: Any, platform: Platform) -> np.ndarray:
+def values_of(x: Any, platform: Platform) -> np.ndarray:
     """The integers of a plain tensor, as a vector."""
     wide = platform.host_tensor(np.zeros(1, np.int64)).dtype
     return np.frombuffer(platform.bytes_of(platform.to_dtype(platform.detach(x), wide)), np.int64)
 
 
-def _like(values: np.ndarray, like: Any, platform: Platform) -> Any:
-    return platform.to_dtype(platform.to_device(platform.host_tensor(values)), like.dtype)
+def like(values: np.ndarray, x: Any, platform: Platform) -> Any:
+    """These integers as a plain tensor of the dtype of ``x``, on this rank's device."""
+    return platform.to_dtype(platform.to_device(platform.host_tensor(values)), x.dtype)
 
 
-def _evenly(rows: int, count: int) -> np.ndarray:
-    """As many rows for each expert as for the others, or one more: for a dry run, which has no values."""
-    return rows // count + (np.arange(count) < rows % count)
+def evenly(rows: int, count: int) -> np.ndarray:
+    """The rows for each expert, for a dry run, which has no values: as many as for the others or one more, or as
+    `EXPERT_SHARES` say.
+
+    Raises:
+        ValueError: for shares of another number of experts.
+    """
+    shares = EXPERT_SHARES.get()
+    if shares is None:
+        return rows // count + (np.arange(count) < rows % count)
+    if len(shares) != count:
+        raise ValueError(f"expert_shares was given {len(shares)} numbers, and a module has {count} experts")
+    ends = np.cumsum(np.asarray(shares, np.float64)) / sum(shares)
+    return np.diff(np.rint(ends * rows).astype(np.int64), prepend=0)

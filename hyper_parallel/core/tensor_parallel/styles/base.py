@@ -245,8 +245,7 @@ class ModuleStyle(ParallelStyle):
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         platform = device_mesh.platform
-        for name, placement in self.parameter_placements(module, device_mesh).items():
-            distribute_parameter(module, name, device_mesh, (placement,), src_data_rank=self.src_data_rank)
+        self.distribute(module, device_mesh)
         for _, submodule in list(platform.named_modules(module)):
             replicate_undistributed(submodule, device_mesh, self.src_data_rank)
         remember_layouts(module, device_mesh)
@@ -255,6 +254,11 @@ class ModuleStyle(ParallelStyle):
         platform.set_compiled_forward(module, compiled)
         mark_applied(module, self, device_mesh)
         return module
+
+    def distribute(self, module: Any, mesh: DeviceMesh) -> None:
+        """Make DTensors of the parameters that ``module`` itself holds, by `parameter_placements`."""
+        for name, placement in self.parameter_placements(module, mesh).items():
+            distribute_parameter(module, name, mesh, (placement,), src_data_rank=self.src_data_rank)
 
     def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
         """Return the function that a call of the module runs in place of ``forward``. For a single input of a known

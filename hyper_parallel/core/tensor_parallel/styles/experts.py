@@ -9,17 +9,24 @@ from typing import Any
 from hyper_parallel.core.communication.errors import RankMismatchError, names_of
 from hyper_parallel.core.communication.parts import numbers_of_ranks
 from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
-from hyper_parallel.core.communication.routes import Combine, Dispatch
+from hyper_parallel.core.communication.routes import ROUTE_WATCHERS, Combine, Dispatch
 from hyper_parallel.core.communication.transitions import ConvertCotangent
-from hyper_parallel.core.dtensor.tensor import DTensor
-from hyper_parallel.core.layouts.chunking import chunk_sizes
-from hyper_parallel.core.layouts.layout import Layout, get_layout
-from hyper_parallel.core.layouts.placement_types import Placement, Shard
+from hyper_parallel.core.dtensor.api import distribute_parameter
+from hyper_parallel.core.layouts.chunking import chunk_sizes, shard_sizes
+from hyper_parallel.core.layouts.layout import get_layout, normalize_placements
+from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.program.convert import Slots, as_single
 from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
 from hyper_parallel.core.tensor_parallel.program.expert_calls import ExpertCall, agree_on_routes, read_call
+from hyper_parallel.core.tensor_parallel.program.expert_inputs import (
+    Inputs,
+    parts_of_batch,
+    parts_of_whole,
+    whole_for_summands,
+)
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, parameter_check, path_of
+from hyper_parallel.core.tensor_parallel.program.same_inputs import compare_input
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle
 from hyper_parallel.platform.contract.modules import APPLIED
 
@@ -44,14 +51,21 @@ class ExpertParallel(ModuleStyle):
         input_layout: how plain tokens of the ranks belong together. None: each rank has a batch and a loss of its own,
             and gradients of experts are averaged over the ranks of the mesh, as data parallelism averages all others.
             ``Shard(0)``: they are parts of one tensor with one loss, as in sequence parallelism, and gradients are
-            sums. So they are of DTensors.
+            sums. So they are of DTensors. ``Replicate()``: all ranks have the same tokens, with one loss. Each sends
+            its part of them, and gets the results of all.
+        tp_dim: name of the dimension of tensor parallelism in the mesh of the job. Then ``input_layout`` says how the
+            tokens lie over its ranks alone, which have one loss. The mesh of the style has this dimension too.
+        inside: placements of the parameters by which each expert is cut over ``tp_dim``, which is another dimension
+            than those of the mesh of the style. The experts' outputs then are sums over its ranks.
         count_attribute: attribute of the module with the number of experts, where it has one. The forward sees the
             number on this rank.
 
     Raises:
-        TypeError: when a layout is no placement. ValueError: for another layout; when applied, for parameters without a
-            common first dimension, and modules below with parameters. When the module is called, on all ranks before a
-            token is sent: for an index outside, counts that do not sum to the number of tokens, other arguments.
+        TypeError: when a layout is no placement. ValueError: for another layout, and arguments that do not go together;
+            when applied, for parameters without a common first dimension, modules below with parameters, a dimension
+            ``tp_dim`` that is missing or lies otherwise, and parameters that are not cut ``inside``. When the module is
+            called, on all ranks before a token is sent: for an index outside, counts that do not sum to the number of
+            tokens, other arguments.
 
     Example:
         >>> from hyper_parallel import ExpertParallel
@@ -64,15 +78,40 @@ class ExpertParallel(ModuleStyle):
     input_layouts: Slots = (None,)
     output_layouts: Slots | None = None
 
-    def __init__(self, *, input_layout: Placement | None = None, count_attribute: str = "num_experts") -> None:
+    def __init__(
+        self,
+        *,
+        input_layout: Placement | None = None,
+        tp_dim: str | None = None,
+        inside: Mapping[str, Placement] | None = None,
+        count_attribute: str = "num_experts",
+    ) -> None:
         name = type(self).__name__
         self.input_layout = as_single(input_layout, "input_layout", name)
-        if self.input_layout not in (None, Shard(0)):
+        if self.input_layout not in (None, Shard(0), Replicate()):
             raise ValueError(
                 f"{name}(input_layout={self.input_layout!r}): tokens are each rank's own, None, or parts of one "
-                "tensor, Shard(0)"
+                "tensor, Shard(0), or the same on all ranks, Replicate()"
             )
-        self.count_attribute = count_attribute
+        if tp_dim is not None and self.input_layout is None:
+            raise ValueError(
+                f"{name}(tp_dim={tp_dim!r}): say with input_layout how tokens lie over its ranks: Shard(0), as in "
+                "sequence parallelism, or Replicate()"
+            )
+        self.inside = None if inside is None else {key: own_placement(placement) for key, placement in inside.items()}
+        if self.inside is not None and (tp_dim is None or self.input_layout is not Replicate()):
+            raise ValueError(
+                f"{name}(inside=...): ranks that each have a part of an expert need the same tokens: give tp_dim and "
+                "input_layout=Replicate(). For shards of a sequence leave inside out, and apply the style to a mesh "
+                "that has the dimension too"
+            )
+        for key, placement in (self.inside or {}).items():
+            if not isinstance(placement, Shard) or not placement.dim:
+                raise ValueError(
+                    f"{name}(inside=...) cuts each expert, (experts, ...), along another dimension than the first, and "
+                    f"has {placement!r} for {key!r}"
+                )
+        self.tp_dim, self.count_attribute = tp_dim, count_attribute
 
     def parameter_placements(self, module: Any, mesh: DeviceMesh) -> Mapping[str, Placement]:
         return {name: Shard(0) for name, _ in mesh.platform.named_parameters(module)}
@@ -83,7 +122,8 @@ class ExpertParallel(ModuleStyle):
         if not shapes or () in shapes.values() or len({shape[0] for shape in shapes.values()}) != 1:
             raise ValueError(
                 f"{self!r} on {where!r}: its parameters have the shapes {shapes}, and each must be (experts, ...): "
-                "name the module that holds the stacked weights of the experts"
+                "name the module that holds the stacked weights of the experts. Of a list with a module for each "
+                "expert stack the weights: docs/experts.md has a class that does so"
             )
         for path, submodule in platform.named_modules(module):
             if path and (names := [name for name, _ in platform.named_parameters(submodule)]):
@@ -92,6 +132,58 @@ class ExpertParallel(ModuleStyle):
                     "owns: name the module that holds the stacked weights of the experts alone"
                 )
         super().check(module, device_mesh, where)
+        tp = self._tp(device_mesh)
+        if self.inside is None:
+            return
+        if set(self.inside) != set(shapes):
+            raise ValueError(
+                f"{self!r} on {where!r}: inside names {sorted(self.inside)}, and the parameters are {sorted(shapes)}: "
+                "each must be cut, since the results of all ranks are added"
+            )
+        for name, placement in self.inside.items():
+            (normal,) = normalize_placements((placement,), tp, len(shapes[name]), f"parameter {name!r} of {where!r}")
+            cut: Any = get_layout(tp, (normal,), shapes[name]).placements[0]
+            if 0 in shard_sizes(cut, shapes[name][cut.dim], tp.size()):
+                raise ValueError(
+                    f"{self!r} on {where!r}: {placement!r} leaves some of the {tp.size()} ranks of {tp} without a part "
+                    f"of {name!r}, of shape {shapes[name]}: cut experts over fewer ranks"
+                )
+
+    def _tp(self, mesh: DeviceMesh) -> Any:
+        """The mesh of tensor parallelism, None without that.
+
+        Raises:
+            ValueError: where there is none of that name, or experts lie in another way to it.
+        """
+        if self.tp_dim is None:
+            return None
+        root = mesh.get_root_mesh()
+        if self.tp_dim not in (root.mesh_dim_names or ()):
+            raise ValueError(f"{self!r} is applied to {mesh}, a part of {root}, which has no dimension {self.tp_dim!r}")
+        tp = root[self.tp_dim]
+        if self.inside is None and not mesh.spans(tp):
+            raise ValueError(
+                f"{self!r} is applied to {mesh}, which lacks {self.tp_dim!r}. For shards of a sequence apply it to "
+                'both dimensions: mesh["dp", "tp"]._flatten("ep"). Where its ranks have the same tokens and whole '
+                "experts, leave tp_dim and input_layout out. Or cut experts with inside"
+            )
+        if self.inside is not None and not mesh.is_beside(tp):
+            raise ValueError(
+                f"{self!r} is applied to {mesh}, which has {self.tp_dim!r} itself: its ranks have other experts, and "
+                "cannot have parts of each: leave inside out, or apply the style to other dimensions"
+            )
+        return tp
+
+    def distribute(self, module: Any, mesh: DeviceMesh) -> None:
+        if self.inside is None:
+            super().distribute(module, mesh)
+            return
+        tp = self._tp(mesh)
+        both: Any = mesh.slices.union([tp])
+        for name, placement in self.inside.items():
+            placements: list[Placement] = [placement, placement]
+            placements[both.index_of(mesh, 0)] = Shard(0)
+            distribute_parameter(module, name, both, placements, src_data_rank=self.src_data_rank)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         if device_mesh.get_coordinate() is not None:
@@ -117,29 +209,28 @@ class ExpertParallel(ModuleStyle):
         if mesh.get_coordinate() is None:
             return super()._new_forward(module, forward, mesh)
         check = parameter_check(module, mesh)
+        tp = self._tp(mesh)
         count = next(p.shape[0] for _, p in mesh.platform.named_parameters(module))
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             if LISTENERS and current_module() != path_of(module):
                 return run_in_module(path_of(module), run, module, *args, **kwargs)
             check(module)
-            return self._run(module, forward, args, kwargs, mesh, count)
+            return self._run(module, forward, args, kwargs, mesh, tp, count)
 
         return run
 
     def _run(
-        self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict, mesh: DeviceMesh, count: int
+        self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict, mesh: DeviceMesh, tp: Any, count: int
     ) -> Any:
         platform, name = mesh.platform, module_label(module)
-        batch, args, kwargs = _plain(args, kwargs, mesh, name)
-        if batch is None and self.input_layout is None and SUMMED_OVER.get() is not None:
-            raise ValueError(
-                f"{name} is called with plain tokens inside of a batch of DTensors, which has one loss for all ranks: "
-                "give it DTensors, or say ExpertParallel(input_layout=Shard(0))"
-            )
-        losses = mesh.size() if batch is None and self.input_layout is None else 1
+        steps, losses = self._own_tokens(module, args, kwargs, mesh, tp, count, name)
+        args, kwargs = steps[-1].args, steps[-1].kwargs
         call, sizes = read_call(args, kwargs, count, platform), chunk_sizes(count, mesh.size())
         routes = agree_on_routes(call, mesh, sizes, name)
+        if ROUTE_WATCHERS and not platform.in_backward():
+            for watch in ROUTE_WATCHERS:
+                watch(path_of(module), routes)
         with platform.no_dispatch():
             x = Dispatch(routes, call.copies)(call.given[call.tokens])
             numbers, rows = routes.arriving.tolist() or [0], platform.shape_of(x)[0]
@@ -172,9 +263,41 @@ class ExpertParallel(ModuleStyle):
             y = Combine(routes)(y if rows else platform.narrow(y, 0, 0, 0))
             if call.weights is not None:
                 y = _weighted(y, call, platform)
-            if batch is not None:
-                y = DTensor._of_part(y, get_layout(batch.mesh, batch.placements, (batch.shape[0], *y.shape[1:])))
-        return y
+            for step in reversed(steps):
+                y = step.back(y)
+            return y
+
+    def _own_tokens(
+        self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, tp: Any, count: int, name: str
+    ) -> tuple[list[Inputs], int]:
+        """Make the arguments of this rank, the last of the list, from the given ones in a few steps. Count the losses
+        of which gradients of experts are an average."""
+        common = mesh if tp is None else tp
+        batch = parts_of_batch(args, kwargs, mesh, tp, count, name)
+        if batch is not None:
+            losses = 1
+        elif self.input_layout is None or self.inside is not None:
+            losses = mesh.size()
+        else:
+            losses = mesh.size() // common.size()
+        if batch is None and (self.input_layout is None or losses > 1) and SUMMED_OVER.get() is not None:
+            raise ValueError(
+                f"{name} is called with plain tokens inside of a batch of DTensors, which has one loss for all ranks: "
+                "give it DTensors, or say ExpertParallel(input_layout=Shard(0))"
+            )
+        steps = [Inputs(args, kwargs, lambda y: y, mesh)] if batch is None else [batch]
+        args, kwargs, *_ = steps[-1]
+        if self.inside is None and batch is not None and not batch.mesh.is_beside(common):
+            return steps, losses  # parts already
+        if self.input_layout is Replicate() and (
+            tensors := [x for x in (*args, *kwargs.values()) if mesh.platform.is_tensor(x)]
+        ):
+            compare_input(tensors[0], common, f"the input of {name}", module)
+            if self.inside is not None:
+                steps.append(whole_for_summands(args, kwargs, common))
+            elif all(len(x.shape) for x in tensors):  # others are refused
+                steps.append(parts_of_whole(args, kwargs, common, count))
+        return steps, losses
 
 
 def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
@@ -220,38 +343,8 @@ def _local(p: Any, mesh: DeviceMesh, losses: int) -> Any:
         losses: of how many losses of the ranks its gradient is the average.
     """
     platform = mesh.platform
-    x = p.to_local(grad_placements=(Shard(0),))
+    x = p.to_local(grad_placements=p.placements)
     if losses > 1:
         x = ConvertCotangent(platform, lambda g: g / losses)(x)
     shape = platform.shape_of(x)
     return x if shape[0] else platform.cat([x, platform.zeros((1, *shape[1:]), platform.detach(x))], 0)
-
-
-def _plain(args: tuple, kwargs: dict, mesh: DeviceMesh, name: str) -> tuple[Layout | None, tuple, dict]:
-    """This rank's parts of arguments that are DTensors, and how the first lies; None where all are plain.
-
-    Raises:
-        ValueError: for plain tensors and DTensors at once, and DTensors that are not parts of one batch.
-    """
-    tensors = [x for x in (*args, *kwargs.values()) if mesh.platform.is_tensor(x)]
-    layouts = [x._layout for x in tensors if isinstance(x, DTensor)]
-    if not layouts:
-        return None, args, kwargs
-    batch = layouts[0]
-    ranks = set(batch.mesh.ranks.ravel().tolist())
-    if (
-        len(layouts) != len(tensors)
-        or not ranks.issuperset(mesh.ranks_along(0))
-        or any(layout.mesh is not batch.mesh or layout.placements != batch.placements for layout in layouts)
-        or any(placement is not Shard(0) for placement in batch.placements)
-    ):
-        lie = [f"{list(x.placements)} on {x.device_mesh}" if isinstance(x, DTensor) else "plain" for x in tensors]
-        raise ValueError(
-            f"{name} is called with tensors that lie as {lie}: give plain tensors, or DTensors of one mesh with the "
-            f"ranks of {mesh}, all placed Shard(0)"
-        )
-
-    def part(x: Any) -> Any:
-        return x.to_local() if isinstance(x, DTensor) else x
-
-    return batch, tuple(map(part, args)), {key: part(x) for key, x in kwargs.items()}

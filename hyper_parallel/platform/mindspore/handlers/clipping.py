@@ -65,7 +65,9 @@ def norm_of_all(plain: Callable, x: Any, norm_type: Any) -> Any:
         return plain(x, norm_type)
     with NoDispatch():
         total, mesh = core.total_norm(x, layouts, norm_type, lambda some: plain(some, norm_type))
-        return core.replicated(total, mesh)
+        # A number that is not distributed fits DTensors of any mesh.
+        alone = len({layout.mesh for layout in layouts if layout is not None}) == 1
+        return core.replicated(total, mesh) if alone else total
 
 
 def looking(plain: Callable, inputs: Any) -> Any:

@@ -55,7 +55,13 @@ def stack(prim: Any, tensors: tuple) -> Any:
 
 
 def add_all(prim: Any, tensors: tuple) -> Any:
-    """`ops.AddN`."""
+    """`ops.AddN`. Sums for a norm are numbers of one element, on all meshes that the gradients lie on."""
+    by_mesh: dict[Any, list[Any]] = {}
+    for t in tensors:
+        by_mesh.setdefault(t._layout.mesh if isinstance(t, InterceptedTensor) else None, []).append(t)
+    if len(by_mesh) - (None in by_mesh) > 1 and all(t.size == 1 for t in tensors):
+        sums = [functools.reduce(ops.add, of_mesh) for of_mesh in by_mesh.values()]
+        tensors = tuple(t.full_tensor() if isinstance(t, InterceptedTensor) else t for t in sums)
     return functools.reduce(ops.add, tensors)
 
 

@@ -1,0 +1,35 @@
+"""`expert_shares`: how dry runs take tokens to be spread over experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hyper_parallel.core.tensor_parallel.program.expert_calls import EXPERT_SHARES
+
+__all__ = ["expert_shares"]
+
+
+@contextmanager
+def expert_shares(shares: Sequence[float]) -> Iterator[None]:
+    """Let `explain` and `dry_run` give each expert this share of the routes, on all ranks. They have no values of
+    indices and counts. Without this context each expert gets as many.
+
+    Args:
+        shares: a number for each expert of a module, such as counts that `ExpertCounts` has seen.
+
+    Raises:
+        ValueError: for numbers below 0, or none above it. Inside, for modules with another number of experts.
+
+    Example:
+        >>> from hyper_parallel.planning import expert_shares
+        >>> with expert_shares([4, 1, 1, 2]):  # explain(...) or dry_run(...)
+        ...     pass
+    """
+    if not shares or min(shares) < 0 or not sum(shares):
+        raise ValueError(f"expert_shares takes a number for each expert, none below 0 and not all 0, got {shares}")
+    token = EXPERT_SHARES.set([float(share) for share in shares])
+    try:
+        yield
+    finally:
+        EXPERT_SHARES.reset(token)
