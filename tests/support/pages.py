@@ -120,8 +120,26 @@ def fresh():
 model, ids = fresh(), torch.arange(16).reshape(2, 8)
 """,
     "docs/long_sequences.md": """
-mesh = init_device_mesh(mesh_shape=(4,), mesh_dim_names=("cp",))
+mesh = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "cp"))
 x, labels = torch.randn(4, 8, 8), torch.zeros(4, 8, dtype=torch.long)
+ids = torch.arange(8).reshape(1, 8)
+class Attention(nn.Module):
+    def forward(self, q):
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.layers = nn.ModuleList([Attending()])
+    def forward(self, x, positions=None):
+        x = x if positions is None else self.tokens(x) + positions[..., None]
+        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        return self.head(self.layers[0].attention(q).transpose(1, 2).flatten(2))
+model = Model()
 cos, sin = torch.ones(8, 2), torch.ones(8, 2)
 def criterion(y, labels):
     return F.cross_entropy(y.flatten(0, 1), labels.flatten())

@@ -15,6 +15,7 @@ from hyper_parallel import (
     ColwiseParallel,
     CommDebugMode,
     CommTrace,
+    ContextParallel,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     DeviceMesh,
@@ -89,6 +90,7 @@ from hyper_parallel.mindspore import grad, value_and_grad
 
 STYLES: tuple[ParallelStyle, ...] = (
     ColwiseParallel(),
+    ContextParallel(),
     ExpertParallel(),
     HeadNormParallel(),
     ModuleStyle(),

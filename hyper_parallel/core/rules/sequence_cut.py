@@ -87,6 +87,11 @@ def sequence_order(mesh: Any, ranges: tuple[Ranges, ...]) -> Iterator[None]:
         _ORDERS.reset(token)
 
 
+def has_order(mesh: Any) -> bool:
+    """Whether this is inside of `sequence_order` of the 1-D ``mesh``."""
+    return any(of_mesh is mesh for of_mesh, _ in _ORDERS.get())
+
+
 @dataclass(frozen=True)
 class SequenceCut:
     """A sequence of ``length`` positions, cut along some mesh dimensions.

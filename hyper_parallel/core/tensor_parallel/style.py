@@ -6,6 +6,7 @@ module needs, and its outputs to the layout that the plan asks for. `ModuleStyle
 
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.context import ContextParallel
 from hyper_parallel.core.tensor_parallel.styles.experts import ExpertParallel
 from hyper_parallel.core.tensor_parallel.styles.head_norm import HeadNormParallel
 from hyper_parallel.core.tensor_parallel.styles.parameters import ParameterParallel
@@ -21,6 +22,7 @@ from hyper_parallel.core.tensor_parallel.styles.style_names import register_styl
 
 __all__ = [
     "ColwiseParallel",
+    "ContextParallel",
     "ExpertParallel",
     "HeadNormParallel",
     "ModuleStyle",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,23 +10,35 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.torch.handlers.bodies import body_of
+from hyper_parallel.platform.torch.mixing import MIXING
 from hyper_parallel.platform.torch.tensor import is_dtensor
 
 __all__ = ["AttentionVerbs"]
 
+_MANY_HEADS = body_of(F.multi_head_attention_forward)
+
 
 class _Calls(TorchFunctionMode):
-    """Calls of scaled dot-product attention on plain tensors arrive at ``run``."""
+    """Calls of scaled dot-product attention arrive at ``run``."""
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]) -> None:
         super().__init__()
-        self._run = run
+        self._run, self._mixes = run, mixes
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return self._attention(func, *args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:  # which calls that function, or writes it out
+            if kwargs.get("need_weights", True):
+                self._mixes("multi_head_attention_forward with need_weights", args[0].shape[:-1])
+            with self:
+                return _MANY_HEADS(*args, **kwargs)
+        if func in MIXING and not is_dtensor(args[0] if args else kwargs["input"]):
+            name, lengths_of = MIXING[func]
+            self._mixes(name, lengths_of(*args, **kwargs))
+        return func(*args, **kwargs)
 
     def _attention(
         self,
@@ -42,14 +54,15 @@ class _Calls(TorchFunctionMode):
         def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
             return func(q, k, v, mask, dropout_p, is_causal, **more)
 
-        tensors = query, key, value, attn_mask
-        return call(*tensors) if any(map(is_dtensor, tensors)) else self._run(call, *tensors, dropout_p)
+        return self._run(call, query, key, value, attn_mask, dropout_p)
 
 
 class AttentionVerbs(Platform):
     """The verbs of `Platform` about attention."""
 
-    def attention_calls(self, run: Callable[..., Any]) -> AbstractContextManager[None]:
+    def attention_calls(
+        self, run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]
+    ) -> AbstractContextManager[None]:
         """See `Platform.attention_calls`."""
-        calls: Any = _Calls(run)
+        calls: Any = _Calls(run, mixes)
         return calls

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -48,21 +48,26 @@ def scaled_dot_product_attention(
     """See `hyper_parallel.mindspore.scaled_dot_product_attention`."""
     tensors = (query, key, value, attn_mask)
     args = (*tensors, float(dropout_p), bool(is_causal), None if scale is None else float(scale))
-    for x in tensors:
-        if isinstance(x, InterceptedTensor) and is_dispatching():
-            return x._dispatch(_ROW, _FUNCTION, args, {})
-    if (run := _RUN.get()) is None or not is_dispatching():
+    if not is_dispatching():
         return _attention(*args)
 
-    def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        return scaled_dot_product_attention(q, k, v, mask, *args[4:])
+    def call(*tensors: Any) -> Any:
+        return _on_any((*tensors, *args[4:]))
 
-    return run(call, *tensors, dropout_p)
+    return call(*tensors) if (run := _RUN.get()) is None else run(call, *tensors, dropout_p)
+
+
+def _on_any(args: tuple) -> Any:
+    """On tensors that may be distributed."""
+    for x in args[:4]:
+        if isinstance(x, InterceptedTensor):
+            return x._dispatch(_ROW, _FUNCTION, args, {})
+    return _attention(*args)
 
 
 @contextmanager
-def attention_calls(run: Callable[..., Any]) -> Iterator[None]:
-    """See `Platform.attention_calls`."""
+def attention_calls(run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]) -> Iterator[None]:
+    """See `Platform.attention_calls`. No other function of plain tensors is seen."""
     token = _RUN.set(run)
     try:
         yield
