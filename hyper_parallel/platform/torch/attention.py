@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -16,7 +17,14 @@ from hyper_parallel.platform.torch.tensor import is_dtensor
 
 __all__ = ["AttentionVerbs"]
 
-_MANY_HEADS = body_of(F.multi_head_attention_forward)
+#: Functions in which attention is called, also where backward computes it again: a mode is off inside of them.
+_BODIES: dict[Any, Callable] = {
+    function: body_of(function)
+    for function in (
+        *(F.multi_head_attention_forward, torch.Tensor.backward),
+        *(torch.autograd.backward, torch.autograd.grad),
+    )
+}
 
 
 class _Calls(TorchFunctionMode):
@@ -30,11 +38,11 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(func, *args, **kwargs)
-        if func is F.multi_head_attention_forward:  # which calls that function, or writes it out
-            if kwargs.get("need_weights", True):
+        if func in _BODIES:
+            if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
                 self._mixes("multi_head_attention_forward with need_weights", args[0].shape[:-1])
             with self:
-                return _MANY_HEADS(*args, **kwargs)
+                return _BODIES[func](*args, **kwargs)
         if func in MIXING and not is_dtensor(args[0] if args else kwargs["input"]):
             name, lengths_of = MIXING[func]
             self._mixes(name, lengths_of(*args, **kwargs))
