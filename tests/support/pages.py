@@ -182,14 +182,15 @@ BETWEEN = {
     "docs/experts.md": {1: "model(x).sum().backward()\nmodel = RoutedModel()"},
     "docs/huggingface.md": {
         1: "model = fresh()",
-        2: """
+        2: "model, ids = fresh(), ids % 32",
+        3: """
 from tests.torch.huggingface_adapters import adapted
 mesh = init_device_mesh(mesh_shape=(4,))
 def LoraConfig(target_modules):
     return target_modules
 get_peft_model = adapted  # peft need not be installed
 """,
-        3: "model, ids = fresh(), ids % 32",
+        4: "model, ids = fresh(), ids % 32",
     },
     "docs/loss.md": {
         1: """

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_parallel import DTensor
+from hyper_parallel import DTensor, shard_sequence
 from hyper_parallel.experimental import context_parallel, context_parallel_unshard
 from hyper_parallel.mindspore import scaled_dot_product_attention
 from hyper_parallel.platform import PlatformError
@@ -79,6 +79,31 @@ def many_heads(mesh: Any) -> None:
             y = module(x, x, x, need_weights=False)[0]
         (found,) = context_parallel_unshard(mesh, [y], [1])
         torch.testing.assert_close(found, wanted)
+
+
+@spmd.on_mesh()
+def other_features(mesh: Any) -> None:
+    """Values with other features than keys, which torch's kernel does not take."""
+    torch.manual_seed(0)
+    for method in ("gather", "ring"):
+        whole = [torch.randn(2, heads, 7, n).to(device()).requires_grad_() for heads, n in ((4, 6), (2, 6), (2, 4))]
+        wanted = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+        wanted.square().sum().backward()
+        batch = shard_sequence({n: x.detach() for n, x in zip("qkv", whole, strict=True)}, mesh, seq_dims=SEQUENCES)
+        own = [batch[n].requires_grad_() for n in "qkv"]
+        with context_parallel(mesh, length=7, method=method):
+            y = F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True)
+            y.square().sum().backward()
+        found = context_parallel_unshard(mesh, [y, *(x.grad for x in own)], [2] * 4)
+        for x, of_one in zip(found, (wanted, *(x.grad for x in whole)), strict=True):
+            torch.testing.assert_close(x, of_one, rtol=1e-4, atol=1e-5)
+
+
+SEQUENCES = {"q": 2, "k": 2, "v": 2}
+
+
+def test_values_with_other_features(pool: Any) -> None:
+    pool.run(2, other_features)
 
 
 def test_attention_of_many_heads(pool: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -42,6 +42,8 @@ class _Parts:
 
     def __init__(self, mesh: DeviceMesh, where: str) -> None:
         self.mesh, self.where, self.platform = mesh, where, mesh.platform
+        #: Makes the mask of calls without one, of the length of the whole sequence, in place of the causal one.
+        self.make_mask: Callable[[int], Any] | None = None
         #: Whether there was a call.
         self.called = False
         #: How many positions the ranks hold, once that is known.
@@ -77,6 +79,8 @@ class _Parts:
                 "queries that are a multiple of those of keys and values: expand them first"
             )
         length = sum(sizes_of(ranges))
+        if mask is None and self.make_mask is not None:
+            mask = self.make_mask(length)
         mask = None if mask is None else self._mask(mask, length, ranges)
         with self._order(ranges):
             y = call(*(self._whole(x, length) for x in (q, k, v)), mask)

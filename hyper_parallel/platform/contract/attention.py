@@ -28,7 +28,8 @@ class AttentionRole:
         self, run: Callable[..., Tensor], mixes: Callable[[str, Sequence[int]], None]
     ) -> AbstractContextManager[None]:
         """Inside, ``run(call, q, k, v, mask, dropout)`` stands for the framework's function of attention.
-        ``call(q, k, v, mask)`` is the function itself, with its other arguments, of distributed tensors.
+        ``call(q, k, v, mask)`` is the function itself, with its other arguments, of distributed tensors. A mask that
+        ``run`` makes for a call without one stands for the causal one too.
 
         ``mixes(name, lengths)`` is called before another function on plain tensors, as far as these can be seen. The
         lengths are those of dimensions whose elements the function mixes."""

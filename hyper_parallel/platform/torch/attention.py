@@ -60,7 +60,8 @@ class _Calls(TorchFunctionMode):
         **more: Any,
     ) -> Any:
         def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
-            return func(q, k, v, mask, dropout_p, is_causal, **more)
+            made = mask is not None and attn_mask is None
+            return func(q, k, v, mask, dropout_p, is_causal and not made, **more)
 
         return self._run(call, query, key, value, attn_mask, dropout_p)
 
@@ -74,3 +75,29 @@ class AttentionVerbs(Platform):
         """See `Platform.attention_calls`."""
         calls: Any = _Calls(run, mixes)
         return calls
+
+    def attention_part(self, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
+        """See `Platform.attention_part`: by torch's flash attention where the CPU has it, without the scores."""
+        if not _has_kernel(q, v):
+            return super().attention_part(q, k, v, causal, scale)
+        out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out.to(lse.dtype), lse.unsqueeze(-1)
+
+    def attention_part_gradients(
+        self, g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float
+    ) -> tuple[Any, Any, Any]:
+        """See `Platform.attention_part_gradients`; by the same kernel."""
+        if not _has_kernel(q, v):
+            return super().attention_part_gradients(g, q, k, v, out, lse, causal, scale)
+        of_q, of_k, of_v = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, out, lse.squeeze(-1), 0.0, causal, scale=scale
+        )
+        return of_q.to(lse.dtype), of_k.to(lse.dtype), of_v.to(lse.dtype)
+
+
+_ATEN: Any = torch.ops.aten
+
+
+def _has_kernel(q: Any, v: Any) -> bool:
+    """Whether the flash attention of torch's CPU takes these."""
+    return q.device.type == "cpu" and q.is_floating_point() and q.shape[-1] == v.shape[-1]

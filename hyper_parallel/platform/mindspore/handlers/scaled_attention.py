@@ -51,10 +51,14 @@ def scaled_dot_product_attention(
     if not is_dispatching():
         return _attention(*args)
 
-    def call(*tensors: Any) -> Any:
-        return _on_any((*tensors, *args[4:]))
+    if (run := _RUN.get()) is None:
+        return _on_any(args)
 
-    return call(*tensors) if (run := _RUN.get()) is None else run(call, *tensors, dropout_p)
+    def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        made = mask is not None and attn_mask is None
+        return _on_any((q, k, v, mask, args[4], args[5] and not made, args[6]))
+
+    return run(call, *tensors, dropout_p)
 
 
 def _on_any(args: tuple) -> Any:
