@@ -7,14 +7,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from hyper_parallel.core.communication.parts import numbers_of_ranks
-from hyper_parallel.core.dtensor.plain_attention import PartsInContext
+from hyper_parallel.core.dtensor.plain_attention import PartsInContext, ranges_on
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules import sequence_cut
-from hyper_parallel.core.rules.sequence_cut import Ranges, balanced_ranges, in_order, moved, natural_ranges
+from hyper_parallel.core.rules.sequence_cut import in_order, moved
 
 __all__ = ["context_parallel", "context_parallel_unshard", "set_rotate_method"]
 
@@ -37,11 +37,6 @@ def set_rotate_method(rotate_method: str | None) -> None:
     if rotate_method is not None and rotate_method not in _ROTATIONS:
         raise ValueError(f"set_rotate_method takes one of {sorted(_ROTATIONS)} or None, got {rotate_method!r}")
     sequence_cut.DEFAULT_METHOD[0] = None if rotate_method is None else _ROTATIONS[rotate_method]
-
-
-def ranges_on(mesh: DeviceMesh, length: int, balance: bool) -> tuple[Ranges, ...]:
-    """The positions of each rank of a 1-D mesh."""
-    return (balanced_ranges if balance else natural_ranges)(length, mesh.size())
 
 
 def check_mesh(mesh: Any, name: str) -> None:
@@ -115,7 +110,7 @@ def context_parallel(
         for x, dim in zip(buffers, dims, strict=True):
             saved.append(None if any(x is one for one in kept) else platform.clone(x))
             platform.become(x, platform.clone(moved(x, dim % len(platform.shape_of(x)), ((0, whole),), own, platform)))
-    parts = PartsInContext(mesh, ranges)
+    parts = PartsInContext(mesh, ranges, method or sequence_cut.chosen_method())
     try:
         with (
             sequence_cut.sequence_order(mesh, ranges),

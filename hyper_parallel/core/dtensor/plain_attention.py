@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from hyper_parallel.core.caches import Cache, Table
@@ -38,14 +38,17 @@ class _Parts:
     Args:
         mesh: along which the sequence is cut.
         where: names the place in messages.
+        method: see `attention_method`.
     """
 
-    def __init__(self, mesh: DeviceMesh, where: str) -> None:
-        self.mesh, self.where, self.platform = mesh, where, mesh.platform
+    def __init__(self, mesh: DeviceMesh, where: str, method: str | None) -> None:
+        self.mesh, self.where, self.method, self.platform = mesh, where, method, mesh.platform
         #: Makes the mask of calls without one, of the length of the whole sequence, in place of the causal one.
         self.make_mask: Callable[[int], Any] | None = None
         #: Whether there was a call.
         self.called = False
+        #: The positions of each rank, where they are known without a call.
+        self.known: tuple[Ranges, ...] | None = None
         #: How many positions the ranks hold, once that is known.
         self.sizes: tuple[int, ...] = ()
 
@@ -63,7 +66,8 @@ class _Parts:
         self.called = True
         distributed = [isinstance(x, DTensor) for x in (q, k, v)]
         if all(distributed) and all(x.device_mesh.contains(self.mesh) for x in (q, k, v)):
-            return call(q, k, v, mask)
+            with nullcontext() if self.known is None else self._order(self.known):
+                return call(q, k, v, mask)
         shapes = [tuple(x.shape) for x in (q, k, v)]
         ranges = self._ranges(shapes, self._facts(shapes, q, mask, dropout))
         if any(distributed):
@@ -114,9 +118,14 @@ class _Parts:
         """The positions of each rank, where the lengths are those of parts."""
         raise NotImplementedError
 
-    def _order(self, ranges: tuple[Ranges, ...]) -> AbstractContextManager[None]:
-        """Entered while the rule runs."""
-        return nullcontext()
+    @contextmanager
+    def _order(self, ranges: tuple[Ranges, ...]) -> Iterator[None]:
+        """Entered while the rule runs: what backward computes again may run in another thread."""
+        with (
+            sequence_order(self.mesh, ranges),
+            nullcontext() if self.method is None else attention_method(self.method),
+        ):
+            yield
 
     def _exchange(self, shapes: Sequence[tuple], facts: dict[str, str]) -> list[tuple[int, ...]]:
         """The lengths of queries, keys and values on all ranks.
@@ -171,9 +180,10 @@ class _Parts:
 class PartsInContext(_Parts):
     """Calls inside of `context_parallel`, which knows the sequence."""
 
-    def __init__(self, mesh: DeviceMesh, ranges: tuple[Ranges, ...]) -> None:
-        super().__init__(mesh, "attention inside of context_parallel")
-        self._known, self._calls = ranges, 0
+    def __init__(self, mesh: DeviceMesh, ranges: tuple[Ranges, ...], method: str | None) -> None:
+        super().__init__(mesh, "attention inside of context_parallel", method)
+        self.known = self._of_context = ranges
+        self._calls = 0
         self.sizes = sizes_of(ranges)
 
     def _ranges(self, shapes: Sequence[tuple], facts: dict[str, str]) -> tuple[Ranges, ...]:
@@ -196,7 +206,7 @@ class PartsInContext(_Parts):
             )
         if not alone:
             compared[call] = True
-        return self._known
+        return self._of_context
 
 
 class PartsOfModule(_Parts):
@@ -207,8 +217,8 @@ class PartsOfModule(_Parts):
     """
 
     def __init__(self, mesh: DeviceMesh, where: str, balance: bool, method: str | None, compared: set[int]) -> None:
-        super().__init__(mesh, where)
-        self._balance, self._method, self._compared, self._calls = balance, method, compared, 0
+        super().__init__(mesh, where, method)
+        self._balance, self._compared, self._calls = balance, compared, 0
 
     def _ranges(self, shapes: Sequence[tuple], facts: dict[str, str]) -> tuple[Ranges, ...]:
         mesh, call = self.mesh, self._calls
@@ -226,15 +236,12 @@ class PartsOfModule(_Parts):
         mesh._has_uneven_shards |= len(set(sizes)) > 1
         self._compared.add(call)
         self.sizes = sizes
-        return (balanced_ranges if self._balance else natural_ranges)(sum(sizes), mesh.size())
+        return ranges_on(mesh, sum(sizes), self._balance)
 
-    @contextmanager
-    def _order(self, ranges: tuple[Ranges, ...]) -> Iterator[None]:
-        with (
-            sequence_order(self.mesh, ranges),
-            nullcontext() if self._method is None else attention_method(self._method),
-        ):
-            yield
+
+def ranges_on(mesh: DeviceMesh, length: int, balance: bool) -> tuple[Ranges, ...]:
+    """The positions of each rank of a 1-D mesh."""
+    return (balanced_ranges if balance else natural_ranges)(length, mesh.size())
 
 
 def _lengths(shapes: Sequence[tuple]) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from hyper_parallel.core.caches import Table
 from hyper_parallel.core.communication.collectives import all_reduce_over
 from hyper_parallel.core.communication.parts import numbers_of_ranks
 from hyper_parallel.core.communication.rank_check import check_of
-from hyper_parallel.core.dtensor.context_parallel import check_mesh, ranges_on
+from hyper_parallel.core.dtensor.context_parallel import check_mesh
+from hyper_parallel.core.dtensor.plain_attention import ranges_on
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.observers import CHECKS

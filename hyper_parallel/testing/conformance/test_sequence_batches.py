@@ -335,6 +335,8 @@ def wrong_modules(mesh: Any) -> None:
             adapter.scaled_attention(part, heads, heads)
         with pytest.raises(ValueError, match="multiple of those of keys"):
             adapter.scaled_attention(rows(2, 3, 3, 2), rows(2, 2, 3, 2), rows(2, 2, 3, 2))
+        with pytest.raises(ValueError, match="with another balance"):
+            adapter.call(module, rows(2, 3, 12))
 
 
 def test_wrong_modules(pool: Any) -> None:

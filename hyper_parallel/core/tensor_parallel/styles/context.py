@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
-from hyper_parallel.core.dtensor.plain_attention import PartsOfModule
+from hyper_parallel.core.dtensor.plain_attention import PartsOfModule, ranges_on
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.rules.sequence_cut import METHODS, has_order
+from hyper_parallel.core.rules.sequence_cut import METHODS, order_on, sizes_of
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, path_of
 from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle, check_flag, mark_applied
 
@@ -63,7 +63,13 @@ class ContextParallel(ParallelStyle):
             mesh.require_member(f"a call of {name}")
             if LISTENERS and current_module() != path_of(module):
                 return run_in_module(path_of(module), run, module, *args, **kwargs)
-            if has_order(mesh):  # inside of context_parallel, which knows the length
+            order = order_on(mesh)
+            if order is not None:  # inside of context_parallel, which knows the length
+                if order != ranges_on(mesh, sum(sizes_of(order)), self.balance):
+                    raise ValueError(
+                        f"{name} has the style {self!r}, and is called inside of a context_parallel with another "
+                        "balance: give both the same, or leave the context out"
+                    )
                 return forward(module, *args, **kwargs)
             parts = PartsOfModule(mesh, f"attention in {name}", self.balance, self.method, compared)
             with mesh.platform.attention_calls(parts, parts.mixes):
