@@ -144,6 +144,10 @@ cos, sin = torch.ones(8, 2), torch.ones(8, 2)
 def criterion(y, labels):
     return F.cross_entropy(y.flatten(0, 1), labels.flatten())
 """,
+    "docs/tutorials/long_sequences.md": f"""
+import sys
+sys.path.insert(0, {str(ROOT / "examples" / "train_llama")!r})
+""",
     "docs/performance.md": """
 parallelize_module(model, mesh, plan)
 optimizer = torch.optim.AdamW(model.parameters())

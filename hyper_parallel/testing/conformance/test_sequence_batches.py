@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,6 +34,7 @@ from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_long_sequences import tells_of_attention
 from hyper_parallel.testing.extent import on_ranks
+from hyper_parallel.testing.pool import WorkerPool
 
 VOCABULARY, LENGTH, IGNORED = 11, 12, -100
 
@@ -195,8 +197,9 @@ def with_all(mesh: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_data_sequences_and_heads(pool: Any) -> None:
-    pool.run(8, with_all)
+def test_data_sequences_and_heads() -> None:
+    with WorkerPool(os.environ["HYPER_PARALLEL_PLATFORM"], size=8) as eight:
+        eight.run(8, with_all)
 
 
 @spmd.on_mesh()
