@@ -80,10 +80,10 @@ def cut(
     ids: np.ndarray,
     labels: np.ndarray,
     averaged: bool = True,
-    styled: bool = False,
+    context: bool = True,
 ) -> Any:
     """The loss, and the gradients as the framework gives them, of sequences that ``mesh`` cuts. A model with styles
-    needs no context."""
+    needs no ``context``."""
     adapter = get_adapter()
     batch = shard_sequence({"ids": adapter.tensor(ids), "labels": adapter.tensor(labels)}, mesh)
 
@@ -96,7 +96,7 @@ def cut(
             assert comm.get_total_counts() - before == sum(n > 1 for n in across.shape)
         return mean, mean
 
-    with nullcontext() if styled else context_parallel(mesh, length=ids.shape[1]):
+    with context_parallel(mesh, length=ids.shape[1]) if context else nullcontext():
         value, _, grads = adapter.model_value_and_grads(module, loss, adapter.numpy(batch["ids"]))
     return adapter.numpy(value), grads
 
@@ -111,11 +111,11 @@ def alone(mesh: Any) -> None:
         ids = tokens(2, length)
         labels = labels_of(ids, 0.3 if length == 7 else 0)
         wanted, wanted_grads = single_device(model(), ids, labels)
-        for styled in (False, True):
+        for styled, context in ((False, True), (True, False), (True, True)):
             module = model()
             if styled:
                 parallelize_module(module, mesh, {"attention": ContextParallel()})
-            value, grads = cut(mesh, mesh, module, ids, labels, False, styled)
+            value, grads = cut(mesh, mesh, module, ids, labels, False, context)
             same(value, wanted, f"loss of {length} tokens, style {styled}", 1e-5)
             for name, whole in wanted_grads.items():
                 total = DTensor.from_local(grads[name], mesh, [Partial()]).full_tensor()
@@ -151,7 +151,7 @@ def compare_with_data(mesh: Any, kind: str, plan: dict[str, Any] | None = None, 
     PARALLEL[kind](module, mesh)
     ranks, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
     mine = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
-    value, grads = cut(mesh["cp"], mesh["dp", "cp"], module, every[mine], labels[mine], styled=styled)
+    value, grads = cut(mesh["cp"], mesh["dp", "cp"], module, every[mine], labels[mine], context=not styled)
     same(value, wanted, f"{kind}: loss", 1e-5)
     for name, whole in wanted_grads.items():
         same(adapter.numpy(grads[name]), whole, f"{kind}: gradient of {name}", 1e-5)
