@@ -136,6 +136,25 @@ def test_checkpointing_and_autocast(pool: Any) -> None:
 
 
 @spmd.on_mesh()
+def backward_outside(mesh: Any) -> None:
+    """Reentrant checkpointing would compute attention of the part alone; evaluation and a style have no such thing."""
+    ids, _ = data()
+    batch = shard_sequence({"ids": ids}, mesh)
+    model = fresh()
+    model.reentrant = True
+    with pytest.raises(ValueError, match="ends before backward"), context_parallel(mesh, length=LENGTH):
+        model(batch["ids"], batch["position_ids"])
+    with torch.no_grad(), context_parallel(mesh, length=LENGTH):
+        evaluated = model(batch["ids"], batch["position_ids"])
+    parallelize_module(model, mesh, {"layers.*.attention": ContextParallel()})
+    torch.testing.assert_close(model(batch["ids"], batch["position_ids"]), evaluated)
+
+
+def test_backward_outside_of_the_context(pool: Any) -> None:
+    pool.run(2, backward_outside)
+
+
+@spmd.on_mesh()
 def compiled(mesh: Any) -> None:
     for shards, styled in ((False, False), (True, True)):
         compare(mesh, f"compiled, style {styled}, units {shards}", styled=styled, compiled=True, shards=shards)

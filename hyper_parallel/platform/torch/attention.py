@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.torch.handlers.bodies import body_of
 from hyper_parallel.platform.torch.mixing import MIXING
+from hyper_parallel.platform.torch.private import graph_task
 from hyper_parallel.platform.torch.tensor import is_dtensor
 
 __all__ = ["AttentionVerbs"]
@@ -33,6 +36,23 @@ class _Calls(TorchFunctionMode):
     def __init__(self, run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]) -> None:
         super().__init__()
         self._run, self._mixes = run, mixes
+        self._depth, self._kept, self._again, self._checkpointed = 0, 0, 0, False
+
+    def __enter__(self) -> Any:
+        if not self._depth:
+            self._checkpointed = _is_checkpointed()
+        self._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        self._depth -= 1
+        if not self._depth and kind is None and self._kept and not self._again:
+            raise ValueError(
+                "context_parallel ends before backward, which computes attention under torch.utils.checkpoint("
+                "use_reentrant=True) again: it would see this rank's part alone. Call backward inside, give "
+                "use_reentrant=False, or give the attention modules the style ContextParallel in place of the context"
+            )
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -63,7 +83,24 @@ class _Calls(TorchFunctionMode):
             made = mask is not None and attn_mask is None
             return func(q, k, v, mask, dropout_p, is_causal and not made, **more)
 
+        if graph_task() != -1:
+            self._again += 1
+        elif not self._checkpointed and _is_checkpointed():
+            self._kept += 1
         return self._run(call, query, key, value, attn_mask, dropout_p)
+
+
+_CHECKPOINT = CheckpointFunction.forward.__code__
+
+
+def _is_checkpointed() -> bool:
+    """Whether this runs in a forward of reentrant checkpointing, which backward will run again."""
+    frame = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT:
+            return any(frame.f_locals["ctx"].needs_input_grad)
+        frame = frame.f_back
+    return False
 
 
 class AttentionVerbs(Platform):
