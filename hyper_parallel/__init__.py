@@ -50,6 +50,8 @@ if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at r
     from hyper_parallel.core.dtensor.redistribution import (
         compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
     )
+    from hyper_parallel.core.dtensor.sequence_batches import shard_sequence as shard_sequence
+    from hyper_parallel.core.dtensor.sequence_batches import token_mean as token_mean
     from hyper_parallel.core.layouts.placement_types import PackedShard as PackedShard
     from hyper_parallel.core.layouts.placement_types import Partial as Partial
     from hyper_parallel.core.layouts.placement_types import Placement as Placement
@@ -70,6 +72,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at r
     from hyper_parallel.core.tensor_parallel.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from hyper_parallel.core.tensor_parallel.program.overlap import overlap_collectives as overlap_collectives
     from hyper_parallel.core.tensor_parallel.style import ColwiseParallel as ColwiseParallel
+    from hyper_parallel.core.tensor_parallel.style import ContextParallel as ContextParallel
     from hyper_parallel.core.tensor_parallel.style import ExpertParallel as ExpertParallel
     from hyper_parallel.core.tensor_parallel.style import HeadNormParallel as HeadNormParallel
     from hyper_parallel.core.tensor_parallel.style import ModuleStyle as ModuleStyle

@@ -17,6 +17,7 @@ NAMES = (
     "collectives",
     "operators",
     "optimizer",
+    "long_sequences",
     "gloo",
     "fully_shard",
     "replicate",

@@ -8,7 +8,6 @@ from __future__ import annotations
 __all__ = ["DIFFERENT", "MORE", "NOT_HERE"]
 
 NOT_HERE: dict[str, str] = {
-    "context_parallel": "attention over parts of a sequence is not part of this library",
     "DeviceMesh.abort": (
         "not needed: when a rank is lost, the others get a `CollectiveError` that names it, see [faults](faults.md)"
     ),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hyper_parallel
+from hyper_parallel import experimental
 from hyper_parallel.testing.api_notes import DIFFERENT, MORE, NOT_HERE
 
 __all__ = ["Row", "rows", "table", "unexplained", "with_table"]
@@ -68,10 +69,11 @@ def _row(known: Any) -> Row:
 def _find(name: str) -> tuple[str, Any, bool]:
     """The module of a name here, its object, and whether it is there."""
     top, _, attribute = name.partition(".")
-    if top not in hyper_parallel.__all__:
+    place = next((each for each in (hyper_parallel, experimental) if top in each.__all__), None)
+    if place is None:
         return "", None, False
-    value = getattr(hyper_parallel, top)
-    home = f"hyper_parallel.{name}"
+    value = getattr(place, top)
+    home = f"{place.__name__}.{name}"
     if not attribute:
         return home, value, True
     if attribute in _ATTRIBUTES.get(top, ()):

@@ -33,6 +33,7 @@ PATHS = {
         "HeadNormParallel",
         "NoParallel",
         "ParameterParallel",
+        "ContextParallel",
         "ExpertParallel",
         "PrepareModuleInput",
         "PrepareModuleOutput",

@@ -120,11 +120,33 @@ def fresh():
 model, ids = fresh(), torch.arange(16).reshape(2, 8)
 """,
     "docs/long_sequences.md": """
-mesh = init_device_mesh(mesh_shape=(4,), mesh_dim_names=("cp",))
+mesh = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "cp"))
 x, labels = torch.randn(4, 8, 8), torch.zeros(4, 8, dtype=torch.long)
+ids = torch.arange(8).reshape(1, 8)
+class Attention(nn.Module):
+    def forward(self, q):
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.layers = nn.ModuleList([Attending()])
+    def forward(self, x, positions=None):
+        x = x if positions is None else self.tokens(x) + positions[..., None]
+        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        return self.head(self.layers[0].attention(q).transpose(1, 2).flatten(2))
+model = Model()
 cos, sin = torch.ones(8, 2), torch.ones(8, 2)
 def criterion(y, labels):
     return F.cross_entropy(y.flatten(0, 1), labels.flatten())
+""",
+    "docs/tutorials/long_sequences.md": f"""
+import sys
+sys.path.insert(0, {str(ROOT / "examples" / "train_llama")!r})
 """,
     "docs/performance.md": """
 parallelize_module(model, mesh, plan)
@@ -183,12 +205,13 @@ for layer in model.layers:
     },
     "docs/huggingface.md": {
         1: "model = fresh()",
-        2: """
+        2: "model, ids = fresh(), ids % 32",
+        3: """
 from transformers import MixtralConfig, MixtralForCausalLM
 model = MixtralForCausalLM(MixtralConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
                                          num_attention_heads=4, num_key_value_heads=2, num_local_experts=4))
 """,
-        3: """
+        4: """
 from tests.torch.huggingface_adapters import adapted
 model = fresh()
 mesh = init_device_mesh(mesh_shape=(4,))
@@ -196,7 +219,7 @@ def LoraConfig(target_modules):
     return target_modules
 get_peft_model = adapted  # peft need not be installed
 """,
-        4: "model, ids = fresh(), ids % 32",
+        5: "model, ids = fresh(), ids % 32",
     },
     "docs/loss.md": {
         1: """

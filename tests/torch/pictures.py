@@ -33,6 +33,8 @@ from hyper_parallel import (
     visualize_sharding,
     zeros,
 )
+from hyper_parallel.core.rules.sequence_cut import balanced_ranges, natural_ranges
+from hyper_parallel.debug.svg import COLOURS, Svg
 from hyper_parallel.planning import search
 from hyper_parallel.planning.llama import MODELS, llama_plan
 from hyper_parallel.platform.dry import dry_world
@@ -60,6 +62,7 @@ def drawn() -> dict[str, str]:
     found["plan.svg"] = _plan()
     found["step.svg"] = _step()
     found["ways.svg"] = _ways()
+    found["positions.svg"] = _positions()
     return found
 
 
@@ -111,6 +114,27 @@ def _ways() -> str:
     tokens = torch.zeros(64, 4096, dtype=torch.int64, device="meta")
     plans = {"tp": llama_plan(False), "tp + sequence": llama_plan()}
     return search(model, 64, plans, tokens, mixed_precision=True).to_svg()
+
+
+def _positions() -> str:
+    """Draw who holds which of 18 positions, one after the other and balanced, and how many pairs each rank computes."""
+    side, length, ranks, picture = 26, 18, 4, Svg()
+    y = 20
+    for title, ranges in (
+        ("balance=False: the last rank has most to do", natural_ranges(length, ranks)),
+        ("balance=True: a piece of the beginning and one of the end", balanced_ranges(length, ranks)),
+    ):
+        picture.text(8, y, title, bold=True)
+        for rank, own in enumerate(ranges):
+            for start, n in own:
+                for i in range(start, start + n):
+                    picture.box(8 + i * side, y + 10, side, side, COLOURS[rank], str(i))
+            seen = sum(i + 1 for start, n in own for i in range(start, start + n))
+            foot = y + 58 + 18 * rank
+            picture.box(8, foot - 11, 14, 14, COLOURS[rank])
+            picture.text(28, foot, f"rank {rank}: {sum(n for _, n in own)} positions, {seen} pairs of query and key")
+        y += 160
+    return str(picture)
 
 
 def main() -> None:

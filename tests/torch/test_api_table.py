@@ -20,13 +20,11 @@ NOT_YET: dict[str, set[str]] = {
 TAKES_NOT_YET = {"2.13": {"DeviceMesh": "preserve_rank_order"}, "2.15": {}}
 #: Torch since -> the lines that there would be without notes.
 WITHOUT_NOTES = {
-    "2.13": ["torch.distributed.tensor.experimental.context_parallel is not here"],
+    "2.13": [],
     "2.14": [
-        "torch.distributed.tensor.experimental.context_parallel is not here",
         "torch.distributed.tensor.experimental.local_map takes spmd_types",
     ],
     "2.15": [
-        "torch.distributed.tensor.experimental.context_parallel is not here",
         "torch.distributed.device_mesh.DeviceMesh.abort is not here",
         "torch.distributed.tensor.experimental.local_map takes spmd_types",
     ],

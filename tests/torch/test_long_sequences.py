@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from hyper_parallel.experimental import context_parallel
+from hyper_parallel import DTensor, shard_sequence
+from hyper_parallel.experimental import context_parallel, context_parallel_unshard
 from hyper_parallel.mindspore import scaled_dot_product_attention
 from hyper_parallel.platform import PlatformError
 from hyper_parallel.testing import spmd
@@ -28,6 +31,83 @@ def refused(mesh: Any) -> None:
         pass
     with pytest.raises(PlatformError, match=r"call torch\.nn\.functional\.scaled_dot_product_attention"):
         scaled_dot_product_attention(part, part, part)
+
+
+@spmd.on_mesh()
+def mixing(mesh: Any) -> None:
+    """Functions that are no attention: refused along a dimension of positions, and let through along others."""
+    part = torch.ones(2, 4, 3, 6, device=device())
+    rows = part[0]
+    several = nn.MultiheadAttention(6, 2, batch_first=True, device=device())
+    refusals: dict[str, Callable[[], Any]] = {
+        "conv1d": lambda: F.conv1d(part[0].transpose(1, 2), torch.ones(2, 6, 2, device=device())),
+        "lstm": lambda: nn.LSTM(6, 2, batch_first=True, device=device())(rows),
+        "cumsum": lambda: torch.cumsum(input=rows, dim=1),
+        "mean": lambda: rows.mean((0, 1)),
+        "flip": lambda: rows.flip(1),
+        "roll over": lambda: rows.roll(1),
+        "roll": lambda: torch.roll(rows, 1, dims=1),
+        "softmax": lambda: (part @ part.transpose(-1, -2)).softmax(-1),
+        "avg_pool1d": lambda: F.avg_pool1d(rows.transpose(1, 2), 2),
+        "batch_norm": lambda: nn.BatchNorm1d(6, device=device())(rows.transpose(1, 2)),
+        "group_norm": lambda: F.group_norm(rows.transpose(1, 2), 2),
+        "need_weights": lambda: several(rows, rows, rows),
+    }
+    with context_parallel(mesh, length=6):
+        for name, call in refusals.items():
+            with pytest.raises(ValueError, match=f"{name}.* this rank's part alone"):
+                call()
+        F.conv1d(rows.transpose(1, 2), torch.ones(2, 6, 1, device=device()))
+        nn.BatchNorm1d(6, device=device()).eval()(rows.transpose(1, 2))
+        torch.cumsum(rows, 2), rows.mean(), rows.mean(-1), rows.flip((0, 2)), torch.flip(rows, dims=(0,))
+        rows.softmax(1), DTensor.from_local(rows, mesh).cumsum(1)
+
+
+def test_functions_that_mix_positions(pool: Any) -> None:
+    pool.run(2, mixing)
+
+
+@spmd.on_mesh()
+def many_heads(mesh: Any) -> None:
+    """`nn.MultiheadAttention`, whose function calls that of attention."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(6, 2, batch_first=True).to(device())
+    for length in (6, 7):
+        x = torch.randn(2, length, 6).to(device())
+        wanted = module(x, x, x, need_weights=False)[0]
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            y = module(x, x, x, need_weights=False)[0]
+        (found,) = context_parallel_unshard(mesh, [y], [1])
+        torch.testing.assert_close(found, wanted)
+
+
+@spmd.on_mesh()
+def other_features(mesh: Any) -> None:
+    """Values with other features than keys, which torch's kernel does not take."""
+    torch.manual_seed(0)
+    for method in ("gather", "ring"):
+        whole = [torch.randn(2, heads, 7, n).to(device()).requires_grad_() for heads, n in ((4, 6), (2, 6), (2, 4))]
+        wanted = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+        wanted.square().sum().backward()
+        batch = shard_sequence({n: x.detach() for n, x in zip("qkv", whole, strict=True)}, mesh, seq_dims=SEQUENCES)
+        own = [batch[n].requires_grad_() for n in "qkv"]
+        with context_parallel(mesh, length=7, method=method):
+            y = F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True)
+            y.square().sum().backward()
+        found = context_parallel_unshard(mesh, [y, *(x.grad for x in own)], [2] * 4)
+        for x, of_one in zip(found, (wanted, *(x.grad for x in whole)), strict=True):
+            torch.testing.assert_close(x, of_one, rtol=1e-4, atol=1e-5)
+
+
+SEQUENCES = {"q": 2, "k": 2, "v": 2}
+
+
+def test_values_with_other_features(pool: Any) -> None:
+    pool.run(2, other_features)
+
+
+def test_attention_of_many_heads(pool: Any) -> None:
+    pool.run(2, many_heads)
 
 
 def test_wrong_use_of_torch(pool: Any) -> None:

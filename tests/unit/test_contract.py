@@ -153,7 +153,7 @@ def test_a_backend_supports_what_it_brings() -> None:
     with pytest.raises(TypeError, match="Plain cannot give a tensor another shape"):
         platform.become(x, x)
     with pytest.raises(TypeError, match="Plain has no function of attention"):
-        platform.attention_calls(lambda *operands: x)
+        platform.attention_calls(lambda *operands: x, lambda name, lengths: None)
 
 
 def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:

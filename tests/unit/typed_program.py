@@ -16,6 +16,7 @@ from hyper_parallel import (
     ColwiseParallel,
     CommDebugMode,
     CommTrace,
+    ContextParallel,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     DeviceMesh,
@@ -90,6 +91,7 @@ from hyper_parallel.mindspore import grad, value_and_grad
 
 STYLES: tuple[ParallelStyle, ...] = (
     ColwiseParallel(),
+    ContextParallel(),
     ExpertParallel(),
     HeadNormParallel(),
     ModuleStyle(),

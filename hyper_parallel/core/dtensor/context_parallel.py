@@ -6,23 +6,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from hyper_parallel.core.caches import Cache, Table
 from hyper_parallel.core.communication.parts import numbers_of_ranks
+from hyper_parallel.core.dtensor.plain_attention import PartsInContext, ranges_on
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.layouts.chunking import chunk_sizes
-from hyper_parallel.core.layouts.layout import get_layout, replicated_layout
+from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules import sequence_cut
-from hyper_parallel.core.rules.sequence_cut import Ranges, balanced_ranges, in_order, moved, natural_ranges, sizes_of
+from hyper_parallel.core.rules.sequence_cut import in_order, moved
 
 __all__ = ["context_parallel", "context_parallel_unshard", "set_rotate_method"]
 
 #: Torch's names of the ways in which keys and values get around.
 _ROTATIONS = {"allgather": "gather", "alltoall": "ring"}
-
-#: Calls of which the ranks have compared lengths: for each mesh (length of the sequence, number of the call inside).
-_COMPARED: Table = Table(lambda mesh: Cache(1 << 12), 1 << 16, "compared calls of attention on plain tensors")
 
 
 def set_rotate_method(rotate_method: str | None) -> None:
@@ -40,11 +37,6 @@ def set_rotate_method(rotate_method: str | None) -> None:
     if rotate_method is not None and rotate_method not in _ROTATIONS:
         raise ValueError(f"set_rotate_method takes one of {sorted(_ROTATIONS)} or None, got {rotate_method!r}")
     sequence_cut.DEFAULT_METHOD[0] = None if rotate_method is None else _ROTATIONS[rotate_method]
-
-
-def ranges_on(mesh: DeviceMesh, length: int, balance: bool) -> tuple[Ranges, ...]:
-    """The positions of each rank of a 1-D mesh."""
-    return (balanced_ranges if balance else natural_ranges)(length, mesh.size())
 
 
 def check_mesh(mesh: Any, name: str) -> None:
@@ -118,12 +110,12 @@ def context_parallel(
         for x, dim in zip(buffers, dims, strict=True):
             saved.append(None if any(x is one for one in kept) else platform.clone(x))
             platform.become(x, platform.clone(moved(x, dim % len(platform.shape_of(x)), ((0, whole),), own, platform)))
-    calls = platform.attention_calls(_PlainAttention(mesh, whole, ranges))
+    parts = PartsInContext(mesh, ranges, method or sequence_cut.chosen_method())
     try:
         with (
             sequence_cut.sequence_order(mesh, ranges),
             nullcontext() if method is None else sequence_cut.attention_method(method),
-            calls,
+            platform.attention_calls(parts, parts.mixes),
         ):
             yield
     finally:
@@ -155,66 +147,6 @@ def _length_of(buffers: list, dims: list, kept: list, length: int | None, platfo
             "of the whole sequence on every rank, from buffers or length="
         )
     return lengths.pop()
-
-
-class _PlainAttention:
-    """Attention on plain parts of a sequence of ``length`` positions; see `AttentionRole.attention_calls`."""
-
-    def __init__(self, mesh: DeviceMesh, length: int, ranges: tuple[Ranges, ...]) -> None:
-        self.mesh, self.length, self.ranges, self.platform = mesh, length, ranges, mesh.platform
-        self._sizes, self._calls = sizes_of(ranges), 0
-
-    def __call__(self, call: Any, q: Any, k: Any, v: Any, mask: Any, dropout: float) -> Any:
-        platform = self.platform
-        if dropout:
-            raise ValueError(
-                f"attention inside of context_parallel drops weights (dropout {dropout}): those of a single device "
-                "cannot be drawn in parts. Set the dropout of attention to 0"
-            )
-        shapes = [tuple(platform.shape_of(x)) for x in (q, k, v)]
-        self._check(shapes)
-        parts = []
-        for x, shape in zip((q, k, v), shapes, strict=True):
-            layout = get_layout(self.mesh, (Shard(len(shape) - 2),), (*shape[:-2], self.length, shape[-1]))
-            parts.append(DTensor._of_part(x, layout))
-        return call(*parts, None if mask is None else self._mask(mask)).to_local()
-
-    def _check(self, shapes: list[tuple[int, ...]]) -> None:
-        """Compare lengths with the parts of the sequence. All ranks do so together, at the first call of each number
-        and each length of the sequence."""
-        platform, compared = self.platform, _COMPARED[self.mesh]
-        call, wanted = (self.length, self._calls), self._sizes
-        self._calls += 1
-        given = [tuple(shape[-2] if len(shape) > 2 else -1 for shape in shapes)]
-        alone = call in compared or platform.sends_nothing or platform.is_compiling()
-        if alone:
-            wanted = (wanted[self.mesh.get_local_rank(0)],)
-        else:
-            rows = numbers_of_ranks(given[0], self.mesh, "attention inside of context_parallel")
-            given = [tuple(row) for row in rows.tolist()]
-        if given != [(n, n, n) for n in wanted]:
-            raise ValueError(
-                "attention inside of context_parallel: ranks gave queries, keys and values of "
-                f"{given} positions (dimension -2 of at least 3), and parts of the sequence of {self.length} have "
-                f"{list(wanted)}: give context_parallel all tensors with the sequence as buffers, or call attention to "
-                "other keys outside of it"
-            )
-        if not alone:
-            compared[call] = True
-
-    def _mask(self, mask: Any) -> Any:
-        """The mask of the whole sequence, its rows in the order in which the ranks hold the queries."""
-        platform = self.platform
-        shape = tuple(platform.shape_of(mask))
-        if len(shape) < 2 or any(n not in (1, self.length) for n in shape[-2:]):
-            raise ValueError(
-                f"attention inside of context_parallel: a mask of shape {shape} for a sequence of {self.length}: give "
-                "the mask of the whole sequence, the same on every rank"
-            )
-        if shape[-2] != 1:
-            order = tuple(piece for own in self.ranges for piece in own)
-            mask = moved(mask, len(shape) - 2, ((0, self.length),), order, platform)
-        return DTensor._of_part(mask, replicated_layout(self.mesh, shape))
 
 
 def context_parallel_unshard(

@@ -24,7 +24,7 @@ def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     shards divides them. The sequence may be cut too: see `cut_attention`."""
     found = by_heads(shapes, static_args)
     q, k, v, mask = (*shapes, None)[:4]
-    if found is None or any(static_args[4:5]) or not _cuts_sequence(q, k, v):
+    if found is None or any(static_args[4:5]) or not cuts_sequence(q, k, v):
         return found
     rows = q[-2] == (mask or (1, 1))[-2] != 1
     together = q[-2] == k[-2]
@@ -47,7 +47,7 @@ def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-def _cuts_sequence(q: tuple, k: tuple, v: tuple) -> bool:
+def cuts_sequence(q: tuple, k: tuple, v: tuple) -> bool:
     """Whether there are heads, and the operands have the same samples."""
     return len(q) >= 3 and q[:-3] == k[:-3] == v[:-3] and k[-3] == v[-3] != 0 and q[-3] % k[-3] == 0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from hyper_parallel.core.caches import Table
@@ -216,19 +217,26 @@ class JoinedAttention:
     def _whole(self, found: dict[int, list], piece: Any, which: int, like: Any) -> Any:
         """Gradients of slices of a piece, as one of all of it: zeros where no query sees it."""
         platform = self.platform
-        shape = tuple(platform.shape_of(piece))
+        *before, length, features = platform.shape_of(piece)
         wide = platform.zeros((0,), piece)
         wide = platform.to_dtype(wide, platform.dtypes["float32"]) if wide.itemsize < 4 else wide
-        total = None
-        for start, several in found.items():
-            for entry in several:
-                keys, x = entry[0], entry[which].reshape((*shape[:-2], entry[0], shape[-1]))
-                around = [start, shape[-2] - start - keys]
-                zeros = [platform.zeros((*shape[:-2], n, shape[-1]), wide) for n in around]
-                padded = [z for z, n in zip([zeros[0], x, zeros[1]], [around[0], keys, around[1]], strict=True) if n]
-                x = padded[0] if len(padded) == 1 else platform.cat(padded, len(shape) - 2)
-                total = x if total is None else total + x
-        return platform.zeros(shape, wide) if total is None else total
+        slices = [
+            (start, entry[0], entry[which].reshape((*before, entry[0], features)))
+            for start, several in found.items()
+            for entry in several
+        ]
+        edges = sorted({0, length, *(start for start, _, _ in slices), *(start + n for start, n, _ in slices)})
+        parts = []
+        for start, end in pairwise(edges):
+            seen = [
+                platform.narrow(x, len(before), start - at, end - start)
+                for at, n, x in slices
+                if at <= start and end <= at + n
+            ]
+            parts.append(sum(seen[1:], seen[0]) if seen else platform.zeros((*before, end - start, features), wide))
+        if not parts:
+            return platform.zeros((*before, length, features), wide)
+        return parts[0] if len(parts) == 1 else platform.cat(parts, len(before))
 
 
 def _around(cut: SequenceCut) -> tuple[tuple[int, int], ...]:

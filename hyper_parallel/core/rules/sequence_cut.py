@@ -72,6 +72,11 @@ def attention_method(method: str | None) -> Iterator[None]:
         _METHOD.reset(token)
 
 
+def chosen_method() -> str | None:
+    """The way of `attention_method`."""
+    return _METHOD.get()
+
+
 def current_method() -> str | None:
     """The way that the program asks for."""
     return _METHOD.get() or DEFAULT_METHOD[0]
@@ -85,6 +90,11 @@ def sequence_order(mesh: Any, ranges: tuple[Ranges, ...]) -> Iterator[None]:
         yield
     finally:
         _ORDERS.reset(token)
+
+
+def order_on(mesh: Any) -> tuple[Ranges, ...] | None:
+    """The positions of the ranks inside of `sequence_order` of the 1-D ``mesh``; None outside."""
+    return next((order for of_mesh, order in reversed(_ORDERS.get()) if of_mesh is mesh), None)
 
 
 @dataclass(frozen=True)

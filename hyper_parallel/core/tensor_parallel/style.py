@@ -7,6 +7,7 @@ data.
 
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.context import ContextParallel
 from hyper_parallel.core.tensor_parallel.styles.experts import ExpertParallel
 from hyper_parallel.core.tensor_parallel.styles.head_norm import HeadNormParallel
 from hyper_parallel.core.tensor_parallel.styles.parameters import ParameterParallel
@@ -22,6 +23,7 @@ from hyper_parallel.core.tensor_parallel.styles.style_names import register_styl
 
 __all__ = [
     "ColwiseParallel",
+    "ContextParallel",
     "ExpertParallel",
     "HeadNormParallel",
     "ModuleStyle",

@@ -15,6 +15,7 @@ from hyper_parallel.integrations.huggingface.experts import with_own_tokens
 from hyper_parallel.integrations.huggingface.head import fit_head
 from hyper_parallel.integrations.huggingface.lora import adapted_model, place_adapters, without_adapters
 from hyper_parallel.integrations.huggingface.plans import named_plan, resolve_styles
+from hyper_parallel.integrations.huggingface.sequences import check_cut, cut_sequences, meshes_of
 
 __all__ = ["parallelize_model"]
 
@@ -27,6 +28,7 @@ def parallelize_model(
     gather_logits: bool = True,
     gather_heads: bool = False,
     expert_parallel: bool | DeviceMesh = False,
+    balance: bool = True,
     src_data_rank: int | None = 0,
 ) -> Any:
     """Tensor-parallelise a transformers model in place, by the plan that it brings along.
@@ -40,7 +42,9 @@ def parallelize_model(
         model: a ``transformers.PreTrainedModel`` on a torch backend, of an architecture with a tensor-parallel plan
             (``model.tp_plan``) or one that is known here: GPT-2, OPT, Falcon, BERT, T5. LoRA adapters of peft are
             sharded with the layers that they adapt; a ``PeftModel`` is taken too.
-        device_mesh: 1-D mesh; None is the one entered with ``with mesh:``.
+        device_mesh: 1-D mesh; None is the one entered with ``with mesh:``. A dimension ``"cp"`` cuts sequences: alone,
+            or with that of tensor parallelism, as ``mesh["cp", "tp"]``. The model then takes the parts that
+            `shard_sequence` gives, with ``position_ids`` and without ``labels``, and gives the logits of these.
         plan: changes to the model's plan: names of modules or parameters, with ``*`` for a layer's number, to a style
             or its name; None takes out the named style.
         gather_logits: whether the logits are plain and whole on every rank. Otherwise they are DTensors sharded over
@@ -51,6 +55,7 @@ def parallelize_model(
             (``model.ep_plan``); else a part of every expert. A 1-D mesh of the same root is for ranks with batches of
             their own: its ranks have whole experts, and send each other tokens (`ExpertParallel`). Where
             ``device_mesh`` is another dimension than those of that mesh, its ranks have parts of these experts.
+        balance: as for `shard_sequence`, where sequences are cut.
         src_data_rank: rank of the mesh whose parameters count, those that stay plain included. None takes each rank's
             own and communicates nothing: they, and the generators' states, must be equal then.
 
@@ -61,7 +66,8 @@ def parallelize_model(
         TypeError: for a model that is not of transformers, and one that is quantised. ValueError: for a model without a
             plan, a style that is not known here, heads or experts that the ranks cannot share, adapters that are not
             known to be right, a key of ``plan`` that names nothing, and all that `parallelize_module` refuses. Nothing
-            has been changed then.
+            has been changed then. Where sequences are cut, for layers that mix positions and are no attention known
+            here; and in a call, for ``labels``, a mask that hides tokens, and parts without positions of their own.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -80,11 +86,34 @@ def parallelize_model(
     given, model = model, adapted_model(model)
     if not isinstance(model, platform.Module) or not hasattr(model, "config") or not hasattr(model, "base_model"):
         raise TypeError(f"parallelize_model takes a model of transformers, got {type(model).__name__}")
-    if mesh.ndim != 1:
+    whole = mesh
+    heads, sequences = meshes_of(whole)
+    if heads is not None and heads.ndim != 1:
         raise ValueError(
-            f"parallelize_model needs a 1-D mesh, got one of shape {mesh.shape}: pass one dimension of it, as in "
-            "mesh['tp']"
+            f"parallelize_model needs a 1-D mesh, with one more dimension 'cp' at most, got one of shape "
+            f"{whole.shape}: pass one dimension of it, as in mesh['tp'], or mesh['cp', 'tp']"
         )
+    check_src_data_rank(src_data_rank, sequences or whole)
+    if sequences is not None:
+        check_cut(model, sequences)
+    if heads is not None:
+        _parallelize(model, heads, plan, gather_logits, gather_heads, expert_parallel, src_data_rank)
+    if sequences is not None:
+        cut_sequences(model, sequences, balance, src_data_rank)
+    return given
+
+
+def _parallelize(
+    model: Any,
+    mesh: DeviceMesh,
+    plan: dict[str, str | ParallelStyle | None] | None,
+    gather_logits: bool,
+    gather_heads: bool,
+    expert_parallel: bool | DeviceMesh,
+    src_data_rank: int | None,
+) -> None:
+    """Apply the plan for tensor parallelism; arguments as for `parallelize_model`."""
+    platform = mesh.platform
     check_src_data_rank(src_data_rank, mesh)
     modules = dict(platform.named_modules(model))
     _refuse_quantised(modules, mesh)
@@ -105,7 +134,6 @@ def parallelize_model(
     for module, attribute, size in local_sizes:
         setattr(module, attribute, size)
     _settle_rest(modules, mesh)
-    return given
 
 
 def _refuse_quantised(modules: dict[str, Any], mesh: DeviceMesh) -> None:

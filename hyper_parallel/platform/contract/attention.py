@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,10 +24,15 @@ class AttentionRole:
     Source: Dao et al. 2022, "FlashAttention", for the gradients by the log-sum-exp.
     """
 
-    def attention_calls(self, run: Callable[..., Tensor]) -> AbstractContextManager[None]:
-        """Inside, ``run(call, q, k, v, mask, dropout)`` stands for the framework's function of attention on plain
-        tensors. ``call(q, k, v, mask)`` is the function, with its other arguments, of tensors that may be
-        distributed."""
+    def attention_calls(
+        self, run: Callable[..., Tensor], mixes: Callable[[str, Sequence[int]], None]
+    ) -> AbstractContextManager[None]:
+        """Inside, ``run(call, q, k, v, mask, dropout)`` stands for the framework's function of attention.
+        ``call(q, k, v, mask)`` is the function itself, with its other arguments, of distributed tensors. A mask that
+        ``run`` makes for a call without one stands for the causal one too.
+
+        ``mixes(name, lengths)`` is called before another function on plain tensors, as far as these can be seen. The
+        lengths are those of dimensions whose elements the function mixes."""
         raise TypeError(
             f"{type(self).__name__} has no function of attention that can be told of a sequence that is cut"
         )

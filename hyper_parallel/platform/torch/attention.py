@@ -2,31 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.torch.basics.private import graph_task
 from hyper_parallel.platform.torch.basics.tensor import is_dtensor
+from hyper_parallel.platform.torch.handlers.bodies import body_of
+from hyper_parallel.platform.torch.handlers.mixing import MIXING
 
 __all__ = ["AttentionVerbs"]
 
+#: Functions in which attention is called, also where backward computes it again: a mode is off inside of them.
+_BODIES: dict[Any, Callable] = {
+    function: body_of(function)
+    for function in (
+        *(F.multi_head_attention_forward, torch.Tensor.backward),
+        *(torch.autograd.backward, torch.autograd.grad),
+    )
+}
+
 
 class _Calls(TorchFunctionMode):
-    """Calls of scaled dot-product attention on plain tensors arrive at ``run``."""
+    """Calls of scaled dot-product attention arrive at ``run``."""
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]) -> None:
         super().__init__()
-        self._run = run
+        self._run, self._mixes = run, mixes
+        self._depth, self._kept, self._again, self._checkpointed = 0, 0, 0, False
+
+    def __enter__(self) -> Any:
+        if not self._depth:
+            self._checkpointed = _is_checkpointed()
+        self._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        self._depth -= 1
+        if not self._depth and kind is None and self._kept and not self._again:
+            raise ValueError(
+                "context_parallel ends before backward, which computes attention under torch.utils.checkpoint("
+                "use_reentrant=True) again: it would see this rank's part alone. Call backward inside, give "
+                "use_reentrant=False, or give the attention modules the style ContextParallel in place of the context"
+            )
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return self._attention(func, *args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(func, *args, **kwargs)
+        if func in _BODIES:
+            if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
+                self._mixes("multi_head_attention_forward with need_weights", args[0].shape[:-1])
+            with self:
+                return _BODIES[func](*args, **kwargs)
+        if func in MIXING and not is_dtensor(args[0] if args else kwargs["input"]):
+            name, lengths_of = MIXING[func]
+            self._mixes(name, lengths_of(*args, **kwargs))
+        return func(*args, **kwargs)
 
     def _attention(
         self,
@@ -40,16 +80,61 @@ class _Calls(TorchFunctionMode):
         **more: Any,
     ) -> Any:
         def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
-            return func(q, k, v, mask, dropout_p, is_causal, **more)
+            made = mask is not None and attn_mask is None
+            return func(q, k, v, mask, dropout_p, is_causal and not made, **more)
 
-        tensors = query, key, value, attn_mask
-        return call(*tensors) if any(map(is_dtensor, tensors)) else self._run(call, *tensors, dropout_p)
+        if graph_task() != -1:
+            self._again += 1
+        elif not self._checkpointed and _is_checkpointed():
+            self._kept += 1
+        return self._run(call, query, key, value, attn_mask, dropout_p)
+
+
+_CHECKPOINT = CheckpointFunction.forward.__code__
+
+
+def _is_checkpointed() -> bool:
+    """Whether this runs in a forward of reentrant checkpointing, which backward will run again."""
+    frame = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CHECKPOINT:
+            return any(frame.f_locals["ctx"].needs_input_grad)
+        frame = frame.f_back
+    return False
 
 
 class AttentionVerbs(Platform):
     """The verbs of `Platform` about attention."""
 
-    def attention_calls(self, run: Callable[..., Any]) -> AbstractContextManager[None]:
+    def attention_calls(
+        self, run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]
+    ) -> AbstractContextManager[None]:
         """See `Platform.attention_calls`."""
-        calls: Any = _Calls(run)
+        calls: Any = _Calls(run, mixes)
         return calls
+
+    def attention_part(self, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
+        """See `Platform.attention_part`: by torch's flash attention where the CPU has it, without the scores."""
+        if not _has_kernel(q, v):
+            return super().attention_part(q, k, v, causal, scale)
+        out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out.to(lse.dtype), lse.unsqueeze(-1)
+
+    def attention_part_gradients(
+        self, g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float
+    ) -> tuple[Any, Any, Any]:
+        """See `Platform.attention_part_gradients`; by the same kernel."""
+        if not _has_kernel(q, v):
+            return super().attention_part_gradients(g, q, k, v, out, lse, causal, scale)
+        of_q, of_k, of_v = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, out, lse.squeeze(-1), 0.0, causal, scale=scale
+        )
+        return of_q.to(lse.dtype), of_k.to(lse.dtype), of_v.to(lse.dtype)
+
+
+_ATEN: Any = torch.ops.aten
+
+
+def _has_kernel(q: Any, v: Any) -> bool:
+    """Whether the flash attention of torch's CPU takes these."""
+    return q.device.type == "cpu" and q.is_floating_point() and q.shape[-1] == v.shape[-1]

@@ -100,6 +100,23 @@ def sparse_block(adapter: Any, module: Any, x: Any) -> Any:
     return x + module.shared(y) + adapter.reshape(routed, x.shape)
 
 
+def causal_attention(adapter: Any, module: Any, x: Any) -> Any:
+    """Causal attention by the function that cut sequences are told to; also right without samples or places."""
+    batch, length = x.shape[0], x.shape[1]
+    q, k, v = (
+        adapter.transpose(adapter.reshape(y, (batch, length, y.shape[-1] // module.head_dim, module.head_dim)), 1, 2)
+        for y in (module.wq(x), module.wk(x), module.wv(x))
+    )
+    y = adapter.transpose(adapter.scaled_attention(q, k, v, is_causal=True), 1, 2)
+    return module.wo(adapter.reshape(y, (batch, length, y.shape[2] * module.head_dim)))
+
+
+def causal_model(adapter: Any, module: Any, ids: Any, positions: Any) -> Any:
+    """Logits (samples, length, vocabulary) of ids (samples, length) at positions (1, length)."""
+    x = module.tokens(ids) + module.places(positions)
+    return module.head(x + module.attention(x))
+
+
 def _attend(adapter: Any, module: Any, x: Any, q: Any, k: Any, v: Any) -> Any:
     batch, length = x.shape[0], x.shape[1]
     q, k, v = (adapter.reshape(y, (batch, length, -1, module.head_dim)) for y in (q, k, v))

@@ -387,6 +387,33 @@ class SparseModel(nn.Cell):
         return self.head(x)
 
 
+class CausalAttention(nn.Cell):
+    """Attention by the framework's function of it."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        features = heads * head_dim
+        self.wq, self.wo = (linear_module(features, features, False) for _ in range(2))
+        self.wk, self.wv = (linear_module(features, kv_heads * head_dim, False) for _ in range(2))
+
+    def construct(self, x: Any) -> Any:
+        return forwards.causal_attention(_ADAPTER, self, x)
+
+
+class CausalModel(nn.Cell):
+    """Embeddings of tokens and places, attention and a head."""
+
+    def __init__(self, vocabulary: int, length: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.tokens, self.places = (embedding_module(n, heads * head_dim) for n in (vocabulary, length))
+        self.attention = CausalAttention(heads, kv_heads, head_dim)
+        self.head = linear_module(heads * head_dim, vocabulary)
+
+    def construct(self, ids: Any, positions: Any) -> Any:
+        return forwards.causal_model(_ADAPTER, self, ids, positions)
+
+
 class Projection(nn.Cell):
     """A linear layer of its own kind: its weight is (in, out)."""
 

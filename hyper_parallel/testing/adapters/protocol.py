@@ -179,6 +179,13 @@ class Adapter(Protocol):
         """A language model for ids (batch, length): ``embedding``, a list ``layers`` of two modules with the forward
         `forwards.sparse_block`, and ``head``. Asked for where `optimizer` is."""
 
+    def CausalAttention(self, heads: int, kv_heads: int, head_dim: int) -> Module:
+        """`forwards.causal_attention`: linear layers ``wq``, ``wk``, ``wv``, ``wo`` without bias, and ``head_dim``."""
+
+    def CausalModel(self, vocabulary: int, length: int, heads: int, kv_heads: int, head_dim: int) -> Module:
+        """`forwards.causal_model`: embeddings ``tokens`` and ``places``, `CausalAttention` ``attention``, and a linear
+        layer ``head``."""
+
     def Projection(self, n_in: int, n_out: int) -> Module:
         """A class that is no linear layer to the backend: parameters ``kernel`` (in, out) and ``shift`` (out,)."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -48,21 +48,30 @@ def scaled_dot_product_attention(
     """See `hyper_parallel.mindspore.scaled_dot_product_attention`."""
     tensors = (query, key, value, attn_mask)
     args = (*tensors, float(dropout_p), bool(is_causal), None if scale is None else float(scale))
-    for x in tensors:
-        if isinstance(x, InterceptedTensor) and is_dispatching():
-            return x._dispatch(_ROW, _FUNCTION, args, {})
-    if (run := _RUN.get()) is None or not is_dispatching():
+    if not is_dispatching():
         return _attention(*args)
 
+    if (run := _RUN.get()) is None:
+        return _on_any(args)
+
     def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        return scaled_dot_product_attention(q, k, v, mask, *args[4:])
+        made = mask is not None and attn_mask is None
+        return _on_any((q, k, v, mask, args[4], args[5] and not made, args[6]))
 
     return run(call, *tensors, dropout_p)
 
 
+def _on_any(args: tuple) -> Any:
+    """On tensors that may be distributed."""
+    for x in args[:4]:
+        if isinstance(x, InterceptedTensor):
+            return x._dispatch(_ROW, _FUNCTION, args, {})
+    return _attention(*args)
+
+
 @contextmanager
-def attention_calls(run: Callable[..., Any]) -> Iterator[None]:
-    """See `Platform.attention_calls`."""
+def attention_calls(run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]) -> Iterator[None]:
+    """See `Platform.attention_calls`. No other function of plain tensors is seen."""
     token = _RUN.set(run)
     try:
         yield

@@ -1,0 +1,248 @@
+"""Attention on plain tensors that are a rank's part of a sequence: what stands for the framework's function."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from hyper_parallel.core.caches import Cache, Table
+from hyper_parallel.core.communication.errors import RankMismatchError, names_of
+from hyper_parallel.core.communication.parts import numbers_of_ranks
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.chunking import chunk_sizes
+from hyper_parallel.core.layouts.layout import get_layout, replicated_layout
+from hyper_parallel.core.layouts.nesting import nest
+from hyper_parallel.core.layouts.placement_types import Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.rules.attention import cuts_sequence
+from hyper_parallel.core.rules.sequence_cut import (
+    Ranges,
+    attention_method,
+    balanced_ranges,
+    moved,
+    natural_ranges,
+    sequence_order,
+    sizes_of,
+)
+
+#: Calls that the ranks have compared: for each mesh (length of the sequence, number of the call inside).
+_COMPARED: Table = Table(lambda mesh: Cache(1 << 12), 1 << 16, "compared calls of attention on plain tensors")
+
+
+class _Parts:
+    """One call after the other of the framework's function of attention; see `AttentionRole.attention_calls`.
+
+    Args:
+        mesh: along which the sequence is cut.
+        where: names the place in messages.
+        method: see `attention_method`.
+    """
+
+    def __init__(self, mesh: DeviceMesh, where: str, method: str | None) -> None:
+        self.mesh, self.where, self.method, self.platform = mesh, where, method, mesh.platform
+        #: Makes the mask of calls without one, of the length of the whole sequence, in place of the causal one.
+        self.make_mask: Callable[[int], Any] | None = None
+        #: Whether there was a call.
+        self.called = False
+        #: The positions of each rank, where they are known without a call.
+        self.known: tuple[Ranges, ...] | None = None
+        #: How many positions the ranks hold, once that is known.
+        self.sizes: tuple[int, ...] = ()
+
+    def mixes(self, name: str, lengths: Sequence[int]) -> None:
+        """Refuse another function that mixes positions: it would see this rank's part alone."""
+        if self.mesh.size() > 1 and not set(lengths).isdisjoint(self.sizes):  # those of all ranks: they agree
+            raise ValueError(
+                f"{name} over a dimension of {list(lengths)}, where the ranks of {self.mesh} hold {list(self.sizes)} "
+                "positions of a sequence each, would see this rank's part alone. Of attention call "
+                "scaled_dot_product_attention. Else gather the sequence before, with context_parallel_unshard, or "
+                "compute it outside of the context; DTensors placed Shard along the sequence need neither"
+            )
+
+    def __call__(self, call: Any, q: Any, k: Any, v: Any, mask: Any, dropout: float) -> Any:
+        self.called = True
+        distributed = [isinstance(x, DTensor) for x in (q, k, v)]
+        if all(distributed) and all(x.device_mesh.contains(self.mesh) for x in (q, k, v)):
+            with nullcontext() if self.known is None else self._order(self.known):
+                return call(q, k, v, mask)
+        shapes = [tuple(x.shape) for x in (q, k, v)]
+        ranges = self._ranges(shapes, self._facts(shapes, q, mask, dropout))
+        if any(distributed):
+            self._check_layouts(q, k, v)
+        if dropout:
+            raise ValueError(
+                f"{self.where} drops weights (dropout {dropout}): those of a single device cannot be drawn in parts. "
+                "Set the dropout of attention to 0"
+            )
+        if not cuts_sequence(*shapes):
+            raise ValueError(
+                f"{self.where}: queries, keys and values of shapes {shapes} need the same samples, and heads of the "
+                "queries that are a multiple of those of keys and values: expand them first"
+            )
+        length = sum(sizes_of(ranges))
+        if mask is None and self.make_mask is not None:
+            mask = self.make_mask(length)
+        mask = None if mask is None else self._mask(mask, length, ranges)
+        with self._order(ranges):
+            y = call(*(self._whole(x, length) for x in (q, k, v)), mask)
+        return self._part(y, q)
+
+    def _check_layouts(self, *tensors: Any) -> None:
+        """Refuse DTensors that are no heads or samples of this rank's part."""
+        if not all(isinstance(x, DTensor) and x.device_mesh.is_beside(self.mesh) for x in tensors):
+            raise ValueError(
+                f"{self.where}: queries, keys and values have to be of one kind, all plain, or all DTensors on other "
+                f"dimensions of the mesh that {self.mesh} is a slice of"
+            )
+        for x in tensors:
+            if any(p.is_shard(len(x.shape) - 2) for p in x.placements):
+                raise ValueError(
+                    f"{self.where}: the sequence is cut over {self.mesh}, and {list(x.placements)} on {x.device_mesh} "
+                    "cut it once more: give each rank whole heads, Shard(1), or Replicate()"
+                )
+
+    def _facts(self, shapes: Sequence[tuple], q: Any, mask: Any, dropout: float) -> dict[str, str]:
+        """Facts that have to be the same on all ranks."""
+        without = [(*shape[:-2], "length", shape[-1]) if len(shape) > 1 else shape for shape in shapes]
+        return {
+            "samples, heads and features": str(without),
+            "the dtype": str(q.dtype),
+            "the mask": "none" if mask is None else f"{tuple(mask.shape)} of {mask.dtype}",
+            "the dropout": str(float(dropout)),
+        }
+
+    def _ranges(self, shapes: Sequence[tuple], facts: dict[str, str]) -> tuple[Ranges, ...]:
+        """The positions of each rank, where the lengths are those of parts."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _order(self, ranges: tuple[Ranges, ...]) -> Iterator[None]:
+        """Entered while the rule runs: what backward computes again may run in another thread."""
+        with (
+            sequence_order(self.mesh, ranges),
+            nullcontext() if self.method is None else attention_method(self.method),
+        ):
+            yield
+
+    def _exchange(self, shapes: Sequence[tuple], facts: dict[str, str]) -> list[tuple[int, ...]]:
+        """The lengths of queries, keys and values on all ranks.
+
+        Raises:
+            RankMismatchError: on all ranks, where facts differ.
+        """
+        told = [*_lengths(shapes), *(zlib.crc32(fact.encode()) for fact in facts.values())]
+        rows = numbers_of_ranks(told, self.mesh, self.where).reshape(-1, len(told)).tolist()
+        for i, (name, fact) in enumerate(facts.items(), 3):
+            first = rows[0][i]
+            odd = tuple(rank for rank, row in zip(self.mesh.ranks_along(0), rows, strict=False) if row[i] != first)
+            if odd:
+                raise RankMismatchError(
+                    f"{self.where}: {names_of(odd)} and rank {self.mesh.ranks_along(0)[0]} differ in {name}, here "
+                    f"{fact}: the ranks compute one attention together, so give all of them the same",
+                    odd,
+                )
+        return [tuple(row[:3]) for row in rows]
+
+    def _whole(self, x: Any, length: int) -> Any:
+        """The tensor of the whole sequence, of which ``x`` is this rank's part."""
+        shape = tuple(x.shape)
+        layout = get_layout(self.mesh, (Shard(len(shape) - 2),), (*shape[:-2], length, shape[-1]))
+        if not isinstance(x, DTensor):
+            return DTensor._of_part(x, layout)
+        return DTensor._of_part(x.to_local(), nest(layout, x.device_mesh, x.placements, layout.shape))
+
+    def _part(self, y: Any, q: Any) -> Any:
+        """This rank's part of the output, distributed as the queries are."""
+        if not isinstance(q, DTensor):
+            return y.to_local()
+        others: DeviceMesh = q.device_mesh
+        placements = tuple(y.placements[y.device_mesh.index_of(others, d)] for d in range(others.ndim))
+        shape = (*y.shape[:-2], q._layout.shape[-2], y.shape[-1])
+        return DTensor._of_part(y.to_local(), get_layout(others, placements, shape))
+
+    def _mask(self, mask: Any, length: int, ranges: tuple[Ranges, ...]) -> Any:
+        """The mask of the whole sequence, its rows in the order in which the ranks hold the queries."""
+        platform, shape = self.platform, tuple(mask.shape)
+        if isinstance(mask, DTensor) or len(shape) < 2 or any(n not in (1, length) for n in shape[-2:]):
+            raise ValueError(
+                f"{self.where}: a mask of shape {shape} for a sequence of {length}: give the plain mask of the whole "
+                "sequence, the same on every rank"
+            )
+        if shape[-2] != 1:
+            order = tuple(piece for own in ranges for piece in own)
+            mask = moved(mask, len(shape) - 2, ((0, length),), order, platform)
+        return DTensor._of_part(mask, replicated_layout(self.mesh, shape))
+
+
+class PartsInContext(_Parts):
+    """Calls inside of `context_parallel`, which knows the sequence."""
+
+    def __init__(self, mesh: DeviceMesh, ranges: tuple[Ranges, ...], method: str | None) -> None:
+        super().__init__(mesh, "attention inside of context_parallel", method)
+        self.known = self._of_context = ranges
+        self._calls = 0
+        self.sizes = sizes_of(ranges)
+
+    def _ranges(self, shapes: Sequence[tuple], facts: dict[str, str]) -> tuple[Ranges, ...]:
+        """All ranks compare together, at the first call of each number and each length of the sequence."""
+        platform, compared = self.platform, _COMPARED[self.mesh]
+        length = sum(self.sizes)
+        call, wanted = (length, self._calls), self.sizes
+        self._calls += 1
+        given = [_lengths(shapes)]
+        alone = (call in compared and not CHECKS) or platform.sends_nothing or platform.is_compiling()
+        if alone:
+            wanted = (wanted[self.mesh.get_local_rank(0)],)
+        else:
+            given = self._exchange(shapes, facts)
+        if given != [(n, n, n) for n in wanted]:
+            raise ValueError(
+                f"{self.where}: ranks gave queries, keys and values of {given} positions (dimension -2 of at least 3), "
+                f"and parts of the sequence of {length} have {list(wanted)}: give context_parallel all tensors with "
+                "the sequence as buffers, or call attention to other keys outside of it"
+            )
+        if not alone:
+            compared[call] = True
+        return self._of_context
+
+
+class PartsOfModule(_Parts):
+    """Calls of a module with the style `ContextParallel`, which knows the parts alone.
+
+    Parts are taken to be of one length, after the first call has found that. Once ranks have had parts of several
+    lengths, which all of them know, each call compares; see `uneven_shards`.
+    """
+
+    def __init__(self, mesh: DeviceMesh, where: str, balance: bool, method: str | None, compared: set[int]) -> None:
+        super().__init__(mesh, where, method)
+        self._balance, self._compared, self._calls = balance, compared, 0
+
+    def _ranges(self, shapes: Sequence[tuple], facts: dict[str, str]) -> tuple[Ranges, ...]:
+        mesh, call = self.mesh, self._calls
+        self._calls += 1
+        given = [_lengths(shapes)] * mesh.size()
+        if (call not in self._compared or mesh._has_uneven_shards or CHECKS) and not self.platform.sends_nothing:
+            given = self._exchange(shapes, facts)
+        sizes = tuple(n for n, _, _ in given)
+        if given != [(n, n, n) for n in sizes] or -1 in sizes or sizes != chunk_sizes(sum(sizes), mesh.size()):
+            raise ValueError(
+                f"{self.where}: ranks gave queries, keys and values of {given} positions (dimension -2 of at least 3), "
+                f"and parts of one sequence have {chunk_sizes(max(0, sum(sizes)), mesh.size())}: cut it with "
+                "shard_sequence, or call attention to other keys in a module without the style"
+            )
+        mesh._has_uneven_shards |= len(set(sizes)) > 1
+        self._compared.add(call)
+        self.sizes = sizes
+        return ranges_on(mesh, sum(sizes), self._balance)
+
+
+def ranges_on(mesh: DeviceMesh, length: int, balance: bool) -> tuple[Ranges, ...]:
+    """The positions of each rank of a 1-D mesh."""
+    return (balanced_ranges if balance else natural_ranges)(length, mesh.size())
+
+
+def _lengths(shapes: Sequence[tuple]) -> tuple[int, ...]:
+    return tuple(shape[-2] if len(shape) > 2 else -1 for shape in shapes)

@@ -1,0 +1,252 @@
+"""A batch whose sequences are cut over ranks: the parts of one call, and the mean loss over all tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.communication.collectives import all_reduce_over
+from hyper_parallel.core.communication.parts import numbers_of_ranks
+from hyper_parallel.core.communication.rank_check import check_of
+from hyper_parallel.core.dtensor.context_parallel import check_mesh
+from hyper_parallel.core.dtensor.plain_attention import ranges_on
+from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.rules.sequence_cut import moved
+from hyper_parallel.core.weak_table import WeakTable
+from hyper_parallel.platform.contract.autograd import named
+
+__all__ = ["shard_sequence", "token_mean"]
+
+#: Names of Hugging Face's models, and their dimension of the sequence; None for a tensor that stays whole.
+_DIMS: Mapping[str, int | None] = {"attention_mask": None, "position_ids": -1}
+#: mesh -> whether its ranks have compared a batch.
+_COMPARED = WeakTable()
+#: The same for `token_mean`.
+_COMPARED_LOSSES = WeakTable()
+
+
+def shard_sequence(
+    batch: Mapping[str, Any],
+    mesh: DeviceMesh,
+    *,
+    seq_dims: Mapping[str, int | None] | None = None,
+    labels: str | None = "labels",
+    positions: str | None = "position_ids",
+    ignore_index: int = -100,
+    balance: bool = True,
+) -> dict[str, Any]:
+    """Cut the sequences of a batch over the ranks of a mesh, for code inside of `context_parallel`.
+
+    Labels are shifted over the whole sequence before they are cut: each place gets the label of the next token, also
+    where that token is another rank's. The last place gets ``ignore_index``.
+
+    Args:
+        batch: tensors by name, the same whole sequences on all ranks of the mesh. Other values pass through.
+        mesh: of one dimension.
+        seq_dims: the dimension of the sequence by name, None for a tensor that stays whole. It is 1 for names that are
+            not given, but for ``attention_mask``, which stays whole, and ``position_ids``, where it is the last.
+        labels: the name of the labels that are shifted; None shifts nothing.
+        positions: the name under which a batch without positions gets them, of shape (1, part); None makes none.
+        ignore_index: the label that does not count.
+        balance: as for `context_parallel`.
+
+    Returns:
+        A new dict with this rank's parts.
+
+    Raises:
+        TypeError: when ``mesh`` is no mesh, or a tensor is distributed.
+        ValueError: for tensors that do not have one length of sequence, a batch without one, and fewer positions than
+            ranks.
+        RankMismatchError: in the first call, where ranks gave different batches.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import init_device_mesh, shard_sequence
+        >>> ids = torch.arange(4).reshape(1, 4)
+        >>> shard_sequence({"input_ids": ids, "labels": ids}, init_device_mesh("cpu", (1,)))["labels"]
+        tensor([[   1,    2,    3, -100]])
+    """
+    check_mesh(mesh, "shard_sequence")
+    platform = bind_platform(mesh.platform)
+    dims = _dims_of(batch, {**_DIMS, **(seq_dims or {})}, platform)
+    length = _length_of(batch, dims, mesh)
+    _compare(batch, mesh, platform)
+    mesh._has_uneven_shards |= length % mesh.size() != 0
+    whole, own = ((0, length),), ranges_on(mesh, length, balance)[mesh.get_local_rank(0)]
+    found = dict(batch)
+    with platform.no_dispatch():
+        for name, dim in dims.items():
+            x = batch[name]
+            if name == labels:
+                last = [*platform.shape_of(x)]
+                last[dim] = 1
+                nothing = platform.full(last, ignore_index, x)
+                x = platform.cat([platform.narrow(x, dim, 1, length - 1), nothing], dim)
+            found[name] = platform.contiguous(moved(x, dim, whole, own, platform))
+        if positions is not None and positions not in batch:
+            like = batch[next(iter(dims))]
+            places = np.concatenate([np.arange(start, start + n) for start, n in own])
+            found[positions] = platform.places(places, like).reshape((1, len(places)))
+    return found
+
+
+def _dims_of(batch: Mapping[str, Any], wanted: Mapping[str, int | None], platform: Any) -> dict[str, int]:
+    """The dimension of the sequence in each tensor that is cut."""
+    found = {}
+    for name, x in batch.items():
+        dim = wanted.get(name, 1)
+        if not platform.is_tensor(x) or dim is None:
+            continue
+        if isinstance(x, DTensor):
+            raise TypeError(f"shard_sequence takes plain tensors, and {name!r} is a DTensor: cut before you distribute")
+        shape = tuple(platform.shape_of(x))
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(
+                f"shard_sequence: {name!r} has shape {shape} and no dimension {dim}: name that of the sequence, "
+                f"seq_dims={{{name!r}: ...}}, or None for a tensor that stays whole"
+            )
+        found[name] = dim % len(shape)
+    return found
+
+
+def _length_of(batch: Mapping[str, Any], dims: Mapping[str, int], mesh: DeviceMesh) -> int:
+    """How long the sequence is."""
+    lengths = {name: int(mesh.platform.shape_of(batch[name])[dim]) for name, dim in dims.items()}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(
+            f"shard_sequence: one length of all sequences is to be known, and the tensors have {lengths}: name the "
+            "dimension of the sequence with seq_dims, or None for a tensor that stays whole"
+        )
+    (length,) = set(lengths.values())
+    if length < mesh.size():
+        raise ValueError(
+            f"shard_sequence: {length} positions for {mesh.size()} ranks would leave a rank without any, and layers of "
+            "the frameworks are not right without elements: pad the sequences, with labels that are ignored"
+        )
+    return length
+
+
+def _compare(batch: Mapping[str, Any], mesh: DeviceMesh, platform: Any) -> None:
+    """Compare the batches of all ranks, in the first call and inside of `check_ranks`."""
+    if mesh.size() == 1 or (_COMPARED.get(mesh) is not None and not CHECKS):
+        return
+    facts = {}
+    for name, x in batch.items():
+        if platform.is_tensor(x):
+            facts[f"the shape of {name!r}"] = f"{tuple(platform.shape_of(x))} of {x.dtype}"
+            if platform.has_values(x):
+                facts[f"the values of {name!r}"] = f"digest {hashlib.sha256(platform.bytes_of(x)).hexdigest()[:12]}"
+    check_of(mesh).agree(
+        "a call of shard_sequence",
+        row=mesh.ranks_along(0),
+        row_facts=facts,
+        remedy=f"the ranks of {mesh} cut one batch: give all of them the same whole sequences. A sampler takes the "
+        "number and the rank of the data-parallel mesh, never those of the world",
+    )
+    _COMPARED.set(mesh, True)
+
+
+def token_mean(losses: Any, labels: Any, mesh: DeviceMesh, *, ignore_index: int = -100, averaged: bool = True) -> Any:
+    """The mean loss over the tokens of all ranks that are not ignored: the single device's.
+
+    One all-reduce of two numbers along each dimension of the mesh in forward, none in backward.
+
+    Args:
+        losses: one for each label, zero where it is ignored: cross entropy with ``reduction="none"``. Plain, or a
+            DTensor on other dimensions than those of ``mesh``, as tensor-parallel logits give it.
+        labels: this rank's labels, plain.
+        mesh: with all ranks that have other tokens: ``mesh["dp", "cp"]``.
+        ignore_index: the label that does not count.
+        averaged: whether gradients of parameters will be averages over the ranks of ``mesh``, as `replicate` and
+            `fully_shard` make them of plain batches. Otherwise they are to be added.
+
+    Returns:
+        A plain tensor without dimensions, the same on all ranks of ``mesh``, in float32 at least.
+
+    Raises:
+        TypeError: for labels that are distributed, and when ``mesh`` is no mesh.
+        ValueError: where there is not a loss for each label, on all ranks; for losses that are distributed over ranks
+            of ``mesh``.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import init_device_mesh, token_mean
+        >>> token_mean(torch.tensor([1.0, 3.0, 0.0]), torch.tensor([5, 6, -100]), init_device_mesh("cpu", (1,)))
+        tensor(2.)
+    """
+    mesh = resolve_mesh(mesh, "token_mean")
+    mesh.require_member("token_mean")
+    platform = bind_platform(mesh.platform)
+    if isinstance(labels, DTensor):
+        raise TypeError("token_mean takes plain labels, those of this rank, got a DTensor: give to_local()")
+    if isinstance(losses, DTensor):
+        if not losses.device_mesh.is_beside(mesh):
+            raise ValueError(
+                f"token_mean adds losses up over {mesh}, and they are distributed over {losses.device_mesh}: take the "
+                "framework's mean of DTensors, or give their local part"
+            )
+        losses = losses.full_tensor()
+    with platform.no_dispatch():
+        _check_losses(losses, labels, mesh)
+        (mean,) = _MEANS[platform].apply((labels, mesh, ignore_index, averaged), losses)
+    return mean.reshape(())
+
+
+def _check_losses(losses: Any, labels: Any, mesh: DeviceMesh) -> None:
+    """Refuse losses that are not one for each label. A rank without labels would not see it. So all compare, in the
+    first call and inside of `check_ranks`. Later the other ranks get a mean that is not a number."""
+    platform = mesh.platform
+    shape, wanted = (tuple(platform.shape_of(x)) for x in (losses, labels))
+    wrong = shape not in (wanted, (math.prod(wanted),))
+    if _COMPARED_LOSSES.get(mesh) is None or CHECKS:
+        wrong = bool(numbers_of_ranks((wrong,), mesh, "token_mean").any())
+    elif wrong:
+        all_reduce_over(platform.full((2,), math.nan, _wide(losses, platform)), mesh, range(mesh.ndim))
+    if wrong:
+        raise ValueError(
+            f"token_mean takes one loss for each label, and on a rank there is not: here losses of shape {shape} and "
+            f"labels of shape {wanted}. Compute cross entropy with reduction='none', of the labels that you give here"
+        )
+    _COMPARED_LOSSES.set(mesh, True)
+
+
+def _wide(x: Any, platform: Any) -> Any:
+    """``x`` in float32 at least, outside autograd."""
+    x = platform.detach(x)
+    return platform.to_dtype(x, platform.dtypes["float32"]) if x.itemsize < 4 else x
+
+
+class _TokenMean:
+    """The function, on one platform."""
+
+    def __init__(self, platform: Any) -> None:
+        self.platform = platform
+        self.apply = platform.joint_function(named("TokenMean", self._forward), self._backward)
+
+    def _forward(self, ctx: Any, call: Any, losses: Any) -> tuple[Any]:
+        platform, (labels, mesh, ignore_index, averaged) = self.platform, call
+        ctx.shape, count = platform.shape_of(losses), math.prod(platform.shape_of(labels))
+        wide = _wide(losses, platform).reshape((count,))
+        counted = platform.ones((count,), wide)
+        if count:
+            counted = platform.masked_fill(counted, labels.reshape((count,)) == ignore_index, 0.0)
+        sums = [platform.sum_along(x, 0) for x in (wide, counted)]
+        sums = all_reduce_over(platform.cat(sums, 0), mesh, range(mesh.ndim))
+        total, tokens = platform.chunk(sums, 2, 0)
+        ctx.factor, ctx.dtype = (mesh.size() if averaged else 1) / tokens, losses.dtype
+        return (total / tokens,)
+
+    def _backward(self, ctx: Any, g: Any) -> tuple[Any]:
+        platform = self.platform
+        each = platform.to_dtype(g * ctx.factor, ctx.dtype)
+        return (platform.zeros(ctx.shape, each) + each,)
+
+
+_MEANS: Table = Table(_TokenMean)

@@ -1,0 +1,224 @@
+"""Models of which each rank gets a part of the sequences: attention reaches over the whole of them."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hyper_parallel.core.communication.parts import numbers_of_ranks
+from hyper_parallel.core.dtensor.plain_attention import PartsOfModule
+from hyper_parallel.core.dtensor.undistributed import broadcast_tensors, held_tensors
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, name_module
+from hyper_parallel.core.weak_table import WeakTable
+
+__all__ = ["check_cut", "cut_sequences", "meshes_of"]
+
+#: The name of the attention that models are set to.
+NAME = "hyper_parallel_sequences"
+#: Kinds of layers whose attention is known here.
+_KINDS = ("full_attention", "sliding_attention")
+#: Scalings of rotary embeddings that look at the largest position, which is another one on each rank.
+_BY_LENGTH = ("dynamic", "longrope")
+#: Further arguments of some models' attention, which are refused.
+_FURTHER = ("softcap", "s_aux", "position_bias")
+#: Layers that mix positions without attention.
+_MIXING = ("Conv1d", "Conv2d", "RNN", "LSTM", "GRU")
+
+
+class _Cut(NamedTuple):
+    """How attention modules see their sequences.
+
+    Attributes:
+        mesh: that cuts them.
+        balance: as for `ContextParallel`.
+    """
+
+    mesh: DeviceMesh
+    balance: bool
+
+
+#: configuration of a model, or of a part of it -> `_Cut`.
+_CUTS = WeakTable()
+#: attention module -> the calls that ranks have compared.
+_COMPARED = WeakTable()
+
+
+def meshes_of(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The mesh of tensor parallelism and that of cut sequences, by the name ``"cp"``."""
+    names = mesh.mesh_dim_names or ()
+    if "cp" not in names:
+        return mesh, None
+    others = tuple(name for name in names if name != "cp")
+    return (mesh[others] if others else None), mesh["cp"]
+
+
+def check_cut(model: Any, mesh: DeviceMesh) -> None:
+    """Refuse a model whose sequences cannot be cut. Changes nothing.
+
+    Raises:
+        ValueError: see `parallelize_model`.
+    """
+    remedy = "parallelise it on a mesh without the dimension 'cp'"
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(f"{name} does not take its attention from transformers' interface: {remedy}")
+    for path, module in mesh.platform.named_modules(model):
+        config = getattr(module, "config", None)
+        odd = sorted(set(getattr(config, "layer_types", None) or ()) - set(_KINDS))
+        if odd:
+            raise ValueError(f"{path or name!r} has layers of the kinds {odd}, which are not known here: {remedy}")
+        types = getattr(module, "rope_type", ())
+        types = types.values() if isinstance(types, dict) else (types,)
+        if any(kind in _BY_LENGTH for kind in types):
+            raise ValueError(
+                f"{path!r} scales its rotary embeddings by the largest position, which ranks with parts do not know: "
+                f"choose another rope_type than {', '.join(map(repr, _BY_LENGTH))}, or {remedy}"
+            )
+        if type(module).__name__ in _MIXING:
+            raise ValueError(
+                f"{path!r} is a {type(module).__name__}, which mixes positions and is no attention: {remedy}"
+            )
+
+
+def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: int | None) -> None:
+    """Let a model take parts of sequences, as `shard_sequence` gives them."""
+    from transformers import AttentionInterface
+
+    platform = mesh.platform
+    if src_data_rank is not None:
+        broadcast_tensors([x for _, _, x in held_tensors(model, platform)], mesh, src_data_rank)
+    AttentionInterface.register(NAME, _attention)
+    cut, configs = _Cut(mesh, balance), {}
+    for path, module in platform.named_modules(model):
+        name_module(module, path)
+        if (config := getattr(module, "config", None)) is not None and hasattr(config, "_attn_implementation"):
+            configs[id(config)] = config
+            _CUTS.set(config, cut)
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    for config, _ in before:
+        config._attn_implementation_internal = NAME
+    compared: list[bool] = []
+
+    def check_labels(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = _by_name(module, args, kwargs)
+        if given.get("labels") is not None:
+            raise ValueError(
+                f"{type(module).__name__} would shift labels inside of this rank's part, and take its mean: leave "
+                "labels out, and give logits and the labels of shard_sequence to token_mean"
+            )
+        return (), given
+
+    def check(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if module.config._attn_implementation != NAME:  # generate
+            return args, kwargs
+        return (), _checked(_by_name(module, args, kwargs), mesh, type(module).__name__, compared)
+
+    platform.register_forward_pre_hook(model, check_labels, with_kwargs=True)
+    platform.register_forward_pre_hook(model.base_model, check, with_kwargs=True)
+    if hasattr(model, "generate"):
+        generate = model.generate
+
+        def generate_whole(*args: Any, **kwargs: Any) -> Any:
+            """Generate on every rank, from whole prompts."""
+            with _whole(before):
+                return generate(*args, **kwargs)
+
+        model.generate = generate_whole
+
+
+@contextmanager
+def _whole(before: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Inside, attention is the model's own."""
+    for config, implementation in before:
+        config._attn_implementation_internal = implementation
+    try:
+        yield
+    finally:
+        for config, _ in before:
+            config._attn_implementation_internal = NAME
+
+
+def _by_name(module: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a call of a model."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _checked(given: dict[str, Any], mesh: DeviceMesh, name: str, compared: list[bool]) -> dict[str, Any]:
+    """The arguments of a call, without a mask that hides nothing.
+
+    Raises:
+        ValueError: on all ranks, for arguments that have to be of the whole sequence or would be wrong for a part.
+    """
+    platform = mesh.platform
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    hides, same = False, False
+    if positions is not None and (not compared or CHECKS) and not platform.sends_nothing:
+        rows = numbers_of_ranks([zlib.crc32(platform.bytes_of(positions))], mesh, f"a call of {name}")
+        same = mesh.size() > 1 and len(set(rows.ravel().tolist())) == 1
+        compared.append(True)
+    if positions is None or same:
+        raise ValueError(
+            f"{name} takes parts of sequences on {mesh}, and "
+            f"{'was called without position_ids' if positions is None else 'all ranks gave the same position_ids'}: "
+            "cut the batch with shard_sequence, which makes them, and give them to the model"
+        )
+    if mask is not None:
+        hides = bool(numbers_of_ranks([not bool(mask.all())], mesh, f"a call of {name}").any())
+    if hides:
+        raise ValueError(
+            f"the attention_mask of {name} hides tokens, which is not possible where sequences are cut: pad at the end "
+            "and leave the mask out, with labels that are ignored. Under a causal mask no token sees those behind it"
+        )
+    return {**given, "attention_mask": None}
+
+
+def _attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **more: Any,
+) -> tuple[Any, None]:
+    """Attention as transformers' interface wants it."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    cut: _Cut | None = _CUTS.get(module.config)
+    where = f"attention in {module_label(module)}"
+    further = [name for name in _FURTHER if more.get(name) is not None]
+    if cut is None:
+        raise ValueError(
+            f"{where} is of a copy of a model whose sequences are cut: call parallelize_model for the copy"
+        )
+    if further or attention_mask is not None:
+        raise ValueError(
+            f"{where} has {', '.join(further) or 'a mask'}, which is not possible where sequences are cut: parallelise "
+            "the model on a mesh without the dimension 'cp'"
+        )
+    if (compared := _COMPARED.get(module)) is None:
+        _COMPARED.set(module, compared := set())
+    parts = PartsOfModule(cut.mesh, where, cut.balance, None, compared)
+    platform, causal = cut.mesh.platform, getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+    def window(length: int) -> Any:
+        if sliding_window is None or sliding_window >= length:
+            return None
+        places = platform.places(np.arange(length), query)
+        behind = places.reshape((length, 1)) - places.reshape((1, length))
+        return (behind < sliding_window) & (behind >= (0 if causal else 1 - sliding_window))
+
+    parts.make_mask = window
+    with platform.attention_calls(parts, parts.mixes):
+        return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, causal)

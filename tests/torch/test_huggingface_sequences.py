@@ -1,0 +1,176 @@
+"""Models of transformers whose sequences are cut: logits, loss and gradients of a single process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hyper_parallel import DTensor, Partial, check_ranks, fully_shard, shard_sequence, token_mean
+from hyper_parallel.experimental import context_parallel_unshard
+from hyper_parallel.testing import spmd
+from tests.torch.huggingface_models import build
+from tests.torch.support import device
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None,
+    reason="transformers is not installed: platform/torch-cpu/requirements.txt has the version that the gate uses",
+)
+
+IGNORED = -100
+
+
+def data(length: int) -> tuple[Any, Any]:
+    ids = torch.arange(2 * length).reshape(2, length).mul(7).remainder(40).add(3).to(device())
+    labels = ids.clone()
+    labels[0, :3] = IGNORED
+    return ids, labels
+
+
+def single(model: Any, length: int) -> tuple[Any, Any]:
+    ids, labels = data(length)
+    logits = model(input_ids=ids).logits
+    shifted = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
+    loss = F.cross_entropy(logits.float().flatten(0, 1), shifted.flatten())
+    loss.backward()
+    return logits, loss
+
+
+def cut(model: Any, mesh: Any, length: int, averaged: bool) -> tuple[Any, Any]:
+    ids, labels = data(length)
+    batch = shard_sequence({"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}, mesh)
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
+    losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    loss = token_mean(losses, labels, mesh, averaged=averaged)
+    loss.backward()
+    return context_parallel_unshard(mesh, [logits], [1])[0], loss
+
+
+def whole_gradient(p: Any, mesh: Any, averaged: bool) -> Any:
+    """The gradient of a parameter, added over the ranks of ``mesh`` where nothing has done so."""
+    if averaged:
+        return p.grad.full_tensor()
+    own = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+    total = DTensor.from_local(own, mesh, [Partial()]).full_tensor()
+    if isinstance(p.grad, DTensor):
+        x = p.grad
+        return DTensor.from_local(total, x.device_mesh, x.placements, shape=tuple(x.shape)).full_tensor()
+    return total
+
+
+def compare(mesh: Any, case: str, length: int, sharded: bool = False, reentrant: bool | None = None) -> None:
+    from hyper_parallel.integrations.huggingface import parallelize_model
+
+    reference, model = (build(case, attn_implementation="sdpa") for _ in range(2))
+    wanted, wanted_loss = single(reference, length)
+    assert parallelize_model(model, mesh) is model
+    sequences = mesh["cp"]
+    if reentrant is not None:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if sharded:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=sequences)
+        fully_shard(model, mesh=sequences)
+    logits, loss = cut(model, sequences, length, sharded)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4, msg=f"{case}: logits")
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-5, atol=1e-5, msg=f"{case}: loss")
+    named = dict(reference.named_parameters())
+    for name, p in model.named_parameters():
+        found = whole_gradient(p, sequences, sharded)
+        torch.testing.assert_close(found, named[name].grad, rtol=1e-3, atol=1e-4, msg=f"{case}: gradient of {name}")
+    ids, _ = data(4)
+    words = (m.generate(ids, max_new_tokens=3, do_sample=False) for m in (model.eval(), reference.eval()))
+    assert torch.equal(*words)
+
+
+@spmd.on_mesh(2, names=("cp",))
+def on_two(mesh: Any) -> None:
+    compare(mesh, "llama, few key-value heads", 9)
+    compare(mesh, "gemma 3", 8, sharded=True)
+    for reentrant in (True, False):
+        compare(mesh, "qwen3", 8, reentrant=reentrant)
+
+
+def test_two_ranks(pool: Any) -> None:
+    pool.run(2, on_two)
+
+
+@spmd.on_mesh(2, 2, names=("cp", "tp"))
+def with_heads(mesh: Any, *cases: str) -> None:
+    for case in cases:
+        compare(mesh, case, 9)
+
+
+def test_sequences_and_heads(pool: Any) -> None:
+    pool.run(4, with_heads, "gemma 3")
+
+
+@pytest.mark.nightly
+def test_sequences_and_heads_of_more_models(pool: Any) -> None:
+    pool.run(4, with_heads, "llama", "llama, one key-value head", "qwen3", "mistral")
+
+
+@spmd.on_mesh(2, names=("cp",))
+def wrong(mesh: Any) -> None:
+    from hyper_parallel.integrations.huggingface import parallelize_model
+
+    model = parallelize_model(build("llama"), mesh)
+    ids, _ = data(6)
+    batch = shard_sequence({"input_ids": ids}, mesh)
+    part, positions, whole = batch["input_ids"], batch["position_ids"], torch.ones_like(ids)
+    hiding, same = whole.clone(), torch.arange(3, device=device())[None]
+    hiding[0, 0] = 0
+    x, tables = torch.zeros(2, 3, 32, device=device()), (torch.ones(2, 3, 8, device=device()),) * 2
+    copied = copy.deepcopy(model)
+    capped = parallelize_model(build("gemma 2"), mesh)
+    convolved, by_length, odd = build("llama"), build("llama"), build("llama")
+    convolved.model.further = nn.Conv1d(2, 2, 3)
+    by_length.model.rotary_emb.rope_type = "dynamic"
+    odd.model.layers[0].config = copy.deepcopy(odd.config)
+    odd.model.layers[0].config.layer_types = ["linear_attention"]
+    other = build("llama")
+    other._supports_attention_backend = False
+    refusals: list[tuple[str, Callable[[], Any]]] = [
+        ("leave labels out", lambda: model(input_ids=part, position_ids=positions, labels=part)),
+        ("without position_ids", lambda: model(part)),
+        ("the same position_ids", lambda: model(input_ids=part, position_ids=same)),
+        ("hides tokens", lambda: model(part, hiding, positions)),
+        ("hides tokens", lambda: model.model(part, hiding, positions)),
+        ("is of a copy", lambda: copied.model.layers[0](x, position_embeddings=tables)),
+        ("softcap", lambda: capped(input_ids=part, position_ids=positions)),
+        (
+            "a mask, which is not possible",
+            lambda: model.model.layers[0](x, hiding[:, None, None], position_embeddings=tables),
+        ),
+        ("mixes positions", lambda: parallelize_model(convolved, mesh)),
+        ("largest position", lambda: parallelize_model(by_length, mesh)),
+        ("of the kinds", lambda: parallelize_model(odd, mesh)),
+        ("from transformers' interface", lambda: parallelize_model(other, mesh)),
+    ]
+    for words, call in refusals:
+        with check_ranks(mesh), pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_wrong_use(pool: Any) -> None:
+    pool.run(2, wrong)
+
+
+@spmd.on_mesh(1, 2, 2, names=("cp", "dp", "tp"))
+def wrong_mesh(mesh: Any) -> None:
+    from hyper_parallel.integrations.huggingface import parallelize_model
+
+    with pytest.raises(ValueError, match="one more dimension 'cp' at most"):
+        parallelize_model(build("llama"), mesh)
+
+
+def test_a_mesh_with_other_dimensions(pool: Any) -> None:
+    pool.run(4, wrong_mesh)
