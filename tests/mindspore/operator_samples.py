@@ -42,7 +42,7 @@ class Draw:
         return Tensor(self.rng.integers(0, high, shape).astype(np.int64))
 
     def places(self, high: int, count: int, columns: int) -> Tensor:
-        """In each column different places: where two elements are written to one, the later one need not win."""
+        """Different places in each column: where two elements are written to one place, either may win."""
         rows = [self.rng.permutation(high)[:count] for _ in range(columns)]
         return Tensor(np.stack(rows, 1).astype(np.int64))
 

@@ -297,7 +297,7 @@ tests.followed_by_others()
 
 
 def followed_by_others() -> None:
-    """After an exception of the user's in a recording MindSpore records nothing more: the next DTensor mends that."""
+    """MindSpore records nothing more after a user's exception in a recording; the next DTensor mends that."""
     x = Tensor(np.ones((2, 2), np.float32))
 
     def fails(x: Any) -> Any:

@@ -81,7 +81,7 @@ def test_some_are_missing(server: tuple[Any, int], short_grace: None) -> None:
 
 
 def test_no_way_to_find_out() -> None:
-    """Where the program has initialised MindSpore itself there is no store; before that there is no world."""
+    """A program that initialises MindSpore itself has no store; before that there is no world."""
     assert on_rank(0, None).find_missing_ranks("group", (0, 1), "all_reduce") is None
     assert GroupVerbs().find_missing_ranks("group", (0, 1), "all_reduce") is None
 

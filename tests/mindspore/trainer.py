@@ -123,7 +123,7 @@ class Trainer:
         self.history: list[tuple[float, float]] = []
 
     def states(self) -> dict[str, Any]:
-        """As a checkpoint has them."""
+        """The model's and optimizer's states, keyed as in a checkpoint."""
         return {"model": self.wrapper, "optimizer": self.optimizers, "train_state": self}
 
     def state_dict(self) -> dict[str, Any]:

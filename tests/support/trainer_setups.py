@@ -1,4 +1,4 @@
-"""How the trainers of both frameworks are parallelised, and which of the jobs goes on where another has saved."""
+"""The setups of the trainers of both frameworks, and the pairs of them that save and resume."""
 
 from __future__ import annotations
 

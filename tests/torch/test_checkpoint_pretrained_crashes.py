@@ -128,7 +128,7 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
 
 
 def test_without_second_names(tmp_path: Path, monkeypatch: Any) -> None:
-    """On a file system without hard links there is nothing for a moment, and never a mixture."""
+    """A file system without hard links has no file for a moment, and never a mixture."""
     save_pretrained(weights(1.0), tmp_path, max_shard_size=40)
     found: list[Any] = []
 

@@ -88,7 +88,7 @@ def test_files_of_two_saves(tmp_path: Path) -> None:
 
 
 def test_weights_without_checksums(tmp_path: Path) -> None:
-    """As other programs write them, which read ours."""
+    """Weights of other programs have no checksums; those programs read ours."""
     weights = {"x": torch.arange(5.0), "y": torch.ones(2, 2)}
     save_file(weights, tmp_path / "model.safetensors")
     x = {name: torch.zeros_like(x) for name, x in weights.items()}
@@ -153,7 +153,7 @@ def test_a_checksum_less(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While checksums are computed."""
+    """The file is cut while checksums are computed."""
     path = save({"x": torch.ones(2)}, tmp_path / "step-1")
     monkeypatch.setattr("os.preadv", lambda *_: 0)
     with pytest.raises(CheckpointError, match="has become shorter while it was read"):

@@ -58,7 +58,7 @@ class Pair(nn.Module):
 
 
 def part(mesh: Any, placement: Any, features: int = FEATURES) -> Any:
-    """This rank's part of an input, as a plain tensor."""
+    """The part of an input that this rank has, as a plain tensor."""
     x = randn(*SHAPE, features)
     return x if placement is WHOLE else x.tensor_split(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous()
 

@@ -44,7 +44,7 @@ LENGTH, FEATURES = 12, 4
 
 @contextmanager
 def differentiable() -> Iterator[None]:
-    """Without torch's checks, which refuse gradients and largest scores on CPUs, where the operator has them."""
+    """Remove torch's checks, which refuse gradients and largest scores on CPUs although the operator has them."""
     options = flex._apply_kernel_options
 
     def apply(q: Any, k: Any, v: Any, lse: bool, given: Any, aux: Any = None) -> Any:

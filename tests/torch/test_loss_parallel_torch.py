@@ -244,7 +244,8 @@ def test_narrow_dtypes(pool: Any, dtype: torch.dtype) -> None:
 
 @spmd.on_mesh()
 def autocast(mesh: Any) -> None:
-    """As for plain tensors: the head in bfloat16, its loss in float32; on and off with the same layouts."""
+    """Autocast works as for plain tensors: the head in bfloat16, its loss in float32; on and off with the same
+    layouts."""
     x, t = randn(4, 8), targets(4, classes=6)
     torch.manual_seed(0)
     plain, sharded = nn.Linear(8, 6), nn.Linear(8, 6)
@@ -382,7 +383,7 @@ def test_a_gathered_head(pool: Any) -> None:
 
 @spmd.on_mesh()
 def without_looking(mesh: Any) -> None:
-    """Where looking at targets would make the host wait, one that is no class makes its loss not a number."""
+    """An invalid target makes its loss not a number where checking targets would make the host wait."""
     functions = vocab_parallel_of(get_platform())
     x, t = randn(4, 6), targets(4, classes=6)
     t[1], t[2] = 6, -100

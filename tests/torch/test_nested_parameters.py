@@ -213,7 +213,7 @@ def test_operations(pool: Any) -> None:
 
 # ---------------------------------------------------------------- torch's own
 def as_torch_places() -> None:
-    """After the styles of torch and its fully_shard: the same placements, and the same elements on each rank."""
+    """Placements and local elements equal those of torch's styles and its fully_shard."""
     mesh = device_mesh(2, 2, names=("dp", "tp"))
     their_mesh = theirs.init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))

@@ -118,7 +118,7 @@ def untied(mesh: Any) -> None:
 
 
 def row_of_nothing(mesh: Any) -> None:
-    """As an author of a backend may misspell the operation of a row."""
+    """A row whose operation an author of a backend has misspelt."""
     row = NativeOp("no_such_operation", lambda func, args, kwargs: (args, ()), lambda func, operands, static: operands)
     dispatch(row, torch.special.entr, (sharded(mesh, 4),), {})
 
@@ -198,7 +198,7 @@ def test_a_collective_of_other_ranks(pool: Any) -> None:
 
 
 def test_a_torch_that_sorts_the_ranks_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As others than the newest may: they cannot make the group."""
+    """Older versions of torch sort the ranks of a group, and so cannot make this one."""
     monkeypatch.setattr(dist, "new_group", lambda ranks=None, timeout=None: None)
     assert collectives._ordered([0, 1]) == {}
     with pytest.raises(ValueError, match=r"the ranks \[1, 0\] .* do not ascend.*make the mesh of ascending ranks"):

@@ -123,7 +123,7 @@ def test_short_answers(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_file_that_is_cut(tmp_path: Path, verify: bool) -> None:
-    """After it was opened: touching a page of it that is gone would end the process by a signal."""
+    """A file that is cut after opening: touching a missing page would end the process by a signal."""
     whole = np.ones((3, 2**15), np.uint8)
     file_of(tmp_path / "x", key=whole)
 

@@ -39,7 +39,7 @@ def test_an_epoch_without_a_break() -> None:
 @pytest.mark.parametrize(("first", "second"), [*itertools.product((1, 2, 3, 4), repeat=2)])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_another_number_of_ranks_goes_on(first: int, second: int, drop_last: bool) -> None:
-    """In the middle of the second epoch."""
+    """Another number of ranks goes on in the middle of the second epoch."""
     size = 13
     before = samplers(size, first, drop_last=drop_last, seed=3)
     draw(before)

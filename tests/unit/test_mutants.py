@@ -433,7 +433,7 @@ def test_trial(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---------------------------------------------------------------------- the last run
 def test_last_run() -> None:
-    """At most 5 % of the mutants survived, apart from those that change nothing that matters; each has its reason."""
+    """The last run: at most 5 % of the mutants survived, except equivalent ones, each with a reason."""
     last = json.loads((ROOT / report.LAST).read_text(encoding="utf-8"))
     survivors = last["survivors"]
     assert all(survivor["why"] for survivor in survivors), [s["key"] for s in survivors if not s["why"]]

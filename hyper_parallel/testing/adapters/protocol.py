@@ -295,7 +295,7 @@ class Adapter(Protocol):
         """Pieces of one size, or of a list of sizes."""
 
     def chunk(self, x: Tensor, chunks: int, dim: int) -> Sequence[Tensor]:
-        """So many pieces."""
+        """Cut ``x`` into so many pieces."""
 
     def index_select(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
         """The slices of ``x`` along ``dim`` that a 1-D ``index`` names."""
@@ -316,10 +316,11 @@ class Adapter(Protocol):
         """``value`` where ``mask``, else ``x``."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5) -> Tensor:
-        """Over the dimensions of ``weight``; ``epsilon`` is given by name where the framework has a name for it."""
+        """Normalize over the dimensions of ``weight``; ``epsilon`` is passed by keyword where the framework's function
+        has that name."""
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Over the dimensions of ``weight``, epsilon 1e-5."""
+        """Normalize over the dimensions of ``weight``, with epsilon 1e-5."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention, (batch, heads, length, head_dim); ``k`` and ``v`` may have fewer heads."""

@@ -364,7 +364,7 @@ def optimizers(mesh: Any, directory: str) -> None:
 
 
 class Counter:
-    """As schedulers are: an object with a state."""
+    """An object with a state, such as a scheduler."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
