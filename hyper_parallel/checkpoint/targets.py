@@ -293,15 +293,15 @@ class Filling:
 
     # ---------------------------------------------------------------------- problems
     def wrong(self, problem: str) -> None:
-        """Something does not fit."""
+        """Note a problem: a value that does not fit."""
         self._wrong.append(problem)
 
     def lacks(self, name: str) -> None:
-        """The checkpoint lacks something."""
+        """Note a name that the checkpoint lacks."""
         self._missing.append(name)
 
     def asked(self, name: str) -> None:
-        """Something of that name in the checkpoint is known to the state."""
+        """Note that the state knows the checkpoint's entry of that name."""
         self._asked.add(name)
 
     def _look_for_unexpected(self) -> None:

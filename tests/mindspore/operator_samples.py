@@ -35,7 +35,7 @@ class Draw:
         return Tensor((np.round(self.rng.uniform(0.5, 3, shape) * 64) / 64).astype(np.float32))
 
     def unit(self, *shape: int) -> Tensor:
-        """Between 0 and 1."""
+        """Numbers between 0 and 1."""
         return Tensor((np.round(self.rng.uniform(0.1, 0.9, shape) * 64) / 64).astype(np.float32))
 
     def i(self, high: int, *shape: int) -> Tensor:

@@ -82,7 +82,7 @@ def by_other_name(x: Any) -> Any:
 
 
 def by_lookup(x: Any) -> Any:
-    """Nothing that could be seen before it runs."""
+    """Compute with a tensor that cannot be found before this runs."""
     return x + vars(holder)["ten" + "sor"]
 
 

@@ -72,7 +72,7 @@ def test_all_answer(server: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_some_are_missing(server: tuple[Any, int], short_grace: None) -> None:
-    """One has failed in this group, one in another, one is silent."""
+    """A rank has failed in this group, another in a different group, and a third is silent."""
     store, port = server
     assert on_rank(21, store_at(port)).find_missing_ranks("group", (21,), "all_reduce") == ({21: "all_reduce"}, ())
     assert on_rank(22, store_at(port)).find_missing_ranks("other", (22,), "all_gather") == ({22: "all_gather"}, ())

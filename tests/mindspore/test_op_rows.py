@@ -137,7 +137,7 @@ def test_look_ups(rest: tuple, name: str | None) -> None:
 # -------------------------------------------------------------------- operands without elements
 @pytest.mark.parametrize("beta", [1, 2])
 def test_addmm_of_an_empty_product(beta: int) -> None:
-    """All of it is the term that is added, and its gradient; the others are connected, with empty gradients."""
+    """The result is the added term, with its gradient; the other operands are connected, with empty gradients."""
     c, a, b = Tensor(X), ops.zeros((2, 0)), ops.zeros((0, 3))
 
     def loss(c: Any, a: Any, b: Any) -> Any:

@@ -113,7 +113,7 @@ class Group:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def kill(self) -> None:
-        """All of them at once."""
+        """Kill all processes at once."""
         for process in self.processes:
             process.kill()
 

@@ -115,7 +115,7 @@ def test_killed_at_every_step(tmp_path: Path, divided: tuple[int, int]) -> None:
 
 @pytest.mark.nightly
 def test_a_hundred_kills(tmp_path: Path) -> None:
-    """One after the other in one directory, at random steps and divisions."""
+    """A hundred kills, one after the other in one directory, at random steps and divisions."""
     draw, value, possible = random.Random(1), 0.0, {0.0}
     save_pretrained(weights(value), tmp_path, max_shard_size=40)
     for number in range(1, 101):

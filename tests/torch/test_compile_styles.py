@@ -224,5 +224,5 @@ def test_styles(pool: Any, name: str) -> None:
 
 @pytest.mark.nightly
 def test_styles_on_four_ranks(pool: Any) -> None:
-    """Some of each group, in one graph; `tests.torch.compiled_rows` has all."""
+    """Several styles of each group, in one graph; `tests.torch.compiled_rows` has all."""
     pool.run(4, some_styles, tuple(GROUPS), 8)

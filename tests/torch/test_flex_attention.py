@@ -62,7 +62,7 @@ def by_numbers(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """Another mask for each sample and head; each query sees itself."""
+    """A mask that differs for each sample and head; each query sees itself."""
     return (q == kv) | ((q + b + 2 * h) % 3 < kv % 3 + 1)
 
 

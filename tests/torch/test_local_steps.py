@@ -183,7 +183,7 @@ class Own(torch.optim.AdamW):
 
 
 class Alone(torch.optim.SGD):
-    """One that does not ask torch's class for its lists."""
+    """An optimizer that does not ask torch's class for its lists."""
 
     def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
         params += group["params"]

@@ -156,7 +156,7 @@ def inside_of_torchs(mesh: Any) -> None:
 
 
 def refused(logits: Any, t: torch.Tensor, options: dict[str, Any]) -> None:
-    """Outside of both contexts; a number as target is one on all ranks, and always taken."""
+    """Plain targets are refused outside of both contexts; a number is the same on all ranks, and always taken."""
     if t.ndim:
         with pytest.raises(ValueError, match="got a plain tensor"):
             F.cross_entropy(logits, t, **options)

@@ -194,7 +194,7 @@ def operations(mesh: Any) -> None:
 
 
 def distributed_alike(a: Any) -> Any:
-    """Another tensor, in the natural order of cuts."""
+    """Distribute another tensor in the natural order of cuts."""
     other = randn(*a.shape, seed=7)
     return distribute_tensor(other, a.device_mesh, [Shard(0), Shard(0)]) if isinstance(a, DTensor) else other
 

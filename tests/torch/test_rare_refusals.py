@@ -111,7 +111,7 @@ class Twice(nn.Module):
 
 
 def untied(mesh: Any) -> None:
-    """One of the places of a parameter gets another, with the same layout."""
+    """A shared parameter is replaced in one of its modules, with the same layout."""
     unit: Any = fully_shard(Twice().to(device()), mesh=mesh)
     unit.other.weight = nn.Parameter(unit.layer.weight.detach().clone())
     unit(torch.ones(2, 4, device=device()))

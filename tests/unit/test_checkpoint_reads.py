@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "float32"])
 @pytest.mark.parametrize("shape", [(), (7,), (40,), (9, 5), (5, 30), (4, 3, 6), (2, 5, 3, 9), (3, 1, 40), (70, 2)])
 def test_boxes(tmp_path: Path, small: None, shape: tuple[int, ...], dtype: str) -> None:
-    """Into memory in one piece, into columns of a wider array, and into every other element."""
+    """Boxes are read into memory in one piece, into columns of a wider array, and into every other element."""
     kind = element_type(dtype)
     whole = np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
     file = file_of(tmp_path / "x", before=np.zeros(3, np.uint8), x=whole)

@@ -298,7 +298,7 @@ def test_a_wrong_arrow_is_seen(module: str, line: str, arrow: str) -> None:
     ],
 )
 def test_a_circle_is_seen(module: str, other: str) -> None:
-    """Within a layer too, and inside a function; not where only types are meant."""
+    """A circle is found within a layer and inside a function too, but not if only types are meant."""
     name, line = f"{NAME}.{module}", f"import {NAME}.{other}"
     for planted, seen in ((line, True), (f"def f():\n    {line}", True), (f"if TYPE_CHECKING:\n    {line}", False)):
         found = circle(graph({**sources(), name: f"{sources()[name]}\n{planted}\n"}))

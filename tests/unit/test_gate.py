@@ -100,7 +100,7 @@ def test_sign():
 
 @pytest.mark.parametrize(("least", "status"), [pytest.param(60, 0, marks=pytest.mark.nightly), (70, 1)])
 def test_thresholds(tmp_path: Path, least: int, status: int) -> None:
-    """One of four lines and one of two branches are not reached: 66.6 %."""
+    """The tests do not reach one of four lines and one of two branches: 66.6 %."""
     found, output = run_gate(project(tmp_path, least, PASSES), "demo")
     assert found == status, output
     verdict = "FAIL: coverage of hyper_parallel/core" if status else "ok"
@@ -197,7 +197,7 @@ def test_reached(gate: Any) -> None:
 
 @pytest.mark.nightly
 def test_the_conformance_suite_without_short_ways(gate: Any, tmp_path: Path) -> None:
-    """Some files are a row of its own, which the environment variable makes another; in the nightly run all are."""
+    """A row of its own runs some files with the environment variable set; the nightly run has all files there."""
     conformance = "import os\n\n\ndef test_short_ways():\n    assert os.environ.get('HYPER_PARALLEL_FAST') != '0'\n"
     root = project(tmp_path, 60, conformance)
     for name in gate.WITHOUT_FAST_FILES:

@@ -170,7 +170,7 @@ def test_on_the_level_of_a_module_the_file_counts() -> None:
 
 
 def test_which_tests_are_nightly(tmp_path: Path) -> None:
-    """Later recordings count; those of before there were nightly tests have none."""
+    """The latest recording counts; recordings older than nightly tests have none."""
     first, later = (recording({"t.py::one": 1.0, "t.py::two": 1.0}, {}) for _ in range(2))
     first.nightly, later.nightly = ["t.py::one"], ["t.py::two"]
     assert reach.Reach([first]).nightly == {"t.py::one"}

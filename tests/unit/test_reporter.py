@@ -63,7 +63,7 @@ def test_progress(
 
 
 def test_lines(reporter: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """One for all parts, again and again; the text of a failing test comes before the end of its part."""
+    """Progress lines are for all parts together; the text of a failing test comes before the end of its part."""
     with reporter.Reporter(every=0.0) as lines:
         lines.expect()
         lines.expect()

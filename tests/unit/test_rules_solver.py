@@ -140,7 +140,7 @@ def test_order_of_cuts(op: str, operands: list[tuple], wanted: list[tuple], resu
 
 
 def test_two_orders_of_one_dimension() -> None:
-    """One of them is taken, and it is one that there is."""
+    """One of the two orders is taken for both operands and the result."""
     mesh = mesh_of_rank((2, 2), 0)
     sharding = OPERATIONS["add"].rule(((8,), (8,)), (1.0,))
     assert sharding is not None

@@ -120,7 +120,7 @@ def test_limits_are_longer_on_a_busy_machine(bare_pool: WorkerPool, monkeypatch:
 
 
 def test_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None that the system gives to others, where there are such ports, and none that is taken."""
+    """A free port is not taken, nor among those that the system gives to others, if there are further ones."""
     given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert pool.FIRST_PORT <= pool.free_port() < given_away
     with socket.socket() as taken:

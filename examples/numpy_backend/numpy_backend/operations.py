@@ -272,14 +272,14 @@ def _view(x: Array, value: np.ndarray, back: Callable[[Array], Array]) -> Array:
 
 @operation("reshape")
 def reshape(x: Array, shape: Sequence[int]) -> Array:
-    """Another shape, with one -1 at most."""
+    """Change the shape, with one -1 at most."""
     before = x.value.shape
     return _view(x, x.value.reshape(tuple(shape)), lambda g: reshape(g, before))
 
 
 @operation("permute")
 def permute(x: Array, dims: Sequence[int]) -> Array:
-    """Another order of dimensions."""
+    """Change the order of dimensions."""
     order = tuple(d % x.ndim for d in dims)
     return _view(x, x.value.transpose(order), lambda g: permute(g, tuple(int(d) for d in np.argsort(order))))
 

@@ -265,7 +265,7 @@ class Adapter(Protocol):
         """Smallest of all, as `amax`."""
 
     def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Another shape, with one -1 at most."""
+        """Change the shape, with one -1 at most."""
 
     def cumsum(self, x: Tensor, dim: int) -> Tensor:
         """Sums of all elements so far along ``dim``."""

@@ -378,7 +378,7 @@ class Counter:
 
 
 class OwnCounter(Counter):
-    """One of each rank."""
+    """A counter of which each rank has its own."""
 
     per_rank = True
 

@@ -42,7 +42,7 @@ def centralised(job: Job) -> None:
 
 
 def by_hand(job: Job) -> None:
-    """No optimizer: parameters are assigned."""
+    """Assign parameters without an optimizer."""
     for batch in job.batches:
         for p, g in zip(job.parameters, job.differentiate(batch), strict=True):
             ops.assign_sub(p, 0.1 * g)

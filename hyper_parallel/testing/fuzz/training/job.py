@@ -23,7 +23,7 @@ RATES = {"sgd": 0.05, "momentum": 0.02, "adamw": 0.01}
 
 
 class WrongError(Exception):
-    """Something is not as on a single device."""
+    """A value differs from the single device's."""
 
 
 class Job:

@@ -270,7 +270,7 @@ class Trainer(Job):
         self._optimizer()
 
     def _cast(self, dtype: str) -> None:
-        """Another dtype; aliases taken before belong to the old memory."""
+        """Cast to another dtype; aliases taken before belong to the old memory."""
         if self.total is not None:
             return
         self._reshard_all()
