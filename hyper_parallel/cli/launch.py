@@ -92,6 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(printable(f"{chosen}{shlex.join(command)}"), file=sys.stderr, flush=True)
     if arguments.print_only:
         return 0
+    if framework == "mindspore":
+        # msrun starts a script as `python` of the path, which may be one without MindSpore.
+        environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment.get("PATH", os.defpath)])
     if framework == "mindspore" and arguments.nodes == 1:
         with tempfile.TemporaryDirectory() as folder:
             command = command_of(framework, arguments.processes, [msrun_worker.__file__, folder, *script], *where)

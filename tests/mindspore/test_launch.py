@@ -216,7 +216,7 @@ def test_msrun(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_script_that_ends_at_once(tmp_path: Path) -> None:
-    """A rank that ends by `os._exit` takes no leave of msrun's scheduler."""
+    """A rank that ends by `os._exit` takes no leave of msrun's scheduler. The path has no Python with MindSpore."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + "\nimport os\nos._exit(0)\n")
     main = "import sys; from hyper_parallel.cli.main import main; sys.exit(main())"
@@ -224,7 +224,7 @@ def test_a_script_that_ends_at_once(tmp_path: Path) -> None:
     ended = subprocess.run(
         command,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": os.defpath},
         timeout=PATIENCE,
         capture_output=True,
         text=True,

@@ -186,7 +186,7 @@ def test_specifications() -> None:
     assert object_at("json:JSONDecoder.decode") is json.JSONDecoder.decode
     for wrong, message in {
         "mesh": lambda: mesh_of("dp:2"),
-        "no size": lambda: bytes_of("much"),
+        "is not a size": lambda: bytes_of("much"),
         "write dtype": lambda: inputs_of(["float32"], "", 1, 1),
         "no dtype is called": lambda: inputs_of(["real[2]"], "", 1, 1),
         "write package.module:name": lambda: object_at("name"),
