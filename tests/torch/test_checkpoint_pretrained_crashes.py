@@ -187,7 +187,7 @@ def test_refusals(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(disk, "_PATIENCE", 0.05)
     with (
         disk.alone_in(tmp_path),
-        pytest.raises(CheckpointError, match="was not saved: another program has been giving names"),
+        pytest.raises(CheckpointError, match="was not saved: another program is renaming its files there"),
     ):
         save_pretrained(weights(2.0), tmp_path, max_shard_size=40)
     assert {path.name for path in tmp_path.iterdir()} == before and value_of(tmp_path) == 1.0

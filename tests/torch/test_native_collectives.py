@@ -378,7 +378,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
             distribute_tensor(torch.ones(2), m, [Replicate(), Shard(0)]), empty(2), group=m["dp"].get_group()
         ),
         ValueError,
-        "would not be afterwards",
+        "would differ afterwards",
     ),
     "functional": (
         lambda m: functional.all_reduce(placed(m, Replicate()), "sum", m["dp"].get_group()),

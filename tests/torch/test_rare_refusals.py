@@ -145,7 +145,7 @@ WRONG: list[tuple[Callable[[Any], None], str]] = [
     (changed_while_whole, "RuntimeError: Linear under fully_shard: a parameter was changed while it was whole: call"),
     (state_of_another_shape, "ValueError: weight.exp_avg has shape (4, 4), given is (2, 2)"),
     (untied, "ValueError: Twice under fully_shard: something has taken the place of its parameter"),
-    (row_of_nothing, "ValueError: the op table maps special_entr to 'no_such_operation', which is no canonical"),
+    (row_of_nothing, "ValueError: the op table maps special_entr to 'no_such_operation', which is not a canonical"),
     (nothing_distributed, "TypeError: add was intercepted without a DTensor among its arguments"),
     (
         groups_after_forward_of_a_part,
