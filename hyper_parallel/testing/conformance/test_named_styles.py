@@ -294,7 +294,7 @@ def wrong_heads(mesh: Any) -> None:
     refused(adapter.GroupedAttention(8, 8, 3), {"wo": RowwiseParallel(heads=6)}, "'wo' has 6 heads")
     refused(adapter.FusedAttention(8, 2, 2), {"wqkv": ColwiseParallel(heads=(8, 2, 2))}, "'wqkv' has 2 heads of 2")
     refused(adapter.FusedAttention(8, 2, 2), {"wqkv": ColwiseParallel(packed=5)}, "'wqkv'", "24 elements", "5 parts")
-    refused(adapter.FusedAttention(8, 2, 2), {"wqkv": ColwiseParallel(packed=(8, 8))}, "24 elements", "16 in all")
+    refused(adapter.FusedAttention(8, 2, 2), {"wqkv": ColwiseParallel(packed=(8, 8))}, "24 elements", "add up to 16")
     shared = {"wk": ColwiseParallel(heads=3, replicate_heads=True)}
     refused(adapter.GroupedAttention(12, 3, 2), shared, "'wk' has 3 heads")
     # A norm over all heads together.
