@@ -99,8 +99,10 @@ class Tests:
         self.stopped = False
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a process, with ``variables``."""
-        return {**os.environ, **self.variables, **variables}
+        """Return the environment of a process, with ``variables``. Each of hundreds of processes would compile the
+        sources anew where it may not write them."""
+        inherited = {name: x for name, x in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        return {**inherited, **self.variables, **variables}
 
     def unmeasured(self) -> Tests:
         """Return the same settings, without coverage."""
