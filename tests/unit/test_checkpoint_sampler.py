@@ -96,5 +96,5 @@ def test_refusals() -> None:
             Sampler(*arguments)
     with pytest.raises(ValueError, match="num_replicas and rank together, or mesh"):
         Sampler(10, rank=1)
-    with pytest.raises(ValueError, match="of 10 samples, and this data set has 11"):
+    with pytest.raises(ValueError, match="for 10 samples, and this data set has 11"):
         Sampler([*range(11)], 1, 0).load_state_dict(Sampler(10, 1, 0).state_dict())
