@@ -41,7 +41,7 @@ DCP, PLAIN, DD = "torch DCP", "safetensors of each shard", "dd of all of it"
 
 
 class Ranks:
-    """This rank, and a directory that all have."""
+    """Ranks of a run, from the view of one, and a directory that all have."""
 
     def __init__(self, rank: int, size: int, place: Path) -> None:
         self.rank, self.size, self.place = rank, size, place
@@ -56,7 +56,7 @@ class Ranks:
 
 
 def locals_of(megabytes: int, ranks: Ranks, seed: int) -> dict[str, torch.Tensor]:
-    """This rank's part of every tensor, all cut along their rows."""
+    """The part of every tensor that this rank has, all cut along their rows."""
     generator = torch.Generator().manual_seed(seed * 1000 + ranks.rank)
     found = {}
     for i in range(max(1, megabytes // LARGE)):
@@ -126,7 +126,7 @@ def sync(path: Path) -> None:
 
 
 class Way:
-    """How all ranks save and load."""
+    """A way in which all ranks save and load."""
 
     def __init__(self, name: str, ranks: Ranks, wrap: Callable[[torch.Tensor], Any]) -> None:
         self.name, self.ranks, self._wrap = name, ranks, wrap

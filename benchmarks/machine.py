@@ -1,4 +1,4 @@
-"""Where a run took place: machine, versions, commit."""
+"""The machine, the versions and the commit of a run."""
 
 from __future__ import annotations
 

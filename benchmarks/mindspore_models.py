@@ -48,7 +48,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RmsNorm(nn.Cell):
-    """In elementary operations, because the fused one has no kernel on CPU."""
+    """An RMS norm of elementary operations, because the fused one has no kernel on CPU."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class LlamaBlock(nn.Cell):
 
 # -------------------------------------------------------------------------------------------------------- hand-written
 def all_reduce(x: Tensor, op: str = "sum") -> Tensor:
-    """In place, of a tensor that is contiguous and all of its storage."""
+    """Reduce in place a tensor that is contiguous and all of its storage."""
     dist.all_reduce(x, op, GROUP)
     return x
 

@@ -1,4 +1,5 @@
-"""Where the time of a step goes: ``python -m benchmarks.profiling mlp|llama|llama-sp|decode VERSION [--backward]``."""
+"""The time of a step by its functions: ``python -m benchmarks.profiling mlp|llama|llama-sp|decode VERSION
+[--backward]``."""
 
 from __future__ import annotations
 

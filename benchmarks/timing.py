@@ -33,7 +33,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """The amount of measuring.
 
     Attributes:
         rounds: how often each version has its turn.
@@ -62,7 +62,7 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Without Python's garbage collector, which otherwise runs at anybody's expense."""
+    """Stop Python's garbage collector, which would otherwise run in some of the measured steps."""
     gc.collect()
     gc.disable()
     try:

@@ -34,7 +34,7 @@ class Collectives(Protocol):
         """All ranks' ``x``, one after the other along dimension 0."""
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
-        """This rank's part, along dimension 0, of the sum of all ranks' ``x``."""
+        """Reduce-scatter along dimension 0: the part of the sum of all ranks' ``x`` for this rank."""
 
     def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
         """`all_gather` that runs until ``wait()`` of the returned handle."""

@@ -1,4 +1,4 @@
-"""How much memory a step takes, by the allocations that torch's profiler sees."""
+"""The memory that a step takes, by the allocations that torch's profiler sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How docstrings are read for the reference: an extension of griffe, which parses them for mkdocstrings."""
+"""Docstrings for the reference: an extension of griffe, which parses them for mkdocstrings."""
 
 from __future__ import annotations
 

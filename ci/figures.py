@@ -110,7 +110,7 @@ def unstamped(name: str, text: str) -> list[str]:
 
 
 def age(root: Path, commit: str) -> int | None:
-    """How many commits HEAD has that ``commit`` has not; None where git does not know it."""
+    """The number of commits that HEAD has and ``commit`` has not; None where git does not know it."""
     command = ["git", "rev-list", "--count", f"{commit}..HEAD"]
     done = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True)
     return None if done.returncode else int(done.stdout)

@@ -27,6 +27,6 @@ def refuse_namesake(paths: Iterable[str] | None = None) -> None:
         if any(os.path.isdir(os.path.join(folder, name)) for name in _OF_THE_OTHER):
             raise ImportError(
                 f"{folder} holds files of mindspore-ai/hyper-parallel, another package with the name hyper_parallel: "
-                "which of the two is imported would be a matter of chance. Take an environment for each; where both "
-                "were installed into one, pip uninstall hyper-parallel, delete that folder, and install one"
+                "it is uncertain which of the two is imported. Use an environment for each; if both were installed "
+                "into one, pip uninstall hyper-parallel, delete that folder, and install one"
             )

@@ -16,7 +16,7 @@ _SIZE, _PLACE = "CHECKPOINT_MIB", "CHECKPOINT_DIRECTORY"
 
 
 def run(effort: Effort) -> Result:
-    """With 4 ranks."""
+    """Measure with 4 ranks."""
     full = effort.rounds > 50
     megabytes = int(os.environ.get(_SIZE, "2048" if full else "256"))
     with tempfile.TemporaryDirectory(dir=os.environ.get(_PLACE)) as place:

@@ -1,4 +1,4 @@
-"""How many collectives each version issues, and with how many bytes."""
+"""Numbers and bytes of the collectives that each version issues."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FUNCTIONAL = "hand-written, collectives for compilers"
 
 
 def run(effort: Effort) -> Result:
-    """With and without sequence parallelism."""
+    """Measure with and without sequence parallelism."""
     sizes = LlamaSizes()
     result = Result(
         "compile",

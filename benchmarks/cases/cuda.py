@@ -12,7 +12,7 @@ __all__ = ["run"]
 
 
 def run(effort: Effort) -> Result:
-    """In a process of its own, because the platform of this one is chosen."""
+    """Measure in a separate process, because this one has chosen its platform."""
     if not torch.cuda.is_available():
         return Result("cuda", "Not measured: this machine has no CUDA device.")
     arguments = (str(effort.rounds), str(effort.turn))

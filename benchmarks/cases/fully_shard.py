@@ -20,7 +20,7 @@ LARGE = LlamaSizes(batch=1, sequence=8, features=256, hidden=512, heads=4)
 
 
 def run(effort: Effort) -> Result:
-    """Over 4 data parallel ranks, and over 2 x 2, data and tensor parallel."""
+    """Measure over 4 data parallel ranks, and over 2 x 2, data and tensor parallel."""
     sizes = LlamaSizes()
     result = Result(
         "fully_shard",

@@ -10,7 +10,7 @@ __all__ = ["run"]
 
 
 def run(effort: Effort) -> Result:
-    """With 2 and with 4 ranks."""
+    """Measure with 2 and with 4 ranks."""
     rounds = max(6, effort.rounds * 2 // 5)
     two, four = (
         launch(

@@ -15,7 +15,7 @@ RANKS = 4
 
 
 def run(effort: Effort, device: str = "cpu") -> Result:
-    """With and without sequence parallelism, and one token under no_grad."""
+    """Measure with and without sequence parallelism, and one token under no_grad."""
     sizes = LlamaSizes()
     result = Result(
         "llama",

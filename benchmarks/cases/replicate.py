@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def versions(sizes: LlamaSizes, device: str = "cpu", ranks: int = RANKS) -> dict[str, Pass]:
-    """By name, a forward and backward of a few Llama blocks."""
+    """Passes by name: forward and backward of a few Llama blocks."""
     from hyper_parallel import init_device_mesh, replicate
 
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ class Pass:
         self.model(self.x).sum().backward()
 
     def clear(self) -> None:
-        """Without gradients again."""
+        """Clear the gradients."""
         for p in self.model.parameters():
             p.grad = None
 

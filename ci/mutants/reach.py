@@ -128,7 +128,7 @@ class Reach:
         return rounds
 
     def _closest_first(self, tests: set[str], words: set[str]) -> list[str]:
-        """In turn one test of each test function: the cases of one function are very similar."""
+        """One test of each test function in turn: the cases of one function are very similar."""
         functions: dict[str, list[str]] = {}
         for test in sorted(tests, key=lambda test: (-_shared(words, test), self.seconds[test], test)):
             functions.setdefault(test.partition("[")[0], []).append(test)

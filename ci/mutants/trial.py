@@ -152,7 +152,7 @@ class Place:
 
 
 def _load() -> float:
-    """How many times longer than alone everything may take now."""
+    """The factor by which everything may take longer now than on an idle machine."""
     return max(1.0, os.getloadavg()[0] / 2 / (os.cpu_count() or 1))
 
 

@@ -60,7 +60,7 @@ class LlamaConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How the model is trained. Every process derives the same weights, batches and sample from it."""
+    """Settings of a training run. Every process derives the same weights, batches and sample from it."""
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
     steps: int = 100

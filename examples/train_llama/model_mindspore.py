@@ -152,7 +152,7 @@ class LlamaDecoderLayer(nn.Cell):
 
 
 class LlamaModel(nn.Cell):
-    """From tokens (batch, length) to their last hidden states (batch, length, hidden_size)."""
+    """Llama from tokens (batch, length) to their last hidden states (batch, length, hidden_size)."""
 
     layer_type: type[nn.Cell] = LlamaDecoderLayer
 
@@ -178,7 +178,7 @@ class LlamaModel(nn.Cell):
 
 
 class LlamaForCausalLM(nn.Cell):
-    """From tokens (batch, length) to logits (batch, length, vocab_size).
+    """Llama from tokens (batch, length) to logits (batch, length, vocab_size).
 
     Args:
         config: the fields of Hugging Face's ``LlamaConfig``: vocab_size, hidden_size, intermediate_size,

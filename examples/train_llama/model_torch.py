@@ -83,7 +83,7 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """From tokens (batch, length) to their last hidden states (batch, length, hidden_size)."""
+    """Llama from tokens (batch, length) to their last hidden states (batch, length, hidden_size)."""
 
     cos: Tensor
     sin: Tensor
@@ -106,7 +106,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """From tokens (batch, length) to logits (batch, length, vocab_size)."""
+    """Llama from tokens (batch, length) to logits (batch, length, vocab_size)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How the model is spread over the processes: one plan for both frameworks.
+"""The plan that spreads the model over the processes, the same for both frameworks.
 
 Along the mesh dimension "tp" it is tensor parallel. The residual stream is split along the sequence (dimension 1 of
 (batch, length, hidden_size)). It is gathered in front of attention and feed-forward, whose weights are split over heads

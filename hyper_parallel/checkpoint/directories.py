@@ -29,7 +29,7 @@ def run_of(directory: Path) -> str:
 
 
 def set_run(directory: Path, run: str) -> None:
-    """This process goes on with a run."""
+    """Note that this process continues a run."""
     _RUNS[directory.resolve()] = run
 
 

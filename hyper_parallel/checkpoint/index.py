@@ -149,7 +149,7 @@ def read_index(directory: Path) -> Index:
         said = f"{error}" or type(error).__name__
         raise CheckpointError(f"{path} is damaged: it is not JSON ({said})") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} is the index of something else: its format is not {_FORMAT!r}")
+        raise CheckpointError(f"{path} is not the index of a checkpoint: its format is not {_FORMAT!r}")
     version = content.get("version")
     if type(version) is not int or not 1 <= version <= _VERSION:
         raise CheckpointError(
@@ -157,9 +157,7 @@ def read_index(directory: Path) -> Index:
             f"{_VERSION}: load it with the release that saved it, or a later one"
         )
     if "sum" in content if version == 1 else not _is_whole(text):
-        raise CheckpointError(
-            f"{path} is damaged: its checksum is another one, so that something has changed it since it was saved"
-        )
+        raise CheckpointError(f"{path} is damaged: its checksum differs, so the file was changed after it was saved")
     try:
         return _parse(path, content)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
@@ -203,7 +201,7 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
         tensors[name] = stored
     aliases = {str(name): str(target) for name, target in content["aliases"].items()}
     if lost := [target for target in aliases.values() if target not in tensors]:
-        raise ValueError(f"tensor {lost[0]!r}, which has another name, is not there")
+        raise ValueError(f"tensor {lost[0]!r}, to which another name refers, is missing")
     check(content["values"])
     sums = content["checksums"]
     if not isinstance(sums, dict) or not all(isinstance(of_file, dict) for of_file in sums.values()):
@@ -239,6 +237,6 @@ def _check_parts(name: str, x: StoredTensor) -> None:
         if not fits or any(o + n > size for o, n, size in zip(part.offsets, part.sizes, x.shape, strict=True)):
             raise ValueError(f"tensor {name!r} of shape {x.shape} has a part of sizes {part.sizes} at {part.offsets}")
     if sum(math.prod(part.sizes) for part in x.parts) != math.prod(x.shape):
-        raise ValueError(f"the parts of tensor {name!r} of shape {x.shape} do not make it up")
+        raise ValueError(f"the parts of tensor {name!r} of shape {x.shape} do not cover it")
     if len(x.parts) > 1 and not is_tiling(x.shape, [(part.offsets, part.sizes) for part in x.parts]):
         raise ValueError(f"the parts of tensor {name!r} of shape {x.shape} overlap")

@@ -186,7 +186,7 @@ class Files:
         for name, entry in shared_out(((self._file(f).nbytes(e), (f, e)) for f, e in parts), rank, size):
             file = self._file(name)
             if file.checksum(entry) != sums[name].get(entry):
-                raise CheckpointError(f"{file.path}: entry {entry!r} is damaged, its checksum is another one")
+                raise CheckpointError(f"{file.path}: entry {entry!r} is damaged: its checksum differs")
 
     def read(self, part: Part, box: tuple[slice, ...], target: np.ndarray) -> None:
         """Fill an array with a box of a part."""

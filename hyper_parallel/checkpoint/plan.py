@@ -69,8 +69,8 @@ def share_out(tensors: Iterable[Wanted], members: Sequence[int]) -> dict[str, li
             holders = known[x.layout]
             if not all(ranks for _, ranks in holders):
                 raise ValueError(
-                    f"{x.name!r} lies on {x.layout.mesh}, and of the ranks that save, {list(members)}, none has some "
-                    "part of it: let all ranks of its mesh save"
+                    f"{x.name!r} lies on {x.layout.mesh}, and none of the ranks that save, {list(members)}, has some "
+                    "of its parts: let all ranks of its mesh save"
                 )
         found[x.name] = [writer for held, ranks in holders for writer in _share(held, ranks, x.itemsize, load)]
     return found

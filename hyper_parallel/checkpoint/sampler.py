@@ -128,8 +128,8 @@ class StatefulDistributedSampler:
         """
         if state["size"] != self.size:
             raise ValueError(
-                f"the order of the data is that of {state['size']} samples, and this data set has {self.size}: begin "
-                "an epoch with it, and load without the sampler"
+                f"the saved order of the data is for {state['size']} samples, and this data set has {self.size}: load "
+                "without the sampler, and begin a new epoch"
             )
         self.epoch, self.seed, self.shuffle = state["epoch"], state["seed"], state["shuffle"]
         self._start, self._drawn, self._used = state["position"], 0, None

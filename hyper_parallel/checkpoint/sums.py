@@ -96,5 +96,5 @@ def sums_in(header: bytes, metadata: Any, names: Sequence[str]) -> dict[str, int
     own, *sums = (int(found[1][at : at + _DIGITS], 16) for at in range(0, len(found[1]), _DIGITS))
     zeros = header[: found.start(1)] + b"0" * len(found[1]) + header[found.end(1) :]
     if zlib.crc32(zeros) != own:
-        raise ValueError("the checksum of its header is another one")
+        raise ValueError("the checksum of its header differs")
     return dict(zip(names, sums, strict=True))

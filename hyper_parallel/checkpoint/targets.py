@@ -269,7 +269,7 @@ class Filling:
         """A new tensor to be filled, plain or of ``layout``. ``parameter``: whose state it is."""
         found = self.index.find(stored)
         if found is None:
-            raise CheckpointError(f"the index has a place for tensor {stored!r}, and no such tensor")
+            raise CheckpointError(f"the index refers to tensor {stored!r}, which it does not list")
         stored, there, platform = found, self.index.tensors[found], self.platform
         if there.dtype not in platform.dtypes:
             raise _MisfitError(f"tensor {stored!r} is of {there.dtype}, which {platform.name} does not have")
@@ -293,15 +293,15 @@ class Filling:
 
     # ---------------------------------------------------------------------- problems
     def wrong(self, problem: str) -> None:
-        """Something does not fit."""
+        """Note a problem: a value that does not fit."""
         self._wrong.append(problem)
 
     def lacks(self, name: str) -> None:
-        """The checkpoint lacks something."""
+        """Note a name that the checkpoint lacks."""
         self._missing.append(name)
 
     def asked(self, name: str) -> None:
-        """Something of that name in the checkpoint is known to the state."""
+        """Note that the state knows the checkpoint's entry of that name."""
         self._asked.add(name)
 
     def _look_for_unexpected(self) -> None:

@@ -146,7 +146,7 @@ def _check_counts(arguments: argparse.Namespace) -> None:
         raise UsageError(f"-n {arguments.processes} --nodes {arguments.nodes}: both are at least 1")
     if not 0 <= arguments.node_rank < arguments.nodes:
         last = arguments.nodes - 1
-        raise UsageError(f"--node-rank {arguments.node_rank}: of {arguments.nodes} node(s) it is 0 to {last}")
+        raise UsageError(f"--node-rank {arguments.node_rank}: with {arguments.nodes} node(s) it must be 0 to {last}")
     if arguments.port is not None and not 1 <= arguments.port <= 65535:
         raise UsageError(f"--port {arguments.port}: a port is 1 to 65535")
 

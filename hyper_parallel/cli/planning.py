@@ -89,7 +89,7 @@ def _told() -> Iterator[None]:
 
 def _check_optimizer(name: str, run: DryRun | None) -> None:
     if run is not None and run.memory.optimizer is None and name.lower() != "none":
-        raise UsageError(f"--optimizer {name}: the framework has none of this name; 'none' leaves it out")
+        raise UsageError(f"--optimizer {name}: the framework has no optimizer of this name; 'none' leaves it out")
 
 
 def _check_file(path: str | None) -> None:

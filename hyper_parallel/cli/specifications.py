@@ -108,7 +108,7 @@ def model_of(text: str, dtype: str | None) -> Any:
             try:
                 model = model.to(_dtype(platform, dtype))
             except TypeError as error:
-                raise UsageError(f"--dtype {dtype} is none for parameters: {error}") from error
+                raise UsageError(f"--dtype {dtype} cannot be the dtype of parameters: {error}") from error
     return model
 
 

@@ -50,7 +50,7 @@ def same(got: Any, wanted: Any, what: str, tolerance: float = TOLERANCE) -> None
 
 
 def local_parts(x: np.ndarray, layout: Any, rng: np.random.Generator) -> np.ndarray:
-    """This rank's local array of a tensor with value ``x``: for `Partial`, summands that differ per rank.
+    """The local array of a tensor with value ``x`` on this rank: for `Partial`, summands that differ per rank.
 
     ``rng`` must be in the same state on every rank.
     """

@@ -56,7 +56,7 @@ class PlanCheck:
         return not self.wrong
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report for JSON."""
         return {**asdict(self), "right": bool(self), "wrong": self.wrong}
 
     def to_json(self) -> str:

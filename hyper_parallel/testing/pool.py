@@ -74,7 +74,7 @@ class JobError(Exception):
 
 @dataclass
 class Worker:
-    """This side of one worker process."""
+    """The parent's side of a worker process."""
 
     process: BaseProcess
     connection: Connection

@@ -139,7 +139,7 @@ def fake_platform() -> Platform:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[FakeCudaMode]:
-    """This process is one of ``size`` ranks, and its tensors are fake."""
+    """Make this process one of ``size`` ranks, with fake tensors."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with (

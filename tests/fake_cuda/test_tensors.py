@@ -141,7 +141,7 @@ def test_dropout_and_initialisation(mode: FakeCudaMode, placement: Any) -> None:
 
 
 def test_generators_are_synchronized_by_the_gpu_state(mode: FakeCudaMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first random operation on a mesh, each rank takes over the state of the first rank's GPU."""
+    """Each rank takes over the GPU state of the mesh's first rank before the first random operation."""
     from hyper_parallel.core.rules import random
 
     mesh, states = mesh_1d(), []

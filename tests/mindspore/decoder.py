@@ -62,7 +62,7 @@ class Block(nn.Cell):
 
 
 class Nothing(nn.Cell):
-    """Without parameters."""
+    """A layer without parameters."""
 
     def construct(self, x: Any) -> Any:
         return x

@@ -75,7 +75,7 @@ def whole(t: Any) -> np.ndarray:
 
 
 def rows_of(x: np.ndarray, layout: Any) -> Tensor:
-    """This rank's part of ``x`` as a plain tensor."""
+    """The rows of ``x`` that this rank has, as a plain tensor."""
     return Tensor(np.ascontiguousarray(x[layout.local_index()]))
 
 

@@ -35,14 +35,14 @@ class Draw:
         return Tensor((np.round(self.rng.uniform(0.5, 3, shape) * 64) / 64).astype(np.float32))
 
     def unit(self, *shape: int) -> Tensor:
-        """Between 0 and 1."""
+        """Numbers between 0 and 1."""
         return Tensor((np.round(self.rng.uniform(0.1, 0.9, shape) * 64) / 64).astype(np.float32))
 
     def i(self, high: int, *shape: int) -> Tensor:
         return Tensor(self.rng.integers(0, high, shape).astype(np.int64))
 
     def places(self, high: int, count: int, columns: int) -> Tensor:
-        """In each column different places: where two elements are written to one, the later one need not win."""
+        """Different places in each column: where two elements are written to one place, either may win."""
         rows = [self.rng.permutation(high)[:count] for _ in range(columns)]
         return Tensor(np.stack(rows, 1).astype(np.int64))
 

@@ -119,7 +119,7 @@ def differentiate(
         return run(inputs)[0], []
 
     class NoLossError(Exception):
-        """There is nothing to differentiate."""
+        """The loss has nothing to differentiate."""
 
     def loss(*xs: Any) -> Any:
         outputs[:], value = run(list(xs))

@@ -205,7 +205,7 @@ def first(results: list[Any]) -> Any:
 
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS])
 def test_there_and_back(pool: Any, torch_pool: Any, tmp_path: Path, optimizer: str) -> None:
-    """From torch on four ranks to MindSpore on two, and back to 2 x 2 fully sharded ones."""
+    """A checkpoint of torch on four ranks goes to MindSpore on two, and back to 2 x 2."""
     saved, trained = first(torch_pool.run(4, save_job, (1, 4), optimizer, str(tmp_path)))
     there, trained_there = first(pool.run(4, load_job, (1, 2), optimizer, str(tmp_path), "saved", "again"))
     back, trained_back = first(torch_pool.run(4, load_job, (2, 2), optimizer, str(tmp_path), "again", None))

@@ -144,7 +144,7 @@ class Called:
     ("row", "static_args"), [("cross_entropy", ("mean", -100, 0.0)), ("nll_loss", ("sum", 1))], ids=str
 )
 def test_losses_are_mint_s(request: pytest.FixtureRequest, row: str, static_args: tuple) -> None:
-    """On Ascend the function that was called runs; on CPU, where it has no kernel, that of `mindspore.ops`."""
+    """The called function runs on Ascend; the CPU has no kernel for it, and runs that of `mindspore.ops`."""
     native, xs = Called(), (Tensor(MINE), Tensor([0, 1, 0, 1], ms.int32), None)
     on_cpu = loss.LOSSES[row].call(native, xs, static_args)
     assert native.args == () and np.isfinite(on_cpu.asnumpy())
@@ -155,7 +155,7 @@ def test_losses_are_mint_s(request: pytest.FixtureRequest, row: str, static_args
 
 
 def test_embedding_is_mint_s(request: pytest.FixtureRequest) -> None:
-    """With a padding: on Ascend the primitive knows it, on CPU it is a look-up and a selection."""
+    """The padding index is an argument of Ascend's primitive; on CPU a look-up and a selection replace it."""
     native, xs = Called(), (Tensor([0, 1], ms.int32), Tensor(MINE))
     assert np.array_equal(nn._embedding(native, xs, (1,)).asnumpy(), MINE[:2])
     request.getfixturevalue("ascend")
@@ -167,7 +167,7 @@ def test_embedding_is_mint_s(request: pytest.FixtureRequest) -> None:
 def test_device_of_local_rank(
     ascend: MindSporePlatform, monkeypatch: pytest.MonkeyPatch, chosen: int, local_rank: str | None, selected: list
 ) -> None:
-    """Under torchrun's variables each rank selects its device before it meets the others, unless the program has."""
+    """Each rank under torchrun's variables selects its device before it meets the others, unless the program has."""
     calls: list[Any] = []
     context = {"device_id": chosen}
     plain = ms.get_context

@@ -91,7 +91,7 @@ def problems_when_repeated(mesh: Any, dim: int, calls: list[str]) -> list[str]:
     ],
 )
 def test_calls(pool: Any, world: int, dim: int | None) -> None:
-    """Over three ranks, dims of size 4 leave one of them without elements."""
+    """Dims of size 4 over three ranks leave one rank without elements."""
     assert pool.run(world, problems, dim, CALLS, timeout=300) == [[]] * world
 
 

@@ -31,7 +31,7 @@ NORMS_OF_ALL = ("norm of all", "norm 1 of all", "largest of all")
 
 
 def own_gradients(net: Any, how: str) -> Any:
-    """By MindSpore's own functions."""
+    """The gradients by MindSpore's own functions."""
     weights = net.trainable_params()
     loss = loss_of(net)
     if how == "value_and_grad":
@@ -84,7 +84,7 @@ def clipped(mesh: Any, how: str) -> list[str]:
     ],
 )
 def test_local_gradients(pool: Any, world: int, how: str) -> None:
-    """They are recognised: the norm is that of the gradients of all ranks, and so on each."""
+    """Local gradients are recognised: each rank's norm is that of the gradients of all ranks."""
     assert pool.run(world, clipped, how) == [[]] * world
 
 

@@ -102,7 +102,7 @@ def layers_with_a_seed(mesh: Any, placement: Any) -> list[np.ndarray]:
 
 @on_ranks(1, 2, 4, name="world")
 def test_layers_draw_what_the_unsharded_network_draws(pool: Any, world: int) -> None:
-    """Over four ranks, five rows leave one of them without elements."""
+    """Five rows over four ranks leave one rank without elements."""
     first, *others = pool.run(world, layers_with_a_seed, Shard(1))
     assert all(np.array_equal(first, other) for other in others)
 
@@ -114,7 +114,7 @@ def test_replicated_inputs(pool: Any) -> None:
 
 @contextmanager
 def without_a_seed(mesh: Any) -> Iterator[None]:
-    """As in a process without a global seed, in which nothing was drawn on the mesh."""
+    """The state of a process without a global seed, in which nothing was drawn on the mesh."""
     seeds = importlib.import_module("mindspore.common.seed")
     before, seeds._GLOBAL_SEED = seeds._GLOBAL_SEED, None
     random._SYNCHRONIZED.discard(mesh)
@@ -189,7 +189,7 @@ ELEMENTS = (0, 1, 7)
 
 
 def kept_by(net: Any, steps: int) -> list[list[bytes]]:
-    """For each step and output, which elements are kept."""
+    """The kept elements of each step and output."""
     x = Tensor(np.ones((4, 5, 8), np.float32))
     return [[(y.asnumpy() != 0).tobytes() for y in net(x)] for _ in range(steps)]
 
@@ -374,7 +374,7 @@ class Dropping(nn.Cell):
 
 @on_mesh()
 def recomputed(mesh: Any) -> None:
-    """With counters, a recomputation in backward drops the same elements again."""
+    """Recomputation in backward drops the same elements again, because of counters."""
     found = []
     try:
         for recompute in (False, True):

@@ -21,7 +21,7 @@ def values(dtype: str) -> np.ndarray:
 
 @on_mesh()
 def moved(mesh: Any, dtype: str) -> list[bool]:
-    """To whole tensors, from one dimension to the other, and from number to number, with an empty shard."""
+    """Redistributions to whole tensors, between dimensions and between dtypes, with an empty shard."""
     x, found = values(dtype), []
     for dim in (0, 1):
         sharded = distribute_tensor(Tensor(x), mesh, [Shard(dim)])

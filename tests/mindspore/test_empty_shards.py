@@ -104,7 +104,7 @@ NIGHTLY = [pytest.param(*row, marks=pytest.mark.nightly) for row in ((3, 0, 1), 
 
 @pytest.mark.parametrize(("world", "dim", "every"), [(3, 0, 3), *NIGHTLY])
 def test_gradients(pool: Any, world: int, dim: int, every: int) -> None:
-    """Over three ranks dims of size 4, over four ranks dims of size 6 leave one of them without elements."""
+    """Dims of size 4 over three ranks, and of size 6 over four, leave one rank without elements."""
     assert pool.run(world, problems, dim, differentiable()[::every], timeout=300) == [[]] * world
 
 

@@ -53,7 +53,7 @@ os._exit(0)
 
 
 def test_lost_rank_is_named() -> None:
-    """After the time-out of collectives, which is not that of the meeting here."""
+    """The error comes after the time-out of collectives, which differs from that of the meeting here."""
     ended = run_ranks(["-c", PROGRAM], 3, MS_CPU_COMM_OP_TIMEOUT="10")
     for rank in (0, 2):
         _, _, raised = ended[rank].out.partition("raised|")

@@ -82,7 +82,7 @@ def by_other_name(x: Any) -> Any:
 
 
 def by_lookup(x: Any) -> Any:
-    """Nothing that could be seen before it runs."""
+    """Compute with a tensor that cannot be found before this runs."""
     return x + vars(holder)["ten" + "sor"]
 
 
@@ -297,7 +297,7 @@ tests.followed_by_others()
 
 
 def followed_by_others() -> None:
-    """After an exception of the user's in a recording MindSpore records nothing more: the next DTensor mends that."""
+    """MindSpore records nothing more after a user's exception in a recording; the next DTensor mends that."""
     x = Tensor(np.ones((2, 2), np.float32))
 
     def fails(x: Any) -> Any:

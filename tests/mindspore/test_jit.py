@@ -58,7 +58,7 @@ def activations(*shape: int) -> Tensor:
 
 
 class MLP(nn.Cell):
-    """Both kinds of linear layers; its input is read by one of them, or by two."""
+    """A network with both kinds of linear layers; its input is read by one of them, or by two."""
 
     def __init__(self, gated: bool = False) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ BLOCK = {key.removeprefix("layers.*."): style for key, style in llama.BASE_MODEL
 
 
 def collectives_of(phases: list[Any]) -> Counter[str]:
-    """How many of each kind there are in the graph that was made last."""
+    """The number of collectives of each kind in the latest graph."""
     executor, phase = phases[-1]
     model = ModelProto()
     model.ParseFromString(executor._graph_executor.get_func_graph_proto(phase, "anf_ir"))
@@ -335,7 +335,7 @@ def test_replaced_parameters(pool: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------ MindSpore by itself
 class Triple(nn.Cell):
-    """Its backward is not that of its forward, as that of a collective is not."""
+    """A cell whose backward is not the derivative of its forward, as with collectives."""
 
     def construct(self, x: Any) -> Any:
         return x * 1

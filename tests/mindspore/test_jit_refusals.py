@@ -33,7 +33,7 @@ FEATURES, UNITS = 8, 12
 
 
 class Scaled(nn.Cell):
-    """Its parameter has a name of its own."""
+    """A cell whose parameter has a name of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -180,7 +180,7 @@ def test_initializers(pool: Any, place: str) -> None:
 
 @on_mesh()
 def seeded(mesh: Any) -> list[bool]:
-    """With a seed the numbers are those of the single cell."""
+    """A seed gives the numbers of the single cell."""
     found = []
     for place in PLACES:
         weights = []

@@ -72,7 +72,7 @@ def test_all_answer(server: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_some_are_missing(server: tuple[Any, int], short_grace: None) -> None:
-    """One has failed in this group, one in another, one is silent."""
+    """A rank has failed in this group, another in a different group, and a third is silent."""
     store, port = server
     assert on_rank(21, store_at(port)).find_missing_ranks("group", (21,), "all_reduce") == ({21: "all_reduce"}, ())
     assert on_rank(22, store_at(port)).find_missing_ranks("other", (22,), "all_gather") == ({22: "all_gather"}, ())
@@ -81,7 +81,7 @@ def test_some_are_missing(server: tuple[Any, int], short_grace: None) -> None:
 
 
 def test_no_way_to_find_out() -> None:
-    """Where the program has initialised MindSpore itself there is no store; before that there is no world."""
+    """A program that initialises MindSpore itself has no store; before that there is no world."""
     assert on_rank(0, None).find_missing_ranks("group", (0, 1), "all_reduce") is None
     assert GroupVerbs().find_missing_ranks("group", (0, 1), "all_reduce") is None
 

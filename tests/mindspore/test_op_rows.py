@@ -63,7 +63,7 @@ def test_dims_and_sizes_in_tensors() -> None:
 
 
 def test_operands_by_keyword() -> None:
-    """They go back where they came from."""
+    """Operands given by keyword are passed on by keyword."""
     x, y = Tensor(X), Tensor(X * 2 + 1)
     result = run_row("Lerp", ops.lerp, (x,), {"end": y, "weight": 0.25})
     assert np.allclose(result.asnumpy(), X + 0.25 * (X + 1))
@@ -125,7 +125,7 @@ def test_nll_loss(reduction: str, ignored: int) -> None:
 
 @pytest.mark.parametrize(("rest", "name"), [((0, 0), "embedding"), ((1, 0), None), ((0, 1), None)])
 def test_look_ups(rest: tuple, name: str | None) -> None:
-    """With ids of two dims only the rows of a matrix have a rule, without batch dims."""
+    """Look-ups with ids of two dims have a rule for the rows of a matrix only, without batch dims."""
     ids = Tensor([[0, 1], [1, 0]])
     row = VARIANTS["Gather"]((Tensor(X), ids, *rest), {})
     assert (row and row.name) == name
@@ -137,7 +137,7 @@ def test_look_ups(rest: tuple, name: str | None) -> None:
 # -------------------------------------------------------------------- operands without elements
 @pytest.mark.parametrize("beta", [1, 2])
 def test_addmm_of_an_empty_product(beta: int) -> None:
-    """All of it is the term that is added, and its gradient; the others are connected, with empty gradients."""
+    """The result is the added term, with its gradient; the other operands are connected, with empty gradients."""
     c, a, b = Tensor(X), ops.zeros((2, 0)), ops.zeros((0, 3))
 
     def loss(c: Any, a: Any, b: Any) -> Any:
@@ -159,7 +159,7 @@ def test_addmm_without_rows() -> None:
 
 
 def test_dropout_of_nothing_draws() -> None:
-    """So that the ranks, of which one may hold nothing, draw the same afterwards."""
+    """A rank without elements draws too, so that all ranks draw the same afterwards."""
     drawn = []
     for shape in ((0, 3), (2, 3)):
         ms.set_seed(3)
@@ -224,7 +224,8 @@ def test_an_undone_draw_is_drawn_again() -> None:
 
 # -------------------------------------------------------------------- compiled functions
 def test_plain_functions_are_compiled_as_ever() -> None:
-    """They are compiled after a DTensor was made, too. So are functions that refer to names that are defined later."""
+    """Plain functions are compiled after a DTensor was made, too. So are functions that refer to names that are defined
+    later."""
     distribute_tensor(Tensor(X), init_device_mesh("cpu", (1,)), [Shard(0)])
 
     @ms.jit

@@ -31,7 +31,7 @@ def look_at(*names: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.nightly
 def test_what_differs_from_call_to_call() -> None:
-    """Where MindSpore is mended, the operator is to be compared again."""
+    """Operators listed as unsteady differ between calls; compare one again when MindSpore is mended."""
     names = [name for name in UNSTEADY if name != DEADLY]
     run = look_at(*names)
     words = {"forward": "result", "backward": "gradient"}

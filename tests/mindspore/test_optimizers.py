@@ -225,7 +225,7 @@ def refused_on_empty_shards(name: str) -> str:
 
 @pytest.mark.parametrize("name", NEED_ELEMENTS)
 def test_refused_on_empty_shards(pool: Any, name: str) -> None:
-    """On all ranks, not on the one alone that has no elements."""
+    """All ranks refuse, not only the one without elements."""
     assert all("of which a rank has no elements" in error for error in pool.run(2, refused_on_empty_shards, name))
 
 

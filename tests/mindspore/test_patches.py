@@ -67,7 +67,8 @@ print("passed", flush=True)
 
 
 def test_exactly_what_is_listed_is_patched_and_taken_back() -> None:
-    """After training, too; then plain cells are trained as before, and a plan can be applied again."""
+    """Uninstalling works after training, too; then plain cells are trained as before, and a plan can be applied
+    again."""
     code = """
 import inspect
 from hyper_parallel.mindspore import value_and_grad
@@ -170,7 +171,7 @@ print("passed")
 
 
 def test_the_first_dtensor_may_be_made_inside_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its beginning was not counted: its end brings no number below nought."""
+    """The recording's beginning was not counted, so its end must not make the count negative."""
     monkeypatch.setattr(_Recording, "forwards", 0)
     begin, end = partial(counted_begin, lambda: None), partial(counted_end, lambda executor, function, output: None)
     begin()
@@ -182,7 +183,7 @@ def test_the_first_dtensor_may_be_made_inside_of_a_recording(monkeypatch: pytest
 
 
 def test_the_page_shows_what_is_listed() -> None:
-    """If not: python -m tests.support.patch_table mindspore."""
+    """The page is current; if not: python -m tests.support.patch_table mindspore."""
     assert page_has("mindspore", table(PATCHES.patches))
     assert mindspore.__version__.startswith(PATCHES.patches[0].versions)
 

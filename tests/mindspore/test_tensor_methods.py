@@ -236,7 +236,7 @@ def test_operations_without_a_row(function: str) -> None:
 
 
 def test_a_primitive_shows_its_name() -> None:
-    """In core's messages a primitive of the old calling convention is known by its name."""
+    """A primitive of the old calling convention has its name in core's messages."""
     mesh = init_device_mesh("cpu", (1,))
     x = distribute_tensor(Tensor(VALUES), mesh, [Shard(0)])
     seen: list[Any] = []

@@ -123,7 +123,7 @@ class Trainer:
         self.history: list[tuple[float, float]] = []
 
     def states(self) -> dict[str, Any]:
-        """As a checkpoint has them."""
+        """The model's and optimizer's states, keyed as in a checkpoint."""
         return {"model": self.wrapper, "optimizer": self.optimizers, "train_state": self}
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Trainer:
         self.step, self.position = int(state_dict["step"]), int(state_dict["position"])
 
     def rank(self) -> int:
-        """Among those with batches of their own."""
+        """The rank among those with batches of their own."""
         if self.mesh is None:
             return 0
         return self.mesh.get_local_rank("dp_replicate") * self.setup.shard + self.mesh.get_local_rank("dp_shard")

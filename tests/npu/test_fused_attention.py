@@ -121,7 +121,7 @@ def test_heads_and_batches(pool: Any, layout: str) -> None:
 
 @on_mesh(4)
 def four_ranks(mesh: Any, layout: str) -> None:
-    """As many heads as ranks; key and value heads that four ranks cannot share; and one for all."""
+    """Three cases: as many heads as ranks, key and value heads that four ranks cannot share, and a single one."""
     heads, case = DIMS[layout][1], (VERSIONS[0], layout, HEADS)
     got = compare(mesh, case, operands(layout, shared=4), [[Shard(heads)]] * 3, {}, {}, {})
     assert got[0].to_local().shape[heads] * 4 == got[0].shape[heads]

@@ -54,7 +54,7 @@ def on_four(mesh: Any, dtype_name: str) -> None:
 
 
 def products(mesh: Any, dtype: torch.dtype) -> None:
-    """Against float32 on one device, with a cotangent that is different everywhere."""
+    """Comparison with float32 on one device; the cotangent is different everywhere."""
     tolerance = 2e-2 if dtype is torch.bfloat16 else 4e-3
     x, weight = made(dtype, 1, TOKENS, IN, seed=1), made(dtype, OUT, IN, seed=2)
     cotangent = made(dtype, 1, TOKENS, OUT, seed=3)

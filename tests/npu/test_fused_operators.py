@@ -23,7 +23,7 @@ def rms_norm(x: Any, gamma: Any) -> Any:
 
 
 def add_rms_norm(x: Any, y: Any, gamma: Any) -> Any:
-    """On plain tensors the sum and its norm: torch_npu has no derivative of the fused operator."""
+    """The sum of plain tensors and its norm: torch_npu has no derivative of the fused operator."""
     import torch_npu
 
     if isinstance(x, DTensor):
@@ -89,8 +89,7 @@ def test_every_layout(pool: Any, name: str) -> None:
 
 @on_mesh(4)
 def every_length_is_cut_in_four(mesh: Any, name: str) -> None:
-    """Over four ranks, unevenly: in forward nothing is sent, in backward only gradients of which each rank knows a
-    part."""
+    """Uneven shards over four ranks: forward sends nothing, and backward only gradients that are partial."""
     function, shapes, free = CASES[name]
     for dim in free:
         arrays = [randn(*shape, seed=i) for i, shape in enumerate(shapes)]

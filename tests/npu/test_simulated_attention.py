@@ -62,7 +62,7 @@ def reference(q: Any, k: Any, v: Any, blocked: Any, **options: Any) -> torch.Ten
 
 
 def compare(version: str, layout: str, blocked: torch.Tensor, options: dict, cpu: list[torch.Tensor]) -> None:
-    """With four heads in the query; ``cpu`` are (batch, heads, length, features)."""
+    """Comparison with four heads in the query; ``cpu`` are (batch, heads, length, features)."""
     cpu = [x.requires_grad_() for x in cpu]
     npu = [laid_out(x.detach(), layout).npu().requires_grad_() for x in cpu]
     wanted = reference(*cpu, blocked)

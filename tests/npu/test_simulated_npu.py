@@ -162,7 +162,7 @@ def test_swiglu(dim: int) -> None:
 
 @pytest.mark.parametrize("mode", ["half", "interleave"])
 def test_rotary(mode: str) -> None:
-    """Against a rotation of complex numbers."""
+    """Rotary embedding equals a rotation of complex numbers."""
     import torch_npu
 
     cpu, npu = leaves((2, 3, 5, 8))

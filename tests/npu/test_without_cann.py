@@ -26,7 +26,7 @@ def run_without_cann(program: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_cann() -> None:
-    """These tests say nothing where CANN is."""
+    """Skip these tests where CANN is installed."""
     if os.environ.get("ASCEND_HOME_PATH"):
         pytest.skip("CANN is installed here (ASCEND_HOME_PATH is set)")
 

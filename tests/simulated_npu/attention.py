@@ -44,7 +44,7 @@ class Call:
 
     @classmethod
     def of(cls, heads: int, layout: str, options: dict[str, Any]) -> Call:
-        """From the options of any version of the operator, which differ in spelling."""
+        """Make a call from the options of any version of the operator; their spelling differs."""
         if options.get("padding_mask") is not None or options.get("dropout_mask") is not None:
             raise ValueError(
                 "npu_fusion_attention is simulated without padding_mask, and draws its dropout_mask itself"
@@ -157,7 +157,7 @@ class Call:
         return scores if blocked is None else scores.masked_fill(blocked, -math.inf)
 
     def noise(self, shapes: list[torch.Size]) -> list[torch.Tensor | float]:
-        """For the weights of each segment: 0 where they are dropped, 1 / keep where they are kept."""
+        """The dropout factors of each segment's weights: 0 where they are dropped, 1 / keep where they are kept."""
         if self.keep == 1:
             return [1.0] * len(shapes)
         generator = torch.Generator().manual_seed((self.seed * 1000003 + self.offset) & (2**63 - 1))
@@ -285,7 +285,7 @@ def fusion_attention(
 
 
 def fusion_attention_v3(*args: Any, **options: Any) -> tuple[Any, ...]:
-    """As `fusion_attention`, but seed and offset are tensors of the host, and the number is not told."""
+    """Call `fusion_attention`, return seed and offset as tensors of the host, and leave out the number."""
     *tensors, seed, offset, _ = fusion_attention(*args, **options)
     return (*tensors, torch.tensor([seed]), torch.tensor([offset]))
 

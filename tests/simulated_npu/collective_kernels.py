@@ -65,7 +65,7 @@ def all_gather_mm(
 
 
 def mm_reduce_scatter(x: torch.Tensor, other: torch.Tensor, hcom: str, world_size: int, **options: Any) -> torch.Tensor:
-    """This rank's rows of the sum of x @ other."""
+    """The sum of x @ other, and of it the rows that belong to this rank."""
     group = group_of(hcom)
     check("npu_mm_reduce_scatter_base", x, other, options, world_size)
     if x.shape[0] % world_size:

@@ -139,7 +139,7 @@ def _flip(draw: random.Random, directory: Path, older: Path) -> str:
 
 # ---------------------------------------------------------------------- tables
 def _table(draw: random.Random, directory: Path, older: Path) -> str:
-    """Something else in the JSON of an index or a header."""
+    """Damage the JSON of an index or a header."""
     path = _file(draw, directory)
     content = path.read_bytes()
     start, end = 0, len(content)

@@ -1,4 +1,4 @@
-"""At which addresses a process listens."""
+"""The addresses at which a process listens."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def pages(*, mindspore: bool = False) -> list[str]:
 
 
 def blocks_of(page: str) -> list[str]:
-    """Its blocks of Python, without programs that another test runs."""
+    """The page's blocks of Python, without programs that another test runs."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     return [block for block in blocks if not any(block.startswith(f"# {name}\n") for name in PROGRAMS)]
 

@@ -17,7 +17,7 @@ _calls = 0
 
 
 def count() -> int:
-    """How often this worker has called it."""
+    """The number of calls in this worker."""
     global _calls
     _calls += 1
     return _calls

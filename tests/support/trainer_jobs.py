@@ -36,7 +36,7 @@ class Renamed:
 
 
 class Own(Renamed):
-    """This library's functions, which take modules and optimizers."""
+    """The functions of this library, which take modules and optimizers."""
 
     @staticmethod
     def _objects(states: dict[str, Any]) -> dict[str, Any]:

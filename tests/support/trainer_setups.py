@@ -1,4 +1,4 @@
-"""How the trainers of both frameworks are parallelised, and which of the jobs goes on where another has saved."""
+"""The setups of the trainers of both frameworks, and the pairs of them that save and resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Setup(NamedTuple):
         return self.replicate * self.shard
 
     def mesh(self) -> Any:
-        """None on a rank outside of it. All ranks of the pool call it."""
+        """The mesh; None on a rank outside of it. All ranks of the pool call it."""
         return device_mesh(self.replicate, self.shard, self.tp, names=("dp_replicate", "dp_shard", "tp"))
 
 

@@ -87,7 +87,7 @@ def nobody_watches(folder: str) -> Iterator[None]:
 
 @spmd.on_mesh()
 def of_a_plan(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
-    """From `parallelize_module` to the all-reduce in backward, in the second step of a model."""
+    """The walk from `parallelize_module` to the all-reduce in backward, in the second step of a model."""
     adapter = get_adapter()
     walk: Walk = {}
     model, x = adapter.load(adapter.Mlp(6, 12), np.random.default_rng(0)), np.ones((3, 6), np.float32)
@@ -112,7 +112,7 @@ def of_a_plan(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
 
 @spmd.on_mesh()
 def of_an_operation(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
-    """From ``dtensor + dtensor`` to the result, when it is first computed and when it came before."""
+    """The walk from ``dtensor + dtensor`` to the result, for the first call and for a repeated one."""
     walk: Walk = {}
     x = distribute_tensor(get_adapter().tensor(np.ones((5, 11), np.float32)), mesh, [Shard(1)])
     local = (f"{folder}/op_table/binding.py", "call_elementwise", 1)

@@ -68,7 +68,7 @@ def compare_gradients(single: Any, model: Any, tolerance: float = TOLERANCE) -> 
 
 
 def same_words(single: Any, model: Any, **how: Any) -> None:
-    """Both generate the same ids."""
+    """The two models generate the same ids."""
     inputs = batch(single.config.vocab_size)
     del inputs["labels"]
     words = []
@@ -92,7 +92,7 @@ def equals(mesh: Any, case: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @on_mesh()
 def placements(mesh: Any, case: str, names: list[str]) -> list[Any]:
-    """How parameters lie; None for those that are plain."""
+    """The placements of parameters; None for plain ones."""
     parameters = dict(pair(mesh, case)[1].named_parameters(remove_duplicate=False))
     return [parameters[name].placements[0] if isinstance(parameters[name], DTensor) else None for name in names]
 
@@ -142,7 +142,7 @@ def generators(mesh: Any) -> float:
 
 @on_mesh()
 def low_precision(mesh: Any, case: str) -> None:
-    """In bfloat16, weights and autocast, a parallelised model is as near to float32 as a single process."""
+    """A parallelised model with weights and autocast in bfloat16 is as near to float32 as a single process."""
     exact = build(case)
     inputs = batch(exact.config.vocab_size)
     wanted = exact(**inputs)
@@ -363,7 +363,7 @@ def trained_alike(single: Any, model: Any, size: int, rank: int) -> None:
 
 @on_mesh(2, 2, names=("dp", "tp"))
 def sharded_on_both(mesh: Any, case: str, options: dict[str, Any]) -> None:
-    """This library's `fully_shard` on top of `parallelize_model`."""
+    """Apply this library's `fully_shard` on top of `parallelize_model`."""
     single = precise(case)
     model = parallelize_model(copy.deepcopy(single), mesh["tp"], **options)
     units_of(model, fully_shard, mesh["dp"])

@@ -22,7 +22,7 @@ def of_release(values: Mapping[str, T]) -> T:
 
 
 def device() -> torch.device:
-    """This rank's device of the backend under test."""
+    """The device of this rank, of the backend under test."""
     return get_platform().device()  # type: ignore[attr-defined]
 
 

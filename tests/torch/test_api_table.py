@@ -48,7 +48,8 @@ def page_of_this_release() -> str:
 
 
 def test_the_page_shows_the_table() -> None:
-    """If not: python -m hyper_parallel.testing.api_table --write docs/coming_from_torch.md, with the newest torch."""
+    """The page is current; if not, with the newest torch: python -m hyper_parallel.testing.api_table --write
+    docs/coming_from_torch.md."""
     text = page_of_this_release()
     assert api_table.with_table(text, api_table.rows()) == text
 

@@ -184,7 +184,7 @@ def test_on_two_ranks(pool: Any, tmp_path: Path, job: Any) -> None:
 
 
 def test_autograd_knows_that_values_are_others(tmp_path: Path) -> None:
-    """As after any other write: a graph that was recorded before is refused."""
+    """Autograd refuses a graph that was recorded before loading, as after any other write."""
     weight = nn.Parameter(torch.ones(3))
     path = save({"weight": weight}, tmp_path / "w")
     loss = (weight.exp() * weight).sum()

@@ -113,7 +113,7 @@ class Group:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def kill(self) -> None:
-        """All of them at once."""
+        """Kill all processes at once."""
         for process in self.processes:
             process.kill()
 
@@ -201,7 +201,7 @@ def test_steps(recorded: Any, exchange: bool) -> None:
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_rank_is_killed(tmp_path: Path, recorded: Any, killed: int) -> None:
-    """At every step; the other one fails, and the next save of the run works and removes the remains."""
+    """One rank is killed at every step; the other fails, and the next save works and removes the remains."""
     saved = recorded(True)
 
     def start(number: int) -> Group:
@@ -228,7 +228,7 @@ def test_one_rank_is_killed(tmp_path: Path, recorded: Any, killed: int) -> None:
 
 
 def test_the_whole_group_is_killed(tmp_path: Path, recorded: Any) -> None:
-    """When any rank is at any step."""
+    """The whole group is killed when any rank is at any step."""
     saved = recorded(True)
 
     def start(place: tuple[int, int]) -> Group:

@@ -89,7 +89,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dimensions", [2, 3, 5])
 def test_parts_without_elements(path: Path, dimensions: int) -> None:
-    """They may lie anywhere: no grid is made of where they do."""
+    """Empty parts may have any offsets: no grid is made of them."""
     side = 1 << 20
     empty = [
         [[0, *(i * 7 + d for d in range(1, dimensions))], [0, *[1] * (dimensions - 1)], 0, "x"] for i in range(400)
@@ -102,7 +102,7 @@ def test_parts_without_elements(path: Path, dimensions: int) -> None:
 
 @pytest.mark.parametrize("dimensions", [3, 5, 12])
 def test_parts_that_lie_wildly(path: Path, dimensions: int) -> None:
-    """As many elements as the tensor has, and no grid."""
+    """The parts have as many elements as the tensor, but form no grid."""
     draw, count = random.Random(dimensions), 150
     side = 10 * count
     sizes = [[draw.randint(1, 9) for _ in range(dimensions)] for _ in range(count)]
@@ -122,7 +122,7 @@ def test_parts_that_lie_wildly(path: Path, dimensions: int) -> None:
 
 
 def test_a_tensor_that_no_file_has(path: Path) -> None:
-    """Where a new tensor is to be made for it."""
+    """A missing entry is reported before a new tensor is made for it."""
     put(path, "tensors", "y", tensor([1 << 33], [[[0], [1 << 33], 0, "y"]]))
     put(path, "values", "step", {"$": "tensor", "name": "y"})
     kind, text = used(lambda: load({"x": torch.zeros(2), "step": 0}, path))
@@ -147,7 +147,7 @@ def test_bytes_of_a_generator(tmp_path: Path, count: Any) -> None:
 
 @pytest.mark.parametrize("length", [1 << 30, 100_000_000, (1 << 33) - 100])
 def test_a_header_of_zeros(tmp_path: Path, length: int) -> None:
-    """In a file that has holes, and so no bytes on the disk."""
+    """The header is a hole in the file, so it takes no bytes on the disk."""
     file = tmp_path / "model.safetensors"
     file.write_bytes(struct.pack("<Q", length))
     os.truncate(file, 1 << 33)

@@ -19,7 +19,7 @@ def pipe(path: Path) -> None:
 
 
 def test_pipes_in_a_checkpoint(tmp_path: Path) -> None:
-    """None waits for a writer: neither the index nor the files, whatever size the index says that they have."""
+    """A pipe as index or file does not wait for a writer, whatever size the index gives."""
     for number, size in enumerate((None, 0)):
         path = save({"x": torch.ones(2), "step": 1}, tmp_path / str(number) / "step-1")
         file = path / "rank-00000.safetensors"

@@ -115,7 +115,7 @@ def test_killed_at_every_step(tmp_path: Path, divided: tuple[int, int]) -> None:
 
 @pytest.mark.nightly
 def test_a_hundred_kills(tmp_path: Path) -> None:
-    """One after the other in one directory, at random steps and divisions."""
+    """A hundred kills, one after the other in one directory, at random steps and divisions."""
     draw, value, possible = random.Random(1), 0.0, {0.0}
     save_pretrained(weights(value), tmp_path, max_shard_size=40)
     for number in range(1, 101):
@@ -128,7 +128,7 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
 
 
 def test_without_second_names(tmp_path: Path, monkeypatch: Any) -> None:
-    """On a file system without hard links there is nothing for a moment, and never a mixture."""
+    """A file system without hard links has no file for a moment, and never a mixture."""
     save_pretrained(weights(1.0), tmp_path, max_shard_size=40)
     found: list[Any] = []
 
@@ -187,7 +187,7 @@ def test_refusals(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(disk, "_PATIENCE", 0.05)
     with (
         disk.alone_in(tmp_path),
-        pytest.raises(CheckpointError, match="was not saved: another program has been giving names"),
+        pytest.raises(CheckpointError, match="was not saved: another program is renaming its files there"),
     ):
         save_pretrained(weights(2.0), tmp_path, max_shard_size=40)
     assert {path.name for path in tmp_path.iterdir()} == before and value_of(tmp_path) == 1.0

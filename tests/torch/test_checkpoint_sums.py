@@ -88,7 +88,7 @@ def test_files_of_two_saves(tmp_path: Path) -> None:
 
 
 def test_weights_without_checksums(tmp_path: Path) -> None:
-    """As other programs write them, which read ours."""
+    """Weights of other programs have no checksums; those programs read ours."""
     weights = {"x": torch.arange(5.0), "y": torch.ones(2, 2)}
     save_file(weights, tmp_path / "model.safetensors")
     x = {name: torch.zeros_like(x) for name, x in weights.items()}
@@ -105,7 +105,7 @@ def test_weights_without_checksums(tmp_path: Path) -> None:
     path = tmp_path / "ours" / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: entry 'y' is damaged, its checksum is another one"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: entry 'y' is damaged: its checksum differs"):
         load_pretrained(x, tmp_path / "ours")
     load_pretrained(x, tmp_path / "ours", verify=False)
     load_pretrained({"x": x["x"]}, tmp_path / "ours", strict=False)
@@ -124,7 +124,7 @@ def test_what_other_readers_say(tmp_path: Path, capsys: pytest.CaptureFixture[st
     content = (path / WEIGHTS).read_bytes()
     (path / WEIGHTS).write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
     assert main(["convert", str(path), "--to", "one-file", "--out", str(out)]) != 0
-    assert "its checksum is another one" in capsys.readouterr().err and not out.exists()
+    assert "its checksum differs" in capsys.readouterr().err and not out.exists()
     (path / WEIGHTS).write_bytes(content)
     text = (path / "index.json").read_text()
     (path / "index.json").write_text(text.replace('"step":4', '"step":5'))
@@ -145,7 +145,7 @@ def test_an_index_of_version_1(tmp_path: Path) -> None:
 def test_a_checksum_less(tmp_path: Path) -> None:
     path = save({"x": torch.ones(2), "y": torch.ones(3)}, tmp_path / "step-1")
     change_index(path, lambda content: content["checksums"][WEIGHTS].pop("x"))
-    with pytest.raises(CheckpointError, match="entry 'x' is damaged, its checksum is another one"):
+    with pytest.raises(CheckpointError, match="entry 'x' is damaged: its checksum differs"):
         load({"x": torch.zeros(2)}, path)
     assert torch.equal(load({"y": torch.zeros(3)}, path)["y"], torch.ones(3))
     with pytest.raises(CheckpointError, match="entry 'x' is damaged"):
@@ -153,7 +153,7 @@ def test_a_checksum_less(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While checksums are computed."""
+    """The file is cut while checksums are computed."""
     path = save({"x": torch.ones(2)}, tmp_path / "step-1")
     monkeypatch.setattr("os.preadv", lambda *_: 0)
     with pytest.raises(CheckpointError, match="has become shorter while it was read"):

@@ -94,7 +94,7 @@ def one_mesh(mesh: Any) -> None:
 
 
 def calls_of_clipping(count: int) -> int:
-    """How many functions of the package are called to clip so many gradients."""
+    """The number of calls of the package's functions to clip so many gradients."""
     mesh = init_device_mesh(None, (1,))
     mine = [parameter(shard(randn(3), mesh, Shard(0)), shard(randn(3), mesh, Shard(0))) for _ in range(count)]
     nn.utils.clip_grad_norm_(mine, 1.0)
@@ -263,7 +263,7 @@ def other_ways_to_clip(mesh: Any) -> None:
 
 @on_mesh()
 def gradients_that_nobody_has_looked_at(mesh: Any) -> None:
-    """As backward leaves them; clipped, they can be looked at."""
+    """Gradients straight from backward can be clipped, and read afterwards."""
     p = shard(randn(5, 3), mesh, Shard(0)).requires_grad_()
     q = randn(5, 3).requires_grad_()
     for x in (p, q):
@@ -319,6 +319,6 @@ print("done")
 
 
 def test_functions_imported_before() -> None:
-    """They are torch's own, and work too."""
+    """Functions imported earlier are torch's own, and work too."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr

@@ -317,7 +317,7 @@ def test_ways(pool: Any) -> None:
 
 @on_mesh()
 def lengths(mesh: Any) -> int:
-    """With ``dynamic=True`` one graph is for all lengths."""
+    """One graph serves all lengths with ``dynamic=True``."""
     fresh()
     graphs = Graphs()
     model = parallelize_module(Mlp(), mesh, COLWISE_ROWWISE)

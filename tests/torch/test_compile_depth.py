@@ -57,7 +57,7 @@ class Centered(Scale):
 
 
 class Wrapped(Scale):
-    """And one that leaves it to a function of torch, with parameters of a module below it."""
+    """A norm by a submodule with parameters, which calls a function of torch."""
 
     def __init__(self, features: int) -> None:
         super().__init__(features)

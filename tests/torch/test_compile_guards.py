@@ -162,7 +162,7 @@ def modules_change(mesh: Any) -> None:
 
 @on_mesh()
 def straight_to_parameters(mesh: Any) -> None:
-    """From the second run on a graph is given the parameters themselves, and backward has no views to go through."""
+    """The graph gets the parameters themselves from the second run on, and backward has no views to go through."""
     model, call = made(mesh, "aot_eager")
     x, weight = randn(2, 6), model.inner.up.weight
     torch._dynamo.mark_static(model.inner.gate.weight, 0)
@@ -208,6 +208,6 @@ def test_guards(pool: Any, job: Any) -> None:
 
 
 def test_managers_of_other_versions() -> None:
-    """Where torch makes guards in another way they are left as they are."""
+    """Guard managers of a torch that makes guards in another way are left unchanged."""
     assert guards.is_manager(lambda self, f_code, output_graph, more=None: None) is None
     assert guards.is_manager(lambda self, output_graph: None) == "takes ('self', 'output_graph') first"

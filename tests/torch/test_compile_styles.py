@@ -58,7 +58,7 @@ class Pair(nn.Module):
 
 
 def part(mesh: Any, placement: Any, features: int = FEATURES) -> Any:
-    """This rank's part of an input, as a plain tensor."""
+    """The part of an input that this rank has, as a plain tensor."""
     x = randn(*SHAPE, features)
     return x if placement is WHOLE else x.tensor_split(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous()
 
@@ -224,5 +224,5 @@ def test_styles(pool: Any, name: str) -> None:
 
 @pytest.mark.nightly
 def test_styles_on_four_ranks(pool: Any) -> None:
-    """Some of each group, in one graph; `tests.torch.compiled_rows` has all."""
+    """Several styles of each group, in one graph; `tests.torch.compiled_rows` has all."""
     pool.run(4, some_styles, tuple(GROUPS), 8)

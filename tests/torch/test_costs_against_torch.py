@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def compared() -> dict[str, list[Compared]]:
-    """In a process of its own, which has no process groups yet."""
+    """The costs, measured in a process of its own, which has no process groups yet."""
     command = [sys.executable, "-m", "tests.torch.torch_costs", "--json"]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
     rows = json.loads(done.stdout.strip().splitlines()[-1])
@@ -64,6 +64,7 @@ def test_operations(compared: dict[str, list[Compared]]) -> None:
 
 
 def test_the_page_is_what_the_generator_makes(compared: dict[str, list[Compared]]) -> None:
-    """If not: python -m tests.torch.torch_costs. The page is of releases before which nothing differs."""
+    """The page is current; if not: python -m tests.torch.torch_costs. The page is of releases before which nothing
+    differs."""
     text = PAGE.read_text(encoding="utf-8")
     assert of_release(BEFORE) or text.partition(BEGIN)[2].partition(END)[0] == page(compared)

@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def penalty(model: Any, x: Any, squared: bool) -> Any:
-    """As WGAN-GP has it, with the loss itself."""
+    """The gradient penalty of WGAN-GP, with the loss itself."""
     x = x.clone().requires_grad_()
     y = model(x)
     loss = (y.square() if squared else y).sum()

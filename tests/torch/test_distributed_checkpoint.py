@@ -260,7 +260,7 @@ def load_job(shape: tuple[int, ...], folder: str) -> None:
 
 @pytest.mark.parametrize(("saved", "loaded"), [((2,), (2, 2)), ((2, 2), (4,))])
 def test_training_goes_on(pool: Any, tmp_path: Path, saved: tuple, loaded: tuple) -> None:
-    """With `fully_shard` on two dimensions."""
+    """Training goes on with `fully_shard` on two dimensions."""
     folder = str(tmp_path / "checkpoint")
     pool.run(4, save_job, saved, folder)
     pool.run(4, load_job, loaded, folder)

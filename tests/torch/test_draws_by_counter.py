@@ -170,7 +170,7 @@ class Largest(TorchDispatchMode):
 
 @spmd.on_mesh()
 def largest(mesh: Any) -> None:
-    """Nothing is as large as the whole tensor; by default something is."""
+    """Draws allocate no tensor of the whole size; by default they do."""
     shape, part = (mesh.size() * 40, 5000), 40 * 5000
     x = DTensor.from_local(torch.ones(40, 5000, device=mesh.platform.device()), mesh, [S0])
     options = {"device_mesh": mesh, "placements": [S0]}

@@ -80,7 +80,7 @@ def refused(mesh: Any, how: str) -> str:
 
 
 def test_a_part_of_the_module_is_computed_again(pool: Any) -> None:
-    """It would drop other elements than in forward: its samples are not known any more."""
+    """Recomputing a part of the module would drop other elements than forward: its samples are no longer known."""
     for error in pool.run(4, refused, "checkpointed inside"):
         assert error.startswith("dropout of a part of a batch is computed again in backward"), error
 

@@ -44,7 +44,7 @@ LENGTH, FEATURES = 12, 4
 
 @contextmanager
 def differentiable() -> Iterator[None]:
-    """Without torch's checks, which refuse gradients and largest scores on CPUs, where the operator has them."""
+    """Remove torch's checks, which refuse gradients and largest scores on CPUs although the operator has them."""
     options = flex._apply_kernel_options
 
     def apply(q: Any, k: Any, v: Any, lse: bool, given: Any, aux: Any = None) -> Any:
@@ -62,7 +62,7 @@ def by_numbers(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """Another mask for each sample and head; each query sees itself."""
+    """A mask that differs for each sample and head; each query sees itself."""
     return (q == kv) | ((q + b + 2 * h) % 3 < kv % 3 + 1)
 
 

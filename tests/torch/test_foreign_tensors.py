@@ -63,7 +63,7 @@ def of_torch() -> Any:
 
 
 def on_host(*shape: int) -> torch.Tensor:
-    """For kinds of tensors that not every device has."""
+    """Random numbers on the host, for kinds of tensors that not every device has."""
     return randn(*shape).cpu()
 
 

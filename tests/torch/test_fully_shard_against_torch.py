@@ -44,7 +44,7 @@ class Chain(Model):
 
 
 class Gather:
-    """As a user of torch writes it: one of torch's own, counted."""
+    """A gather as a user of torch writes it: one of torch's own, counted."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []

@@ -72,8 +72,8 @@ class Late:
 
 
 def late(platform: Any, notes: list[str], done: bool = False) -> Any:
-    """In place of `start_collective`: the collective is done at once, and its result shown when it is waited for. It
-    says that it is ``done`` before that, or not."""
+    """Replace `start_collective`: the collective is done at once, and its result shown when it is waited for. It says
+    that it is ``done`` before that, or not."""
     native = type(platform).start_collective
 
     def start(collective: str, out: Any, local: Any, op: str, group: Any, size: int) -> Any:
@@ -195,7 +195,7 @@ class Outer(nn.Module):
 
 @on_mesh()
 def nothing_in_vain(mesh: Any) -> None:
-    """From the second step on each call of a unit is gathered once in forward and once in backward, prefetched. No
+    """Each call of a unit, from the second step on, is gathered once in forward and once in backward, prefetched. No
     unneeded unit is gathered: without checkpointing, and with both kinds."""
     platform: Any = get_platform()
     for reentrant in (None, False, True):
@@ -275,7 +275,7 @@ class Keeps(torch.autograd.Function):
 
 @on_mesh()
 def census(mesh: Any, how: str) -> None:
-    """At most two units are whole at a time besides the model. The largest part of a unit's memory is freed, and
+    """Units that are whole: at most two at a time, besides the model. The largest part of a unit's memory is freed, and
     gradients are right."""
     torch.manual_seed(0)
     single = Model([]).to(device())
@@ -316,7 +316,7 @@ class Twice(nn.Module):
 
 @on_mesh()
 def makes_room(mesh: Any) -> None:
-    """When a reduction begins, every reader of the whole parameters has run, and their memory is freed. This includes
+    """Every reader of the whole parameters has run, and their memory is freed, when a reduction begins. This includes
     the first unit, whose input needs no gradient, and a unit with frozen parameters, whose input does."""
     platform: Any = get_platform()
     torch.manual_seed(0)

@@ -97,7 +97,7 @@ def test_several_tensors_of_files_are_one_of_the_model() -> None:
     assert {part.sizes for part in both.parts} == {(1, 2, 3)}
     with pytest.raises(ValueError, match=r"by Chunk, which is not known here: load with from_pretrained"):
         one_of("a", experts, converter(Chunk(dim=0)))
-    with pytest.raises(ValueError, match=r"do not have all of 'a'"):
+    with pytest.raises(ValueError, match=r"lack parts of 'a'"):
         one_of("a", [experts[0], experts[1][:1]], converter(MergeModulelist(dim=0), Concatenate(dim=1)))
     with pytest.raises(ValueError, match=r"2 tensors for each part of 'a'"):
         one_of("a", experts, converter(Concatenate(dim=0)))

@@ -93,7 +93,8 @@ print(count() > 0)
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of a process in /proc")
 @pytest.mark.nightly
 def test_no_thread_of_gloo_outlives_a_program() -> None:
-    """One that does aborts the program now and then; any optimizer has torch import functions that keep a group."""
+    """A thread of gloo that outlives a program aborts it now and then. Any optimizer has torch import functions that
+    keep a group."""
     (ended,) = run_ranks(["-c", ENDING], 1)
     assert ended.out.split() == ["True", "0"], ended
 

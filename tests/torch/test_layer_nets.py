@@ -206,7 +206,7 @@ def test_nets(pool: Any, name: str) -> None:
 
 @on_mesh()
 def heads_cost_a_sum(mesh: Any) -> None:
-    """As a column-parallel and a row-parallel layer: one all-reduce forward, one backward."""
+    """Attention costs as much as a column-parallel and a row-parallel layer: one all-reduce forward, one backward."""
     torch.manual_seed(0)
     attention = distribute_module(nn.MultiheadAttention(_FEATURES, _HEADS).to(device()), mesh, by_heads)
     x = shard(randn(6, 4, _FEATURES), mesh, Replicate()).requires_grad_()

@@ -130,7 +130,7 @@ def groups(mesh: Any) -> None:
 
 @on_mesh()
 def errors_in_steps(mesh: Any) -> None:
-    """After an error in a step, tensors that were plain for it are distributed again."""
+    """Tensors that were plain during a step are distributed again after an error in it."""
     own = pairs(mesh)
     optimizer = torch.optim.AdamW([twin for _, twin in own], fused=True)
     original = adam.adam
@@ -183,7 +183,7 @@ class Own(torch.optim.AdamW):
 
 
 class Alone(torch.optim.SGD):
-    """One that does not ask torch's class for its lists."""
+    """An optimizer that does not ask torch's class for its lists."""
 
     def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
         params += group["params"]
@@ -216,7 +216,7 @@ def optimizers_of_the_user(mesh: Any) -> None:
 
 
 def steps_with_known_state(mesh: Any, kind: type) -> int:
-    """For how many groups the third step knew where all state was."""
+    """The number of groups whose state was completely known in the third step."""
     own = pairs(mesh)
     optimizer = kind([twin for _, twin in own], foreach=True)
     for number in range(3):
@@ -290,7 +290,7 @@ def gradients_are_cleared(mesh: Any) -> None:
 
 @on_mesh()
 def parameters_that_are_partial_sums(mesh: Any) -> None:
-    """They step operation by operation, next to others too."""
+    """Partial parameters step operation by operation, together with others too."""
     partial = DTensor.from_local(randn(5, 3), mesh, [Partial()]).detach().requires_grad_()
     other = shard(randn(4), mesh, Shard(0)).requires_grad_()
     value, gradient = mesh.size() * randn(5, 3), randn(5, 3, seed=1)

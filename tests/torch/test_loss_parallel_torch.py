@@ -156,7 +156,7 @@ def inside_of_torchs(mesh: Any) -> None:
 
 
 def refused(logits: Any, t: torch.Tensor, options: dict[str, Any]) -> None:
-    """Outside of both contexts; a number as target is one on all ranks, and always taken."""
+    """Plain targets are refused outside of both contexts; a number is the same on all ranks, and always taken."""
     if t.ndim:
         with pytest.raises(ValueError, match="got a plain tensor"):
             F.cross_entropy(logits, t, **options)
@@ -244,7 +244,8 @@ def test_narrow_dtypes(pool: Any, dtype: torch.dtype) -> None:
 
 @spmd.on_mesh()
 def autocast(mesh: Any) -> None:
-    """As for plain tensors: the head in bfloat16, its loss in float32; on and off with the same layouts."""
+    """Autocast works as for plain tensors: the head in bfloat16, its loss in float32; on and off with the same
+    layouts."""
     x, t = randn(4, 8), targets(4, classes=6)
     torch.manual_seed(0)
     plain, sharded = nn.Linear(8, 6), nn.Linear(8, 6)
@@ -382,7 +383,7 @@ def test_a_gathered_head(pool: Any) -> None:
 
 @spmd.on_mesh()
 def without_looking(mesh: Any) -> None:
-    """Where looking at targets would make the host wait, one that is no class makes its loss not a number."""
+    """An invalid target makes its loss not a number where checking targets would make the host wait."""
     functions = vocab_parallel_of(get_platform())
     x, t = randn(4, 6), targets(4, classes=6)
     t[1], t[2] = 6, -100

@@ -80,7 +80,7 @@ def test_groups_with_options(pool: Any) -> None:
 
 @on_mesh(2, 2, names=("dp", "tp"))
 def functional(mesh: Any) -> None:
-    """As in ``funcol.all_reduce(x, "sum", group=(mesh, dim))``."""
+    """Groups given as in ``funcol.all_reduce(x, "sum", group=(mesh, dim))``."""
     DTensor.from_local(torch.ones(1, device=device()), mesh, [Partial(), Replicate()])  # patches torch
     x = torch.full((2,), float(mesh.get_rank()), device=device())
     theirs = mesh.to_torch()

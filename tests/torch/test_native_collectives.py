@@ -127,7 +127,7 @@ def coalesced_at_once(model: torch.nn.Module, group: Any) -> None:
 
 
 def flat(model: torch.nn.Module, group: Any) -> None:
-    """By hand, in one buffer."""
+    """Reduce gradients by hand, in one buffer."""
     locals_ = [p.grad.to_local() for p in model.parameters()]
     buffer = torch._utils._flatten_dense_tensors(locals_)
     all_reduce(buffer, group=group)
@@ -378,7 +378,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
             distribute_tensor(torch.ones(2), m, [Replicate(), Shard(0)]), empty(2), group=m["dp"].get_group()
         ),
         ValueError,
-        "would not be afterwards",
+        "would differ afterwards",
     ),
     "functional": (
         lambda m: functional.all_reduce(placed(m, Replicate()), "sum", m["dp"].get_group()),
@@ -407,7 +407,7 @@ def refuse(mesh: Any, case: str) -> str:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(pool: Any, case: str) -> None:
-    """On all ranks, before communication: the pool would hang otherwise."""
+    """All ranks refuse before communication; otherwise the pool would hang."""
     assert len(set(pool.run(4, refuse, case))) == 1
 
 

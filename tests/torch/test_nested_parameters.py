@@ -194,7 +194,7 @@ def operations(mesh: Any) -> None:
 
 
 def distributed_alike(a: Any) -> Any:
-    """Another tensor, in the natural order of cuts."""
+    """Distribute another tensor in the natural order of cuts."""
     other = randn(*a.shape, seed=7)
     return distribute_tensor(other, a.device_mesh, [Shard(0), Shard(0)]) if isinstance(a, DTensor) else other
 
@@ -213,7 +213,7 @@ def test_operations(pool: Any) -> None:
 
 # ---------------------------------------------------------------- torch's own
 def as_torch_places() -> None:
-    """After the styles of torch and its fully_shard: the same placements, and the same elements on each rank."""
+    """Placements and local elements equal those of torch's styles and its fully_shard."""
     mesh = device_mesh(2, 2, names=("dp", "tp"))
     their_mesh = theirs.init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))

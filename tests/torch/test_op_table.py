@@ -439,7 +439,7 @@ def run(call: Callable[..., Any], change: Callable[[torch.Tensor], Any]) -> Any:
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=["replicate", "shard"])
 @pytest.mark.parametrize(("name", "call"), [*cases(CALLS), *cases(IN_PLACE)])
 def test_call(name: str, call: Callable[..., Any], placement: Any, rows_used: list[str]) -> None:
-    """On a mesh of one rank a shard is the whole tensor, so any row that fits gives torch's result."""
+    """Any matching row gives torch's result on a mesh of one rank, where a shard is the whole tensor."""
     mesh = init_device_mesh(None, (1,))
     with strict():
         got = run(call, lambda x: DTensor.from_local(x, mesh, [placement]))

@@ -166,7 +166,7 @@ def test_steps(pool: Any, name: str) -> None:
 
 @on_mesh()
 def muon_in_bfloat16(mesh: Any) -> None:
-    """As users run it: the iteration rounds, so the ways of the two runs in ten steps are compared, to five percent."""
+    """Muon in bfloat16 rounds, so the changes of both runs in ten steps are compared, to five percent."""
     from hyper_parallel import parallelize_module
     from tests.torch.test_against_torch import OURS
 

@@ -77,7 +77,7 @@ GROUPS = ("one", "two", "two optimizers")
 
 
 def optimizers(name: str, groups: str, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """In two groups, or in two optimizers, the matrices and the rest."""
+    """Optimizers with the matrices and the rest in two groups, or one optimizer for each."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if groups == "one":
         return [OPTIMIZERS[name](parameters)]
@@ -154,7 +154,7 @@ def run_rows(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", in_gate(["dp", "tp", "dp tp"], ["dp tp"]))
 def test_training_goes_on(pool: Any, kind: str) -> None:
-    """On all ranks of the pool, over which torch broadcasts; some shards are empty."""
+    """Training goes on on all ranks of the pool, over which torch broadcasts; some shards are empty."""
     pool.run(4, run_rows, kind)
 
 

@@ -37,7 +37,7 @@ def mlp(bias: bool) -> nn.Module:
 
 
 def placed(x: torch.Tensor, mesh: Any, placement: Any, as_dtensor: bool) -> Any:
-    """This rank's part of ``x``, a leaf."""
+    """The part of ``x`` on this rank, a leaf."""
     if placement is not Replicate():
         x = x.chunk(mesh.size(), placement.dim)[spmd.rank]
     x = x.detach().clone()

@@ -59,7 +59,7 @@ platform.destroy_process_group()
 
 
 def test_exactly_what_is_listed_is_patched_and_taken_back() -> None:
-    """After training, too; then optimizers step plain parameters as before, and hooks are called."""
+    """Uninstalling works after training, too; then optimizers step plain parameters as before, and hooks are called."""
     code = """
 import warnings
 import torch._dynamo, torch.distributed.checkpoint, torch.nn.attention.flex_attention  # some patches wait for these
@@ -230,7 +230,7 @@ def test_all_floors_but_styles_are_left_out_of_compiled_code() -> None:
 
 
 def test_the_page_shows_what_is_listed() -> None:
-    """If not: python -m tests.support.patch_table torch."""
+    """The page is current; if not: python -m tests.support.patch_table torch."""
     assert page_has("torch", table(PATCHES.patches))
 
 

@@ -197,7 +197,7 @@ def weights_only(mesh: Any) -> None:
 
 @on_mesh(2)
 def between_processes(mesh: Any) -> None:
-    """As a queue of torch.multiprocessing sends it."""
+    """Send tensors as a queue of torch.multiprocessing does."""
     x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     y = pickle.loads(ForkingPickler.dumps(x))
     assert y.placements == x.placements
@@ -246,7 +246,7 @@ def test_another_rank_s_shard(pool: Any) -> None:
 
 
 def test_another_world(pool: Any) -> None:
-    """In a process without the mesh: an error at once, where making the mesh would wait for other ranks."""
+    """Loading in a process without the mesh fails at once, because making the mesh would wait for other ranks."""
     (data, _) = pool.run(2, saved, Shard(0))
     message = load(data)
     assert "does not have: make the mesh first" in message and "save whole tensors: full_tensor()" in message

@@ -112,7 +112,7 @@ def compare(mesh: Any, placements: tuple, rows: int, calls: dict[str, Callable[.
 
 
 def placed(name: str, placements: tuple) -> list[Any]:
-    """As the first operand, as far as the dimensions are there and sums can be."""
+    """The first operand's placements, where dimensions exist and sums are possible; otherwise whole."""
     whole: Any = Replicate()
     if name in ("s", "j") or (name == "r" and Shard(1) in placements):
         return [whole] * len(placements)
@@ -142,7 +142,7 @@ def right() -> None:
 
 
 def messages() -> None:
-    """How many, and of how many bytes: for each call those that are needed."""
+    """Each call sends only the messages and bytes that it needs."""
     mesh = spmd.device_mesh(4)
     x, mask = torch.ones(64, 8, device=device()), torch.zeros(64, 8, dtype=torch.bool, device=device())
     mask[3, 1] = mask[40, 5] = mask[41, 6] = True
@@ -174,7 +174,7 @@ def refused() -> None:
     mesh = spmd.device_mesh(4)
     x = distribute_tensor(torch.zeros(6, 4, device=device()), mesh, [Shard(0)])
     mask = distribute_tensor(torch.arange(24, device=device()).reshape(6, 4) > 3, mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="masked_scatter of 8 elements of a source to 20 places"):
+    with pytest.raises(ValueError, match="the mask selects 20 elements, and the source has 8"):
         x.masked_scatter(mask, distribute_tensor(torch.zeros(2, 4, device=device()), mesh))
     if device().type == "cuda":
         return  # there torch ends the process: "device-side assert triggered"

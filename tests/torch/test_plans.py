@@ -79,7 +79,7 @@ def test_what_stays_plain(pool: Any, world_size: int) -> None:
 
 
 class Attention(nn.Module):
-    """As in nanoGPT, with local heads."""
+    """Attention of nanoGPT, with local heads."""
 
     def __init__(self) -> None:
         super().__init__()

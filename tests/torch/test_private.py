@@ -158,7 +158,8 @@ def test_native_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_loss_context_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is seen in a table of torch's DTensors; without that table, or with another one, it is not seen."""
+    """Torch's loss context is recognised by a table of torch's DTensors. Without that table, or with another one, it is
+    not."""
     dispatcher: Any = theirs.DTensor._op_dispatcher
     assert not private.in_loss_parallel()
     with theirs_parallel.loss_parallel():

@@ -111,7 +111,7 @@ class MLP(nn.Module):
 
 
 def cut(linear: nn.Linear, dim: int, mesh: Any) -> None:
-    """As in docs/torch_interop.md. Dimension 0: columns, 1: rows."""
+    """Cut the layer as docs/torch_interop.md does. Dimension 0: columns, 1: rows."""
     rank, ranks, size = mesh.get_local_rank(), mesh.size(), linear.weight.shape[dim]
     own = slice(size * rank // ranks, size * (rank + 1) // ranks)
     linear.weight = nn.Parameter(linear.weight[own] if dim == 0 else linear.weight[:, own], requires_grad=False)

@@ -111,14 +111,14 @@ class Twice(nn.Module):
 
 
 def untied(mesh: Any) -> None:
-    """One of the places of a parameter gets another, with the same layout."""
+    """A shared parameter is replaced in one of its modules, with the same layout."""
     unit: Any = fully_shard(Twice().to(device()), mesh=mesh)
     unit.other.weight = nn.Parameter(unit.layer.weight.detach().clone())
     unit(torch.ones(2, 4, device=device()))
 
 
 def row_of_nothing(mesh: Any) -> None:
-    """As an author of a backend may misspell the operation of a row."""
+    """A row whose operation an author of a backend has misspelt."""
     row = NativeOp("no_such_operation", lambda func, args, kwargs: (args, ()), lambda func, operands, static: operands)
     dispatch(row, torch.special.entr, (sharded(mesh, 4),), {})
 
@@ -145,7 +145,7 @@ WRONG: list[tuple[Callable[[Any], None], str]] = [
     (changed_while_whole, "RuntimeError: Linear under fully_shard: a parameter was changed while it was whole: call"),
     (state_of_another_shape, "ValueError: weight.exp_avg has shape (4, 4), given is (2, 2)"),
     (untied, "ValueError: Twice under fully_shard: something has taken the place of its parameter"),
-    (row_of_nothing, "ValueError: the op table maps special_entr to 'no_such_operation', which is no canonical"),
+    (row_of_nothing, "ValueError: the op table maps special_entr to 'no_such_operation', which is not a canonical"),
     (nothing_distributed, "TypeError: add was intercepted without a DTensor among its arguments"),
     (
         groups_after_forward_of_a_part,
@@ -198,7 +198,7 @@ def test_a_collective_of_other_ranks(pool: Any) -> None:
 
 
 def test_a_torch_that_sorts_the_ranks_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As others than the newest may: they cannot make the group."""
+    """Older versions of torch sort the ranks of a group, and so cannot make this one."""
     monkeypatch.setattr(dist, "new_group", lambda ranks=None, timeout=None: None)
     assert collectives._ordered([0, 1]) == {}
     with pytest.raises(ValueError, match=r"the ranks \[1, 0\] .* do not ascend.*make the mesh of ascending ranks"):

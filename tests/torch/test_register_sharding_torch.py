@@ -44,7 +44,7 @@ ASKED: list[Any] = []
 
 
 def register_all() -> None:
-    """Once in each process of the pool."""
+    """Register all, once in each process of the pool."""
     if ASKED:
         return
     ASKED.append(None)

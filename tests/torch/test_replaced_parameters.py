@@ -98,7 +98,8 @@ def test_exchanged(pool: Any) -> None:
 
 @on_mesh()
 def exchanged_in_forward(mesh: Any) -> None:
-    """As `fully_shard` does, which gathers parameters before forward and puts plain ones into the table of a module."""
+    """Exchange a parameter in forward, as `fully_shard` does: gather it, and put a plain one into the module's
+    table."""
     _, sharded = both(mesh)
 
     def unshard(module: nn.Module, args: Any) -> None:
@@ -177,7 +178,8 @@ def computed_weights(mesh: Any, how: str) -> None:
 
 @pytest.mark.parametrize("how", COMPUTE)
 def test_computed_weights(pool: Any, how: str) -> None:
-    """After parallelize_module they are right, and computed once a call; before it the order is said."""
+    """Computed weights registered after parallelize_module are right, and computed once a call. Before it the message
+    tells the order."""
     pool.run(2, computed_weights, how)
 
 

@@ -52,7 +52,7 @@ def decoder(sizes: Sizes = SIZES["even"], **options: Any) -> Decoder:
 
 
 def tensor_parallel(lib: Any) -> dict[str, Any]:
-    """Without sequence parallelism: norms stay plain."""
+    """Tensor parallelism without sequence parallelism: norms stay plain."""
     whole = lib.Replicate()
     return {
         "embedding": lib.RowwiseParallel(input_layouts=whole),
@@ -75,7 +75,7 @@ def whole(x: Any) -> torch.Tensor:
 
 
 def sharded(model: Any, mesh: Any, **options: Any) -> Any:
-    """By blocks and the root, over the data-parallel dimension, given as torch's mesh."""
+    """Shard blocks and root over the data-parallel dimension, given as torch's mesh."""
     data = mesh.to_torch()
     fully_shard(model.block, mesh=data, **options)
     return fully_shard(model, mesh=data, **options)
@@ -90,7 +90,7 @@ def same(model: Any, single: Any, what: Callable[[Any], Any], tolerance: float =
 
 
 def exact(got: Any, wanted: torch.Tensor, what: str, tolerance: float = 1e-5) -> None:
-    """To 1e-10 in double precision, which not every device has."""
+    """Compare to 1e-10 in double precision, which not every device has."""
     close(got, wanted, what, 1e-10 if wanted.dtype == torch.float64 else tolerance)
 
 

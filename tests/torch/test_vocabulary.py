@@ -29,7 +29,7 @@ def unknown_ids(mesh: Any) -> None:
 
 @on_mesh()
 def padding_id(mesh: Any, padding: int) -> None:
-    """Its row gets no gradient, whichever rank has it."""
+    """The padding row gets no gradient, whichever rank has it."""
     torch.manual_seed(0)
     single = nn.Embedding(7, 4, padding_idx=padding)
     sharded = parallelize_module(copy.deepcopy(single), mesh, ROWS)

@@ -137,7 +137,7 @@ def layers(mesh: Any, samples: int) -> None:
 
 @pytest.mark.parametrize("samples", [5, pytest.param(1, marks=pytest.mark.nightly)])
 def test_ranks_without_samples(pool: Any, samples: int) -> None:
-    """They stay sharded, nothing is gathered, and gradients are the single device's."""
+    """Parameters stay sharded, nothing is gathered, and gradients are the single device's."""
     pool.run(4, layers, samples)
 
 

@@ -198,7 +198,7 @@ def _both(name: str, placements: str, calls: Sequence[Callable[[], Any]], ranks:
 
 
 def compare_operations() -> Iterator[Compared]:
-    """Each of `OPERATIONS` with every choice of placements; inside a fake group of `RANKS` ranks."""
+    """Compare each of `OPERATIONS` with every choice of placements, inside a fake group of `RANKS` ranks."""
     meshes = [make("cpu", (RANKS,)) for _, make, _ in LIBRARIES]
     for name, (function, shapes, index) in OPERATIONS.items():
         for names in itertools.product(("R", "S0", "S1", "P"), repeat=len(shapes)):

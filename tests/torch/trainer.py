@@ -124,7 +124,7 @@ class Transformer(nn.Module):
 
 
 def plan(sequence: bool) -> dict[str, Any]:
-    """Without parts of the sequence, norms and gains stand in no plan, so that data parallelism alone places them."""
+    """The plan; without sequence parallelism it leaves norms and gains out, and data parallelism alone places them."""
     if not sequence:
         names = {"attention.w[qkv]": "colwise", "attention.wo": "rowwise", "feed_forward.w[13]": "colwise"}
         block = {f"layers.*.{name}": style for name, style in {**names, "feed_forward.w2": "rowwise"}.items()}
@@ -250,7 +250,7 @@ class Loader:
         self.position = pickle.loads(state_dict["position"])
 
     def micro_batches(self, setup: Setup, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's ids and labels, of which some samples have more than others."""
+        """The ids and labels of this rank; some samples have more labels than others."""
         count = SAMPLES // setup.batch_ranks // (3 if setup.batch_ranks == 4 else 2)
         first, self.position = self.position, self.position + SAMPLES
         for start in range(first, first + SAMPLES, count * setup.batch_ranks):
@@ -296,7 +296,7 @@ class Trainer:
         self.history: list[tuple[float, float]] = []
 
     def states(self) -> dict[str, Any]:
-        """As a checkpoint has them."""
+        """The model's and optimizer's states, keyed as in a checkpoint."""
         parts = {"optimizer": self.optimizers, "lr_scheduler": self.schedulers, "dataloader": self.loader}
         return {"model": self.wrapper, **parts, "train_state": self}
 

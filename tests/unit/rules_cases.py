@@ -213,7 +213,7 @@ def _attention(operands: tuple, static_args: tuple) -> Any:
 
 
 def _flex_attention(operands: tuple, static_args: tuple) -> Any:
-    """As `_attention`, of scores that are other ones for each batch element and head, with their sums and largest."""
+    """Compute `_attention` with scores that depend on batch element and head; return their sums and largest too."""
     q, k, v, *tables = operands
     statistics = static_args[1]
     pieces = static_args[2] if len(static_args) > 2 else tuple(((0, n),) for n in q.shape[:2])
@@ -227,7 +227,7 @@ def _flex_attention(operands: tuple, static_args: tuple) -> Any:
 
 
 def _fused_attention(operands: tuple, static_args: tuple) -> Any:
-    """As `_attention`, but heads and batches lie as the layout says, and the statistics of the softmax are returned."""
+    """Compute `_attention` with dimensions in the order of the layout; return the statistics of the softmax too."""
     q, k, v, bias, mask, sink, more_q, more_k = (*operands, *(None,) * 5)[:8]
     layout, heads, keep, _, size, tokens_first = static_args[:6]
     if more_q is not None:

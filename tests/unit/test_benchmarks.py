@@ -34,7 +34,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 
 def test_interleaved_tells_a_long_step_from_a_short_one() -> None:
-    """By a clock that the steps alone advance, so that a busy machine makes no difference."""
+    """The clock is advanced by the steps alone, so that a busy machine makes no difference."""
     now, cleared = [0], []
 
     def takes(nanoseconds: int) -> None:

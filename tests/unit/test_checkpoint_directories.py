@@ -37,7 +37,7 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
 
 
 def test_a_draft_is_no_checkpoint(tmp_path: Path) -> None:
-    """Also one that was killed just before it got its name: it is whole, and the run goes on from the one before."""
+    """A draft that was killed just before its renaming is whole, but the run resumes from the previous checkpoint."""
     set_run(tmp_path, "a" * 32)
     first = save({"step": 1}, tmp_path / "step-1")
     token = new_token().split("-")

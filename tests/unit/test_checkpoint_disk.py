@@ -129,7 +129,7 @@ def direct_in_name(file: disk.NewFile, on: bool) -> bool:
 
 
 def test_room_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is none, nothing is written; where a system cannot tell, files are written as usual."""
+    """Nothing is written where room is missing; where a system cannot tell, files are written as usual."""
     asked: list[int] = []
 
     def reserving(answer: int) -> Any:

@@ -87,7 +87,7 @@ def test_what_an_index_says_of_the_run(tmp_path: Path, run: Any) -> None:
     "name", ["a\0b", "\ud800", "", ".", "..", "a/b", "a\\b", ".hidden", "C:evil", "a" * 300, "a\nb", "*", "-r"]
 )
 def test_what_an_index_says_of_files(tmp_path: Path, name: str) -> None:
-    """Their names are those that a save gives, and nothing else is opened or looked for."""
+    """File names in an index are those that a save gives; nothing else is opened or looked for."""
     path = save({"step": 1}, tmp_path / "step-1")
     put(path, "files", {name: 3})
     with pytest.raises(CheckpointError, match=r"index\.json is damaged: .*a name that no save gives") as error:
@@ -99,7 +99,7 @@ def test_what_an_index_says_of_files(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("writer", ["process 1 on \x1b[2Ja", "a" * 201, 3, ["a"]])
 def test_what_an_index_says_of_its_writer(tmp_path: Path, writer: Any) -> None:
-    """It comes into messages where it is such as a save writes."""
+    """The writer in an index is shown in messages if it has the form that a save writes."""
     path = save({"step": 1}, tmp_path / "step-1")
     put(path, "writer", writer)
     assert read_index(path).writer == ""

@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "float32"])
 @pytest.mark.parametrize("shape", [(), (7,), (40,), (9, 5), (5, 30), (4, 3, 6), (2, 5, 3, 9), (3, 1, 40), (70, 2)])
 def test_boxes(tmp_path: Path, small: None, shape: tuple[int, ...], dtype: str) -> None:
-    """Into memory in one piece, into columns of a wider array, and into every other element."""
+    """Boxes are read into memory in one piece, into columns of a wider array, and into every other element."""
     kind = element_type(dtype)
     whole = np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
     file = file_of(tmp_path / "x", before=np.zeros(3, np.uint8), x=whole)
@@ -123,7 +123,7 @@ def test_short_answers(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_file_that_is_cut(tmp_path: Path, verify: bool) -> None:
-    """After it was opened: touching a page of it that is gone would end the process by a signal."""
+    """A file that is cut after opening: touching a missing page would end the process by a signal."""
     whole = np.ones((3, 2**15), np.uint8)
     file_of(tmp_path / "x", key=whole)
 

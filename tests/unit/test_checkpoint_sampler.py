@@ -39,7 +39,7 @@ def test_an_epoch_without_a_break() -> None:
 @pytest.mark.parametrize(("first", "second"), [*itertools.product((1, 2, 3, 4), repeat=2)])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_another_number_of_ranks_goes_on(first: int, second: int, drop_last: bool) -> None:
-    """In the middle of the second epoch."""
+    """Another number of ranks goes on in the middle of the second epoch."""
     size = 13
     before = samplers(size, first, drop_last=drop_last, seed=3)
     draw(before)
@@ -96,5 +96,5 @@ def test_refusals() -> None:
             Sampler(*arguments)
     with pytest.raises(ValueError, match="num_replicas and rank together, or mesh"):
         Sampler(10, rank=1)
-    with pytest.raises(ValueError, match="of 10 samples, and this data set has 11"):
+    with pytest.raises(ValueError, match="for 10 samples, and this data set has 11"):
         Sampler([*range(11)], 1, 0).load_state_dict(Sampler(10, 1, 0).state_dict())

@@ -86,8 +86,7 @@ def test_a_late_save_does_not_overwrite_what_it_has_not_seen(tmp_path: Path) -> 
 
 
 def test_two_that_replace_one_at_the_same_moment(tmp_path: Path, monkeypatch: Any) -> None:
-    """As on two machines, which do not see each other's lock: a checkpoint that was taken away by mistake is put
-    back."""
+    """Two machines do not see each other's lock; a checkpoint that one removed by mistake is restored."""
     monkeypatch.setattr(disk, "_PATIENCE", 0.05)
     save({"step": 1}, tmp_path / "last")
     late, other = begin(tmp_path / "last", 2, overwrite=True), begin(tmp_path / "last", 3, overwrite=True)
@@ -161,7 +160,7 @@ def ended() -> int:
 
 
 def test_what_the_dead_have_left_is_removed(tmp_path: Path, monkeypatch: Any) -> None:
-    """And nothing else: of the living, of other machines, and of strangers."""
+    """Files of ended processes are removed; those of running ones, other machines and strangers stay."""
     zombie = FORK.Process(target=os._exit, args=(0,))
     zombie.start()
     while writers._began(zombie.pid) != -1:
@@ -198,7 +197,7 @@ def test_what_the_dead_have_left_is_removed(tmp_path: Path, monkeypatch: Any) ->
 
 
 def test_a_process_that_cannot_be_asked_is_taken_to_run(monkeypatch: Any) -> None:
-    """Such as that of another user, or where there is no /proc."""
+    """Another user's process, or one on a system without /proc, counts as running."""
 
     def refuse(pid: int, signal: int) -> None:
         raise PermissionError
@@ -265,7 +264,7 @@ def test_keep_puts_back_what_has_changed(tmp_path: Path, monkeypatch: Any) -> No
 
 
 def test_the_lock(tmp_path: Path, monkeypatch: Any) -> None:
-    """It keeps other threads out, and is free afterwards, though a child has the file too. No wait is endless."""
+    """The lock keeps other threads out, and is free afterwards, though a child has the file too. No wait is endless."""
     inside: list[str] = []
 
     def enter() -> None:

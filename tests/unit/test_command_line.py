@@ -86,7 +86,7 @@ def test_launch_prints_its_command(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
-    """As ``| head``: no traceback."""
+    """A closed pipe, as in ``| head``, causes no traceback."""
     path = str(save({"step": 2}, tmp_path / "a"))
     for module, *arguments in (("hyper_parallel", "launch", "--json", "--print-only", __file__),
                                ("hyper_parallel", "checkpoint", "show", path),
@@ -112,7 +112,7 @@ def test_launch_gives_back_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_ranks_of_msrun_that_ended_well(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, statuses: tuple[int, ...], wanted: int
 ) -> None:
-    """Where they have not taken leave, msrun waits for a scheduler that takes them for lost."""
+    """The launcher ends msrun once all ranks ended well; msrun would wait for a scheduler that reports them lost."""
     for rank, status in enumerate(statuses):
         (tmp_path / str(rank)).write_text(str(status))
     waits = f"import subprocess, sys, time; time.sleep({3600 if wanted == 0 else 0.2}); sys.exit(5)"
@@ -228,6 +228,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_the_command_test_checks(pool: Any) -> None:
-    """Its jobs; that of checkpoints takes all ranks of the pool, and is run by the command alone."""
+    """The command's jobs: the job of checkpoints takes all ranks of the pool, so only the command runs it."""
     found = [pool.run(2, f"hyper_parallel.cli.selftest:check_{name}")[0] for name in ("collectives", "block")]
     assert found[0] == "11 redistributions" and "reduce_scatter" in found[1]

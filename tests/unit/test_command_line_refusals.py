@@ -46,7 +46,7 @@ ANYWHERE = [
     ("launch -n x s.py", 2, "invalid int value: 'x'"),
     ("launch -n 0 s.py", 2, "-n 0 --nodes 1: both are at least 1"),
     ("launch --nodes -1 s.py", 2, "--nodes -1: both are at least 1"),
-    ("launch --nodes 2 --node-rank 5 s.py", 2, "--node-rank 5: of 2 node(s) it is 0 to 1"),
+    ("launch --nodes 2 --node-rank 5 s.py", 2, "--node-rank 5: with 2 node(s) it must be 0 to 1"),
     ("launch --port 99999 s.py", 2, "--port 99999: a port is 1 to 65535"),
     ("launch --platform none s.py", 2, "unknown platform"),
     ("launch nowhere.py", 2, "there is no file 'nowhere.py'"),
@@ -110,7 +110,7 @@ _TINY, _MINE = "--model llama-tiny --length 16 --mesh 2", "--model mine.py:model
 #: where models by name, and functions that make models of torch, can be used
 ON_TORCH = [
     (f"explain {_TINY} --dtype float99", "no dtype is called 'float99': there are "),
-    (f"explain {_TINY} --dtype int64", "--dtype int64 is none for parameters"),
+    (f"explain {_TINY} --dtype int64", "--dtype int64 cannot be the dtype of parameters"),
     (f"explain {_TINY} --rank 9", "a world of 2 rank(s) has no rank 9"),
     (f"explain {_TINY} --rank -1", "a world of 2 rank(s) has no rank -1"),
     (f"explain {_TINY} --input float32", "--input float32: write dtype[sizes]"),
@@ -124,8 +124,8 @@ ON_TORCH = [
     ("explain --model llama-tiny --length 16 --mesh a=2,b=2", "none of ('a', 'b') is called \"tp\""),
     (f"explain {_MINE}", "give --plan package.module:name"),
     (f"explain {_MINE} --plan mine.py:plan --input float32[2,5]", "the plan is not possible"),
-    (f"dry-run {_TINY} --optimizer NoSuch", "--optimizer NoSuch: the framework has none of this name"),
-    (f"dry-run {_TINY} --search --optimizer NoSuch", "--optimizer NoSuch: the framework has none of this name"),
+    (f"dry-run {_TINY} --optimizer NoSuch", "--optimizer NoSuch: the framework has no optimizer of this name"),
+    (f"dry-run {_TINY} --search --optimizer NoSuch", "--optimizer NoSuch: the framework has no optimizer of this name"),
     (f"dry-run {_TINY} --recompute nothing", "recompute='nothing' names no module"),
 ]
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Misnamed:
-    """As much of a backend as its registration takes."""
+    """The least of a backend that its registration accepts."""
 
     name = "another-name"
 

@@ -32,7 +32,7 @@ def packed_cut(elements: np.ndarray, sizes: tuple[int, ...], parts: int, rank: i
 
 
 def orders(mesh: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Some mesh dimensions, in some order."""
+    """Every selection of mesh dimensions in every order."""
     for count in range(1, len(mesh) + 1):
         yield from itertools.permutations(range(len(mesh)), count)
 

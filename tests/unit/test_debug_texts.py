@@ -89,7 +89,7 @@ class _Terminal(io.StringIO):
 
 
 def test_text_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In colours where rich is installed, and as it is elsewhere."""
+    """The text is in colours where rich is installed; elsewhere it is unchanged."""
     printed: list[Any] = []
     console = SimpleNamespace(print=lambda text, markup: printed.append((text, markup)))
     monkeypatch.setitem(sys.modules, "rich.console", SimpleNamespace(Console=lambda file, soft_wrap: console))

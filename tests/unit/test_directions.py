@@ -186,7 +186,7 @@ def test_every_import_goes_along_an_arrow() -> None:
 
 
 def test_floors_of_core_lie_upon_each_other() -> None:
-    """Where something is imported for type checkers alone, too."""
+    """Imports for type checkers alone keep the order of floors, too."""
     core = {module: text for module, text in sources().items() if f"{module}.".startswith(f"{NAME}.core.")}
     assert wrong_arrows(graph(core, for_types=True)) == []
 
@@ -217,7 +217,7 @@ def test_folders_of_a_backend_lie_upon_each_other(backend: str) -> None:
 
 
 def test_an_import_that_goes_up_is_seen() -> None:
-    """From a folder to one above it, and to a file next to the folders; also where only types are meant."""
+    """Imports of a higher folder, and of a file next to the folders, are found; also those for types only."""
     name = f"{NAME}.platform.torch.basics.tensor"
     for target in ("gradients.autograd", "base"):
         for planted in (
@@ -230,7 +230,7 @@ def test_an_import_that_goes_up_is_seen() -> None:
 
 @pytest.mark.parametrize("backend", sorted(FOLDERS))
 def test_no_folder_of_a_backend_has_more_than_fifteen_files(backend: str) -> None:
-    """But the handlers: they are alike, a file for each protocol."""
+    """The folder of handlers is exempt: its files are similar, one for each protocol."""
     package = ROOT / NAME / "platform" / backend
     assert {path.name for path in package.iterdir() if path.is_dir() and path.name[0] != "_"} == {*FOLDERS[backend]}
     for folder in (package, *(package / name for name in FOLDERS[backend] if name != "handlers")):
@@ -282,7 +282,7 @@ def test_the_arrows_themselves_go_one_way() -> None:
     ],
 )
 def test_a_wrong_arrow_is_seen(module: str, line: str, arrow: str) -> None:
-    """At the top of a module and inside a function."""
+    """Wrong imports are found at the top of a module and inside a function."""
     name = f"{NAME}.{module}"
     for planted in (line, f"def f():\n    {line}"):
         found = wrong_arrows(graph({**sources(), name: f"{sources()[name]}\n{planted}\n"}))
@@ -298,7 +298,7 @@ def test_a_wrong_arrow_is_seen(module: str, line: str, arrow: str) -> None:
     ],
 )
 def test_a_circle_is_seen(module: str, other: str) -> None:
-    """Within a layer too, and inside a function; not where only types are meant."""
+    """A circle is found within a layer and inside a function too, but not if only types are meant."""
     name, line = f"{NAME}.{module}", f"import {NAME}.{other}"
     for planted, seen in ((line, True), (f"def f():\n    {line}", True), (f"if TYPE_CHECKING:\n    {line}", False)):
         found = circle(graph({**sources(), name: f"{sources()[name]}\n{planted}\n"}))

@@ -126,7 +126,7 @@ def test_commits_with_changes() -> None:
 
 
 def test_every_measured_figure_of_this_project_has_a_commit() -> None:
-    """If not: enter a stamp, see CONTRIBUTING.md, or name its kind in `NO_FIGURE`."""
+    """Every figure has a stamp, see CONTRIBUTING.md, or is named with its kind in `NO_FIGURE`."""
     texts = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in figures.pages(ROOT)}
     assert [line for name, text in texts.items() for line in figures.unstamped(name, text)] == []
     assert len([stamp for name, text in texts.items() for stamp in figures.stamps(name, text)]) > 30
@@ -138,7 +138,7 @@ def test_what_is_no_figure_is_on_its_page() -> None:
 
 
 def test_sections_are_what_programs_make_of_the_committed_results() -> None:
-    """If not: python -m ci.figures --write."""
+    """The sections are current; if not: python -m ci.figures --write."""
     assert [path.name for path in figure_tables.renewed(ROOT)] == []
 
 

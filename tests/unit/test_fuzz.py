@@ -155,7 +155,7 @@ class Scripted:
     ],
 )
 def test_a_bad_program_runs_again(kinds: tuple[str, ...], outcome: Outcome) -> None:
-    """It stays bad if it is bad once more."""
+    """A bad program stays bad if its second run is bad too."""
     pool = Scripted(*kinds)
     assert run_seeds(pool, range(7, 8)) == [outcome]
     assert not pool.kinds
@@ -226,7 +226,8 @@ def test_a_bad_run_begins_anew(tmp_path: Path) -> None:
 
 
 def test_results_in_row_major_order() -> None:
-    """Where a framework lays results out anew, `contiguous` gives a view, which a write reaches; in NumPy a copy."""
+    """The result of `contiguous` is a view in a framework with row-major results, and a write reaches it; NumPy
+    copies."""
     leaf = Leaf((2, 3), "float32", (Replicate(),), False, 5)
     steps = (
         Step("transpose", (0,), (0, 1)),

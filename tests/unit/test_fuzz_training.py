@@ -56,7 +56,7 @@ def test_limits_hold() -> None:
 
 
 def test_further_ways_to_load() -> None:
-    """They come where others would have been, and the rest of a program stays."""
+    """Further ways to load take the place of others, and the rest of a program stays."""
     limits = TrainingLimits(loads=("write", "whole", "sharded", "set_data"))
     found = [generate(seed, limits) for seed in range(600)]
     assert {a[2] for p in found for a in p.actions if a[0] == "load"} == {*limits.loads}

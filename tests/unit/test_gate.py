@@ -100,7 +100,7 @@ def test_sign():
 
 @pytest.mark.parametrize(("least", "status"), [pytest.param(60, 0, marks=pytest.mark.nightly), (70, 1)])
 def test_thresholds(tmp_path: Path, least: int, status: int) -> None:
-    """One of four lines and one of two branches are not reached: 66.6 %."""
+    """The tests do not reach one of four lines and one of two branches: 66.6 %."""
     found, output = run_gate(project(tmp_path, least, PASSES), "demo")
     assert found == status, output
     verdict = "FAIL: coverage of hyper_parallel/core" if status else "ok"
@@ -126,7 +126,7 @@ def asks(root: Path, status: int) -> None:
 
 @pytest.mark.parametrize("status", in_gate([0, 1], [1]))
 def test_errors_that_no_test_came_to(tmp_path: Path, status: int) -> None:
-    """After all backends the gate asks `ci/raises.py`, and fails as that does; after some of them it does not ask."""
+    """The gate asks `ci/raises.py` after all backends, and fails as it does; after some of them it does not ask."""
     root = project(tmp_path, 60, PASSES)
     asks(root, status)
     found, output = run_gate(root, "demo")
@@ -197,7 +197,7 @@ def test_reached(gate: Any) -> None:
 
 @pytest.mark.nightly
 def test_the_conformance_suite_without_short_ways(gate: Any, tmp_path: Path) -> None:
-    """Some files are a row of its own, which the environment variable makes another; in the nightly run all are."""
+    """A row of its own runs some files with the environment variable set; the nightly run has all files there."""
     conformance = "import os\n\n\ndef test_short_ways():\n    assert os.environ.get('HYPER_PARALLEL_FAST') != '0'\n"
     root = project(tmp_path, 60, conformance)
     for name in gate.WITHOUT_FAST_FILES:
@@ -240,7 +240,7 @@ def test_processes_by_cores(gate: Any, cores: int, processes: int) -> None:
 
 
 def test_shares(gate: Any) -> None:
-    """By the seconds that files took last, by numbers of tests where that is not known."""
+    """Shares go by the last seconds of files, and by numbers of tests where those are unknown."""
     shares_of = importlib.import_module("suite").shares_of
     tests = {"a": 1, "b": 4, "c": 2, "d": 3}
     assert shares_of(tests, {}, 2) == [["b", "a"], ["d", "c"]]
@@ -292,7 +292,7 @@ def test_failures_are_shown_at_once(tmp_path: Path, processes: int) -> None:
 
 @pytest.mark.nightly
 def test_a_part_that_breaks_down(tmp_path: Path) -> None:
-    """Where no test has failed, the end of the log is shown: it has the reason."""
+    """The end of the log is shown if no test has failed: it has the reason."""
     root = project(tmp_path, 10, PASSES)
     (root / "tests" / "conformance" / "conftest.py").write_text("raise ValueError('broken set-up')\n")
     found, output = run_gate(root, "demo")
@@ -301,7 +301,7 @@ def test_a_part_that_breaks_down(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_some_files(tmp_path: Path) -> None:
-    """They run in the parts that they belong to; nothing is measured, and no table is left for the README."""
+    """Given files run in their own parts; nothing is measured, and no table is written for the README."""
     root = project(tmp_path, 100, PASSES)
     asks(root, 1)
     tests = "def test_a():\n    pass\n\n\ndef test_b():\n    pass\n"
@@ -398,7 +398,7 @@ def test_missing_report(gate: Any, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_no_coverage_data(gate: Any, tmp_path: Path) -> None:
-    """Where coverage has written nothing there is nothing to compare."""
+    """Missing data of coverage leave nothing to compare."""
     root = project(tmp_path, 10, PASSES)
     (root / "build" / "gate" / "demo").mkdir(parents=True)
     row = gate.Row("demo", "CPU")
@@ -503,7 +503,7 @@ def project_with_fake(root: Path, reason: str | None) -> Path:
 
 
 def test_fake_device(tmp_path: Path) -> None:
-    """Where the device cannot be used, the tests with a fake one run alone, with thresholds of their own."""
+    """Tests with a fake device run alone where the device cannot be used, with thresholds of their own."""
     found, output = run_gate(project_with_fake(tmp_path, "no GPU here"), "torch-cuda")
     assert found == 0, output
     assert "torch-cuda: on a fake device, since no GPU here" in output
@@ -512,7 +512,7 @@ def test_fake_device(tmp_path: Path) -> None:
 
 
 def test_real_device(gate: Any, tmp_path: Path) -> None:
-    """Where it can, everything runs, with the thresholds of every other backend."""
+    """Everything runs where the device can be used, with the thresholds of every other backend."""
     root = project_with_fake(tmp_path, None)
     assert not gate.is_faked(root, "torch-cuda", sys.executable, part_of(gate))
     assert gate.folders_of(root, "torch-cuda", False) == ["tests/conformance", "tests/cuda"]

@@ -94,7 +94,7 @@ def test_make_alone_lists_the_targets() -> None:
 
 
 def test_pins_are_replaced() -> None:
-    """As the rule for another torch does it: torch and torch_npu, nothing else."""
+    """Pins of torch and torch_npu are replaced, nothing else, as the rule for another torch does it."""
     pattern = re.search(r"sed -E '([^']+)'", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert pattern is not None
     script = pattern.group(1).replace("$(2)", "2.13.0")

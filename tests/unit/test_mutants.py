@@ -170,7 +170,7 @@ def test_on_the_level_of_a_module_the_file_counts() -> None:
 
 
 def test_which_tests_are_nightly(tmp_path: Path) -> None:
-    """Later recordings count; those of before there were nightly tests have none."""
+    """The latest recording counts; recordings older than nightly tests have none."""
     first, later = (recording({"t.py::one": 1.0, "t.py::two": 1.0}, {}) for _ in range(2))
     first.nightly, later.nightly = ["t.py::one"], ["t.py::two"]
     assert reach.Reach([first]).nightly == {"t.py::one"}
@@ -433,7 +433,7 @@ def test_trial(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---------------------------------------------------------------------- the last run
 def test_last_run() -> None:
-    """At most 5 % of the mutants survived, apart from those that change nothing that matters; each has its reason."""
+    """The last run: at most 5 % of the mutants survived, except equivalent ones, each with a reason."""
     last = json.loads((ROOT / report.LAST).read_text(encoding="utf-8"))
     survivors = last["survivors"]
     assert all(survivor["why"] for survivor in survivors), [s["key"] for s in survivors if not s["why"]]

@@ -146,7 +146,7 @@ def test_what_only_saves_time_is_left_out(framework: Any) -> None:
 
 
 def test_what_cannot_be_written_stops_all(framework: Any) -> None:
-    """Also when it shows as late as this."""
+    """An unwritable target stops all patches, even if it is found this late."""
     before = state_of(framework)
     patches = PatchSet("fw", "1.0", [patch("fw.clip"), patch("builtins.int.real", check=lambda original: None)])
     with pytest.raises(TypeError, match="real"):
@@ -187,7 +187,7 @@ def test_what_the_framework_wraps_is_undone_as_it_would_have_it(framework: Any) 
 
 
 class Distributed:
-    """As a DTensor class is."""
+    """An object with the methods of a DTensor class."""
 
     shape = (2, 3)
 
@@ -196,7 +196,7 @@ class Distributed:
 
 
 def test_distributed_tensors_need_the_patches(framework: Any) -> None:
-    """They keep `uninstall` from running, or are given up, and come back with the patches."""
+    """Distributed tensors keep `uninstall` from running, or are given up, and come back with the patches."""
     switched: list[bool] = []
     patches = PatchSet("fw", "1.0", [patch("fw.clip")], lambda: [Distributed], switched.append)
     patches.install()

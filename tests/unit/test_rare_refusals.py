@@ -89,8 +89,8 @@ def namesake(folder: Path) -> None:
         (unknown_kind, CheckpointError, "'date' is unknown"),
         (no_such_dtype, targets._MisfitError, "tensor 'x' is of bfloat16, which mine does not have"),
         (no_counter, TypeError, "mine has no counter-based generator: leave parallel_rng out"),
-        (slice_elsewhere, ValueError, "a slice of a mesh without this rank: .* is without rank 3"),
-        (namesake, ImportError, "Take an environment for each.*pip uninstall hyper-parallel"),
+        (slice_elsewhere, ValueError, "cannot take a slice on a rank outside of the mesh: .* does not have rank 3"),
+        (namesake, ImportError, "Use an environment for each.*pip uninstall hyper-parallel"),
     ],
     ids=lambda case: getattr(case, "__name__", ""),
 )

@@ -247,7 +247,7 @@ def test_nothing_is_faster_unless_a_backend_says_so() -> None:
 
 @pytest.mark.parametrize("raised", ["SystemExit(3)", "BaseException('x\\x1b')", "GeneratorExit()"])
 def test_entry_points_that_exit(raised: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They are listed as not available, and the others are there."""
+    """Failing entry points are listed as not available, and the others are there."""
     (tmp_path / "exits.py").write_text(f"raise {raised}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     entry = EntryPoint("exits", "exits:Platform", registry.ENTRY_POINT_GROUP)

@@ -31,7 +31,7 @@ def events(path: Path) -> Any:
 def test_progress(
     reporter: Any, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From collecting to the last test, in two processes; failures beyond the first ones only by name."""
+    """Progress from collecting to the last test, in two processes; failures beyond the first ones only by name."""
     monkeypatch.setattr(reporter, "IN_FULL", 1)
     part = reporter.Part("demo", (tmp_path / "log").open("w"))
     assert part.progress == "demo begins"
@@ -63,7 +63,7 @@ def test_progress(
 
 
 def test_lines(reporter: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """One for all parts, again and again; the text of a failing test comes before the end of its part."""
+    """Progress lines are for all parts together; the text of a failing test comes before the end of its part."""
     with reporter.Reporter(every=0.0) as lines:
         lines.expect()
         lines.expect()
@@ -88,7 +88,7 @@ def beat(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_heartbeat(tmp_path: Path) -> None:
-    """It says for how long a command runs and how large its folder is, and ends as the command does."""
+    """The heartbeat tells how long a command has run and how large its folder is, and ends with the command."""
     (tmp_path / "file").write_bytes(b"x" * 3_000_000)
     program = "import time; time.sleep(1.5); print('said', flush=True); raise SystemExit(3)"
     done = beat("--folder", str(tmp_path), "--every=0.2", "making it", sys.executable, "-c", program)

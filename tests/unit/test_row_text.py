@@ -55,7 +55,7 @@ def test_a_row_says_what_becomes_of_the_arguments() -> None:
 
 
 def test_calls() -> None:
-    """By position, and again as they were, with other tensors."""
+    """Calls by position, repeated in their original form with other tensors."""
 
     def function(*args: Any, **kwargs: Any) -> tuple:
         return args, kwargs

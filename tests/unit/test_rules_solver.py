@@ -140,7 +140,7 @@ def test_order_of_cuts(op: str, operands: list[tuple], wanted: list[tuple], resu
 
 
 def test_two_orders_of_one_dimension() -> None:
-    """One of them is taken, and it is one that there is."""
+    """One of the two orders is taken for both operands and the result."""
     mesh = mesh_of_rank((2, 2), 0)
     sharding = OPERATIONS["add"].rule(((8,), (8,)), (1.0,))
     assert sharding is not None
@@ -164,7 +164,7 @@ def test_two_orders_of_one_dimension() -> None:
     ids=["split", "view"],
 )
 def test_parts_of_packed_shards_that_are_cut_further(op: str, arguments: Any, native: Any, placements: tuple) -> None:
-    """Before the parts are taken apart, further cuts of them are undone."""
+    """Further cuts of packed parts are undone before the parts are taken apart."""
     mesh, x = mesh_of_rank((2, 2), 0), np.arange(24.0).reshape(8, 3)
     case = Case(op, "", (x,), arguments, native)
     strategy = solve(case.sharding(), (get_layout(mesh, placements, x.shape),), mesh)
@@ -175,7 +175,7 @@ def test_parts_of_packed_shards_that_are_cut_further(op: str, arguments: Any, na
 
 
 def test_most_operands_keep_their_order() -> None:
-    """To change the order of cuts costs something, on any mesh dimension: two operands are not moved for one."""
+    """Changing the order of cuts has a cost on any mesh dimension: two operands are not moved for one."""
     mesh = mesh_of_rank((2, 2), 0)
     sharding = OPERATIONS["pointwise"].rule(((8,), (8,), (8,)), ())
     assert sharding is not None

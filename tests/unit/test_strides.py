@@ -153,7 +153,8 @@ def test_dense_strides_are_those_of_numpy() -> None:
 
 
 def test_dense_strides_leave_stretched_dimensions_where_they_are() -> None:
-    """As in torch: ``ones(1, 4).expand(3, 4) * 2`` is contiguous, and so are the dimensions next to a permuted one."""
+    """Stretched dimensions keep their place, as in torch: ``ones(1, 4).expand(3, 4) * 2`` is contiguous, and so are the
+    dimensions next to a permuted one."""
     assert dense_strides((3, 4), (0, 1)) == (4, 1)
     assert dense_strides((4, 3), (1, 0)) == (3, 1)
     assert dense_strides((2, 2, 3), (1, 0, 2)) == (1, 2, 4)

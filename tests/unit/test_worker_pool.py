@@ -66,7 +66,7 @@ def test_a_failure_on_all_ranks_keeps_the_workers(bare_pool: WorkerPool) -> None
 
 
 def test_a_failure_on_one_rank_replaces_the_workers(bare_pool: WorkerPool) -> None:
-    """Only the rank that failed is named, and no old worker is left over."""
+    """The message names only the rank that failed, and no old worker is left over."""
     bare_pool.run(2, pool_jobs.describe)
     starts, pids = bare_pool.starts, [worker.process.pid for worker in bare_pool._workers]
     with pytest.raises(JobError) as caught:
@@ -105,7 +105,7 @@ def test_what_cannot_be_sent_is_an_error_and_no_hang(bare_pool: WorkerPool) -> N
 
 
 def test_limits_are_longer_on_a_busy_machine(bare_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it grows busy while a rank works: the job ends, although its time was up."""
+    """Time limits grow even while a rank works: the job ends, although its time was up."""
     bare_pool.run(2, pool_jobs.describe)
     at_first = iter([1])
     monkeypatch.setattr(os, "getloadavg", lambda: (2 * (os.cpu_count() or 1) * next(at_first, 10_000), 0, 0))
@@ -120,7 +120,7 @@ def test_limits_are_longer_on_a_busy_machine(bare_pool: WorkerPool, monkeypatch:
 
 
 def test_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None that the system gives to others, where there are such ports, and none that is taken."""
+    """A free port is not taken, nor among those that the system gives to others, if there are further ones."""
     given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert pool.FIRST_PORT <= pool.free_port() < given_away
     with socket.socket() as taken:

@@ -48,7 +48,7 @@ def no_recording() -> Iterator[None]:
 
 
 class Node:
-    """How an array was made: from which operands, and how its cotangent leads to theirs.
+    """The origin of an array: its operands, and the way from its cotangent to theirs.
 
     Attributes:
         operands: the arrays that it was computed from.
@@ -86,12 +86,12 @@ class Array:
     # ------------------------------------------------------------------------------ properties
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape; of a distributed array, the global one."""
+        """The shape; of a distributed array, the global one."""
         return self.value.shape
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has."""
+        """The number of dimensions."""
         return len(self.shape)
 
     @property

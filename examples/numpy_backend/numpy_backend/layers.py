@@ -59,7 +59,7 @@ def softmax(x: Array, dim: int, dtype: Any = None) -> Array:
 
 @operation("log_softmax")
 def log_softmax(x: Array, dim: int, dtype: Any = None) -> Array:
-    """Its logarithm."""
+    """Logarithm of the softmax."""
     x = x if dtype is None else o.cast(x, dtype)
     return o.sub(x, logsumexp(x, (dim,), True))
 
@@ -78,7 +78,7 @@ def logsumexp(x: Array, dims: Any, keepdim: bool = False) -> Array:
 def layer_norm(
     x: Array, weight: Array | None, bias: Array | None, dims: int = 1, statistics: int = 0, epsilon: float = 1e-5
 ) -> Array:
-    """Over the last ``dims`` dimensions."""
+    """Normalize over the last ``dims`` dimensions."""
     last = tuple(range(-dims, 0))
     away = o.sub(x, o.mean(x, last, True))
     y = o.div(away, o.sqrt(o.add(o.mean(o.mul(away, away), last, True), epsilon)))
@@ -88,7 +88,7 @@ def layer_norm(
 
 @operation("rms_norm", 2)
 def rms_norm(x: Array, weight: Array | None, dims: int = 1, statistics: int = 0, epsilon: float = 1e-5) -> Array:
-    """Over the last ``dims`` dimensions."""
+    """Normalize over the last ``dims`` dimensions."""
     y = o.div(x, o.sqrt(o.add(o.mean(o.mul(x, x), tuple(range(-dims, 0)), True), epsilon)))
     return y if weight is None else o.mul(y, weight)
 

@@ -43,7 +43,7 @@ class Module:
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
     def __repr__(self) -> str:
-        """Its layers, a line each, with their styles."""
+        """The module's layers, a line each, with their styles."""
         lines = [text_of_plan(self, self._parameters, type(self).__name__)]
         for name, module in self._modules.items():
             lines += f"{name}: {module!r}".split("\n")

@@ -272,14 +272,14 @@ def _view(x: Array, value: np.ndarray, back: Callable[[Array], Array]) -> Array:
 
 @operation("reshape")
 def reshape(x: Array, shape: Sequence[int]) -> Array:
-    """Another shape, with one -1 at most."""
+    """Change the shape, with one -1 at most."""
     before = x.value.shape
     return _view(x, x.value.reshape(tuple(shape)), lambda g: reshape(g, before))
 
 
 @operation("permute")
 def permute(x: Array, dims: Sequence[int]) -> Array:
-    """Another order of dimensions."""
+    """Change the order of dimensions."""
     order = tuple(d % x.ndim for d in dims)
     return _view(x, x.value.transpose(order), lambda g: permute(g, tuple(int(d) for d in np.argsort(order))))
 
@@ -302,7 +302,7 @@ def unsqueeze(x: Array, dim: int) -> Array:
 
 @operation("squeeze")
 def squeeze(x: Array, dims: tuple[int, ...] | None = None) -> Array:
-    """Without dimensions of size 1."""
+    """Remove dimensions of size 1."""
     before = x.value.shape
     drop = range(x.ndim) if dims is None else {d % x.ndim for d in dims}
     shape = tuple(n for d, n in enumerate(before) if d not in drop or n != 1)
@@ -326,7 +326,7 @@ def split(x: Array, size: Any, dim: int = 0) -> list[Array]:
 
 @operation("chunk")
 def chunk(x: Array, count: int, dim: int = 0) -> list[Array]:
-    """So many pieces, or fewer; of nothing, so many empty ones."""
+    """Cut ``x`` into at most so many pieces; an empty one gives exactly so many empty pieces."""
     if not x.shape[dim]:
         return [narrow(x, dim, 0, 0) for _ in range(count)]
     return split(x, max(-(-x.shape[dim] // count), 1), dim)

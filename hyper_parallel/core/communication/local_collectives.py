@@ -69,7 +69,7 @@ def check_local_collective(
                     "replicated tensor, or take to_local()"
                 )
             if not linear or placement.reduce_op not in ("sum", "avg"):
-                raise ValueError(f"{where} the value is to be reduced yet: redistribute() it first")
+                raise ValueError(f"{where} the value is not reduced yet: redistribute() it first")
         elif isinstance(placement, Shard) and mesh_dim in within:
             if not apart:
                 raise ValueError(
@@ -83,7 +83,7 @@ def check_local_collective(
                 )
         elif parts and mesh_dim in within:
             raise ValueError(
-                f"{where} the tensor is the same on these ranks, which it would not be afterwards: use all_reduce or "
+                f"{where} the tensor is the same on these ranks, and would differ afterwards: use all_reduce or "
                 "broadcast, or give it to_local()"
             )
 

@@ -263,7 +263,7 @@ def _check_order(placements: tuple[Placement, ...], mesh: DeviceMesh, what: str)
             use = "".join(f", or {StridedShard(dim, factor)!r}" for factor in factors)
             raise ValueError(
                 f"{what} is placed {list(placements)}: the split_factor of {placement!r} on mesh dimension "
-                f"{mesh.dim_label(mesh_dim)} is no product of the sizes of mesh dimensions to its right that cut "
+                f"{mesh.dim_label(mesh_dim)} is not a product of the sizes of mesh dimensions to its right that cut "
                 f"tensor dimension {dim} before it, of a mesh of shape {mesh.shape}: use Shard({dim}){use}"
             )
     for shard in packed:

@@ -257,7 +257,7 @@ class PackedShard(Shard):
                 raise ValueError(f"{size} elements are not {self.sizes} parts of one size: give the size of each part")
             return PackedShard(self.dim, (size // self.sizes,) * self.sizes)
         if sum(self.sizes) != size:
-            raise ValueError(f"{size} elements are not parts of sizes {self.sizes}, which are {sum(self.sizes)} in all")
+            raise ValueError(f"{size} elements are not parts of sizes {self.sizes}, which add up to {sum(self.sizes)}")
         return self
 
 

@@ -71,7 +71,9 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
     """
     coordinate, names = root.get_coordinate(), known.names or ()
     if coordinate is None:
-        raise ValueError(f"a slice of a mesh without this rank: {root} is without rank {root.get_rank()}")
+        raise ValueError(
+            f"cannot take a slice on a rank outside of the mesh: {root} does not have rank {root.get_rank()}"
+        )
     place = next(zip(*(known.ranks == root.get_rank()).nonzero(), strict=True))
     for dim, name in enumerate(names):
         if name in root.mesh_dim_names or name in root.slices.flat_names:

@@ -143,7 +143,7 @@ def mesh_of_groups(
     for dim, each in enumerate(known):
         if list(each.ranks) not in rows_along(ranks, (dim,)):
             raise ValueError(
-                f"the process group of dimension {dim} has the ranks {list(each.ranks)}, which are no row of the "
+                f"the process group of dimension {dim} has the ranks {list(each.ranks)}, which are not a row of the "
                 f"mesh {ranks.tolist()} along it"
             )
     made: _Mesh | None = MESHES.get((platform, ranks.shape, tuple(ranks.ravel().tolist()), names))

@@ -69,7 +69,7 @@ class MeshSlices(Generic[_Mesh]):
         """See `DeviceMesh.index_of`."""
         along = other.slices.along_in(self.root)
         if along is None:
-            raise ValueError(f"{other} is no slice of {self.root}")
+            raise ValueError(f"{other} is not a slice of {self.root}")
         return self.along.index(along[mesh_dim])
 
     def is_beside(self, other: Any) -> bool:

@@ -278,7 +278,7 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | 
     the call cannot be remembered."""
     canonical = OPERATIONS.get(op.name)
     if canonical is None:
-        raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is no canonical operation")
+        raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is not a canonical operation")
     operands, static_args = op.bind(func, args, kwargs)
     layouts = tuple([operand_key(x) for x in operands])
     if canonical.elementwise:

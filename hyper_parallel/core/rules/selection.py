@@ -97,7 +97,7 @@ def masked_scatter(shapes: tuple, static_args: Any) -> OpSharding | None:
         picks = Picks(_common(layouts[:2], operands, labels, shape), given[1], None, lambda: given[1])
         available = math.prod(source)
         if picks.total > available:
-            raise ValueError(f"masked_scatter of {available} elements of a source to {picks.total} places of a mask")
+            raise ValueError(f"masked_scatter: the mask selects {picks.total} elements, and the source has {available}")
         own, values = picks.own, given[2].reshape((available,))
         if not len(own) or own[-1] - own[0] == len(own) - 1:
             part = platform.narrow(values, 0, int(own[0]) if len(own) else 0, len(own))

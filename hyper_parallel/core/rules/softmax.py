@@ -16,7 +16,7 @@ _STATICS = "dim, dtype to convert x to first or None"
 
 def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[tuple, tuple], OpSharding | None]:
     def softmax(shapes: tuple, static_args: tuple) -> OpSharding | None:
-        """Along one dimension, which may be sharded."""
+        """A softmax or log-softmax along one dimension, which may be sharded."""
         x, dim = shapes[0], static_args[0]
         if not x:
             return unary((), (), ())

@@ -72,10 +72,10 @@ def _one(name: str, groups: list[list[StoredTensor]], converter: Any) -> StoredT
     sizes = {len(group) for group in groups}
     shapes = [{tensor.shape for tensor in group} for group in groups]
     if len(alike) != 1 or len(sizes) != 1 or 0 in sizes or any(len(shape) != 1 for shape in shapes):
-        raise ValueError(f"the files do not have all of {name!r}, or parts of it that do not fit: {shapes}")
+        raise ValueError(f"the files lack parts of {name!r}, or have parts whose shapes do not fit: {shapes}")
     count = sizes.pop()
     if (not stacks and count != 1) or (joined is None and len(groups) != 1):
-        raise ValueError(f"the files have {count} tensors for each part of {name!r}, which is made of one each")
+        raise ValueError(f"the files have {count} tensors for each part of {name!r}, and each part must be one tensor")
     parts: list[Part] = []
     start, shape = 0, [0]
     for group in groups:

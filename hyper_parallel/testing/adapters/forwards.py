@@ -48,7 +48,7 @@ def sorted_experts(adapter: Any, module: Any, x: Any, counts: Any) -> Any:
 
 
 def routed_experts(adapter: Any, module: Any, x: Any, indices: Any, weights: Any) -> Any:
-    """For tokens (T, features), the sums by ``weights`` (T, k) of the outputs of their experts ``indices`` (T, k)."""
+    """Sums by ``weights`` (T, k) of the outputs of the experts ``indices`` (T, k) for tokens (T, features)."""
     count, k = indices.shape
     rows = x[adapter.tensor(np.repeat(np.arange(count), k))]
     y = _each_its_own(adapter, module, rows, adapter.numpy(indices).ravel())

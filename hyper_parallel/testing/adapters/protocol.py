@@ -278,7 +278,7 @@ class Adapter(Protocol):
         """Smallest of all, as `amax`."""
 
     def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Another shape, with one -1 at most."""
+        """Change the shape, with one -1 at most."""
 
     def cumsum(self, x: Tensor, dim: int) -> Tensor:
         """Sums of all elements so far along ``dim``."""
@@ -308,7 +308,7 @@ class Adapter(Protocol):
         """Pieces of one size, or of a list of sizes."""
 
     def chunk(self, x: Tensor, chunks: int, dim: int) -> Sequence[Tensor]:
-        """So many pieces."""
+        """Cut ``x`` into so many pieces."""
 
     def index_select(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
         """The slices of ``x`` along ``dim`` that a 1-D ``index`` names."""
@@ -332,10 +332,11 @@ class Adapter(Protocol):
         """``value`` where ``mask``, else ``x``."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5) -> Tensor:
-        """Over the dimensions of ``weight``; ``epsilon`` is given by name where the framework has a name for it."""
+        """Normalize over the dimensions of ``weight``; ``epsilon`` is passed by keyword where the framework's function
+        has that name."""
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Over the dimensions of ``weight``, epsilon 1e-5."""
+        """Normalize over the dimensions of ``weight``, with epsilon 1e-5."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention, (batch, heads, length, head_dim); ``k`` and ``v`` may have fewer heads."""

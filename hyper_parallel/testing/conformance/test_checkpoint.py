@@ -235,9 +235,9 @@ END = 12 if everything() else 5
 
 
 def broken_runs(name: str, numbers: range, directory: str) -> list[Any]:
-    """For each of these setups: the state saved after two steps, the losses of the steps to `END`, and the results of
-    resuming. It is resumed on the same setup, and on the next one. The optimizer that resumes has stepped before in one
-    of both."""
+    """Results for each of these setups: the state saved after two steps, the losses of the steps to `END`, and the
+    results of resuming. It is resumed on the same setup, and on the next one. The optimizer that resumes has stepped
+    before in one of both."""
     saved, resumed, again = [], [], []
     for number in numbers:
         job, path = Job.new(SETUPS[number], name, 5), f"{directory}/{number}"

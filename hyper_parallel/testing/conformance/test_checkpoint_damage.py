@@ -168,7 +168,7 @@ def nested(path: Path) -> None:
     path.with_name(f"{path.name}-moved").rename(path / "step-3")
 
 
-CHANGED = ("index.json is damaged", "its checksum is another one")
+CHANGED = ("index.json is damaged", "its checksum differs")
 PARTS = ("tensors", "a", "parts")
 #: name -> (how it is damaged, words of the error besides the path of the checkpoint)
 DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
@@ -185,9 +185,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "index of zeros": (text(bytes(100)), ("index.json is damaged", "not JSON")),
     "index not UTF-8": (text(b"\xff\xfe{}"), ("index.json is damaged", "not JSON")),
     "index too deep": (text(b"[" * 100_000), ("index.json is damaged", "not JSON")),
-    "index a list": (text(b"[]"), ("index.json is the index of something else",)),
-    "index of something else": (put("format", "other"), ("index.json is the index of something else",)),
-    "index without format": (without("format"), ("index.json is the index of something else",)),
+    "index a list": (text(b"[]"), ("index.json is not the index of a checkpoint",)),
+    "index of something else": (put("format", "other"), ("index.json is not the index of a checkpoint",)),
+    "index without format": (without("format"), ("index.json is not the index of a checkpoint",)),
     "a later version": (put("version", 3), ("index.json is of version 3", "load it with the release")),
     "a version that is a truth": (put("version", True), ("index.json is of version True",)),
     "version 0": (put("version", 0), ("index.json is of version 0",)),
@@ -206,13 +206,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "negative shape": (put("tensors", "a", "shape", [-6, 4]), ("index.json is damaged", "[-6, 4]")),
     "shape of fractions": (put("tensors", "a", "shape", [6.5, 4]), ("index.json is damaged", "[6.5, 4]")),
     "shape a text": (put("tensors", "a", "shape", "64"), ("index.json is damaged", "'64'")),
-    "larger shape": (put("tensors", "a", "shape", [2**62, 4]), ("index.json is damaged", "'a'", "do not make it up")),
+    "larger shape": (put("tensors", "a", "shape", [2**62, 4]), ("index.json is damaged", "'a'", "do not cover it")),
     "unknown dtype": (put("tensors", "a", "dtype", "float7"), ("index.json is damaged", "'a'", "'float7'")),
     "a part in no file": (put(*PARTS, 0, 2, 7), ("index.json is damaged",)),
     "a part in a negative file": (put(*PARTS, 0, 2, -1), ("index.json is damaged", "-1")),
     "a part outside": (put(*PARTS, 1, 0, [4, 0]), ("index.json is damaged", "'a'", "part of sizes (3, 4) at (4, 0)")),
     "a part of other dimensions": (put(*PARTS, 1, [[3], [3], 1, "a"]), ("index.json is damaged", "'a'", "(3,)")),
-    "a part less": (without(*PARTS, 1), ("index.json is damaged", "'a'", "do not make it up")),
+    "a part less": (without(*PARTS, 1), ("index.json is damaged", "'a'", "do not cover it")),
     "a part twice": (index(lambda c: c["tensors"]["a"]["parts"].__setitem__(1, c["tensors"]["a"]["parts"][0])),
                      ("index.json is damaged", "'a'", "overlap")),
     "parts overlap": (put(*PARTS, 1, 0, [2, 0]), ("index.json is damaged", "'a'", "overlap")),
@@ -233,7 +233,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
                             ("value in the index is damaged", "|O")),
     "an array of another size": (put("values", "nest", {"$": "array", "dtype": "<f4", "shape": [3], "data": "AAA="}),
                                  ("value in the index is damaged", "[3]")),
-    "a place for a tensor": (put("values", "step", {"$": "tensor", "name": "lost"}), ("'lost'", "no such tensor")),
+    "a place for a tensor": (put("values", "step", {"$": "tensor", "name": "lost"}), ("'lost'", "does not list")),
     "a file is missing": (lambda path: (path / SECOND).unlink(), (f"{SECOND} cannot be read", "No such file")),
     "a file is a directory": (replaced_by(SECOND), (SECOND, "directory")),
     "a file is cut off": (cut(SECOND, 1), (SECOND, "bytes instead of", "cut off")),
@@ -429,4 +429,4 @@ def test_checksums(pool: Any, tmp_path: Path) -> None:
     assert messages[0] == messages[1]
     damages = [(SECOND, "a[3:6, :]")] * 2 + [(FIRST, "b")] * 2
     for message, (file, piece) in zip(messages[0], damages, strict=True):
-        assert f"{file}: entry {piece!r} is damaged, its checksum is another one" in message
+        assert f"{file}: entry {piece!r} is damaged: its checksum differs" in message

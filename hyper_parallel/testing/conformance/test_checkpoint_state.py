@@ -364,7 +364,7 @@ def optimizers(mesh: Any, directory: str) -> None:
 
 
 class Counter:
-    """As schedulers are: an object with a state."""
+    """An object with a state, such as a scheduler."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -378,7 +378,7 @@ class Counter:
 
 
 class OwnCounter(Counter):
-    """One of each rank."""
+    """A counter of which each rank has its own."""
 
     per_rank = True
 

@@ -46,7 +46,7 @@ def build(mesh: Any) -> Any:
 
 
 def forget_meshes() -> None:
-    """As if nothing had been drawn on any mesh of the ranks that take part: others would not know of it."""
+    """Forget draws on the meshes whose ranks all take part; ranks outside would not know of this."""
     for mesh in MESHES.values():
         if set(mesh.ranks.flat) <= set(range(spmd.world_size)):
             random._SYNCHRONIZED.discard(mesh)

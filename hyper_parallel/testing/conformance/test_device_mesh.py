@@ -124,7 +124,7 @@ def roots() -> None:
     crossed = DeviceMesh(None, mesh.ranks.T, mesh_dim_names=("dp", "tp"))
     for pair in ([tp, alone], [tp, crossed["tp"], alone]):
         assert "are not slices of one mesh: make one" in message(lambda pair=pair: DeviceMesh._concatenate(pair))
-    assert "is no slice of" in message(lambda: mesh.index_of(alone, 0))
+    assert "is not a slice of" in message(lambda: mesh.index_of(alone, 0))
     assert DeviceMesh._concatenate([tp, crossed["tp"]]) is mesh  # whose "tp" are the ranks of "dp"
     assert "in common" in message(lambda: DeviceMesh._concatenate([mesh, tp]))
     assert DeviceMesh._concatenate([tp, mesh["dp"]]) is mesh

@@ -40,7 +40,7 @@ MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 
 
 def part(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
-    """This rank's part of a whole array, which is not partial."""
+    """The part of a whole array on this rank; the array is not partial."""
     return array[get_layout(mesh, placements, array.shape).local_index()]
 
 

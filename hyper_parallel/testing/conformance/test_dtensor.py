@@ -32,7 +32,7 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
 def part(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
-    """This rank's part of a whole array, which is not partial."""
+    """The part of a whole array on this rank; the array is not partial."""
     return np.ascontiguousarray(array[get_layout(mesh, placements, array.shape).local_index()])
 
 

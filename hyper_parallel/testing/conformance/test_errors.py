@@ -221,7 +221,7 @@ def _stopping(cls: Any) -> Any:
 
 @spmd.on_mesh()
 def own_exception(mesh: Any) -> None:
-    """It passes as it is, and the module works afterwards."""
+    """A user's exception passes unchanged, and the module works afterwards."""
     adapter, x = get_adapter(), floats(2, 4 * mesh.size(), 6)
     stopping = _stopping(type(adapter.RmsNorm(6)))
     mesh.platform.register_norm_module(stopping)

@@ -24,7 +24,7 @@ SIGN = {"max": 1, "min": -1}
 
 
 def whole() -> np.ndarray:
-    """Many ties: the values are few."""
+    """An array with many ties, because it has few different values."""
     x = np.random.default_rng(5).integers(0, 4, (10, 8)).astype(np.float32)
     x[:, 2] = 7  # all tie
     x[:, 3] = np.arange(10)  # none does

@@ -75,7 +75,7 @@ def called_with(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def without_freeing(mesh: Any) -> Any:
-    """On a device whose storage cannot be given back, whole parameters are kept until backward."""
+    """Whole parameters are kept until backward on a device whose storage cannot be freed."""
     with other(mesh.platform, frees_storage=False):
         trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
         for step in range(2):
@@ -304,6 +304,6 @@ def numbers(mesh: Any, seeds: int) -> list[float]:
 
 @on_ranks(1, 2, 3, 4, gate=(4,))
 def test_numbers_have_the_same_bits_on_all_ranks(pool: Any, world_size: int) -> None:
-    """In whichever order a backend adds for each rank."""
+    """All ranks have the same bits, in whichever order a backend adds for each of them."""
     first, *others = pool.run(world_size, numbers, 20)
     assert len(set(first)) == 20 and all(found == first for found in others)

@@ -41,7 +41,7 @@ def near(got: Any, wanted: Any, what: str, tolerance: float, measure: Any = None
 
 
 def five_steps(name: str, sizes: tuple[int, int], optimizer: str) -> None:
-    """In each precision that the device has."""
+    """Five steps in each precision that the device has."""
     shape, names = MESHES[name]
     mesh = spmd.device_mesh(*shape, names=names)
     if mesh is None:

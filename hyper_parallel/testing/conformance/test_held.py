@@ -279,5 +279,5 @@ def test_ties_in_two_calls(pool: Any, world_size: int) -> None:
 )
 def test_no_such_dimension(make: Callable[[], Any]) -> None:
     """A layout that no tensor can have is refused where it is written."""
-    with pytest.raises(ValueError, match=r"8 at most; Shard\(-1\) is the last one"):
+    with pytest.raises(ValueError, match=r"at most 8 dimensions; Shard\(-1\) is the last one"):
         make()

@@ -261,7 +261,7 @@ def test_samples_and_classes_sharded(pool: Any, sizes: tuple[int, int]) -> None:
 
 @spmd.on_mesh(2, 2)
 def classes_over_both(mesh: Any, vocabulary: int) -> int:
-    """Both mesh dimensions shard the classes."""
+    """Shard the classes over both mesh dimensions."""
     adapter = get_adapter()
     x, target = logits_of(4, vocabulary), as_target(classes_for((4,), vocabulary))
     value, (wanted,) = adapter.value_and_grads(lambda x: (adapter.loss(x, adapter.tensor(target)),) * 2, [x])

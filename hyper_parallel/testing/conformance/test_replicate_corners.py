@@ -113,7 +113,7 @@ def second_order(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def refused(mesh: Any) -> None:
-    """On all ranks, before any communication."""
+    """All ranks refuse before any communication."""
     adapter = get_adapter()
     _, copied = both(lambda: adapter.Mlp(6, 7), mesh)
     x = np.ones((2, 6), np.float32)

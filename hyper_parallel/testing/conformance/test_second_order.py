@@ -27,7 +27,7 @@ BROUGHT_TO = [None, R, S0]
 
 
 def parts_of(x: np.ndarray, layout: Any) -> tuple[np.ndarray, int]:
-    """This rank's part of ``x``, sums and averages made of parts that differ, and over how many ranks it averages."""
+    """The part of ``x`` on this rank, with different partial values, and the number of ranks averaged over."""
     mesh, rng, count = layout.mesh, np.random.default_rng(3), 1
     mine = x
     for mesh_dim, placement in enumerate(layout.placements):

@@ -130,7 +130,7 @@ def own_style(mesh: Any) -> Any:
 
 @on_ranks(1, 2, 4)
 def test_style_of_ones_own(pool: Any, world_size: int) -> None:
-    """From its data come conversions and checks: a whole input is cut, the summands of the output are added."""
+    """Conversions and checks follow from the style's data: a whole input is cut, and partial outputs are added."""
     for counts in pool.run(world_size, own_style):
         once = {"forward": {"all_reduce": 1}, "backward": {"all_gather": 1}}
         assert counts == (once if world_size > 1 else {"forward": {}, "backward": {}})
@@ -266,7 +266,7 @@ def model_with_buffers(mesh: Any) -> Any:
 
 
 def test_buffers_are_compared(pool: Any) -> None:
-    """They agree here."""
+    """Buffers that are equal on all ranks are accepted."""
     pool.run(2, model_with_buffers)
 
 
@@ -284,7 +284,7 @@ def two_styles(mesh: Any) -> Any:
 
 
 def test_two_styles_on_a_module(pool: Any) -> None:
-    """In the order of the plan."""
+    """Two styles are applied in the order of the plan."""
     for counts in pool.run(2, two_styles):
         assert counts == {
             "forward": {"all_gather": 1, "all_reduce": 1},

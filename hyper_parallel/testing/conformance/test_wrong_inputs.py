@@ -128,7 +128,7 @@ def uneven(mesh: Any) -> dict[str, tuple[str, str]]:
         return parallelize_module(adapter.load(adapter.Mlp(6, 12), np.random.default_rng(0)), mesh, styles)
 
     def cut(length: int) -> Any:
-        """This rank's part of a sequence, as one cuts it by hand."""
+        """The part of a sequence for this rank, cut by hand."""
         parts = np.array_split(floats(2, length, 6), ranks, axis=1)
         return adapter.tensor(np.ascontiguousarray(parts[rank]))
 

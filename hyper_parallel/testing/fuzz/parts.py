@@ -12,7 +12,7 @@ __all__ = ["gradient_part", "local_part"]
 
 
 def local_part(x: np.ndarray, layout: Layout, seed: int) -> np.ndarray:
-    """This rank's local array of a tensor of value ``x``; ``seed`` is the same on every rank."""
+    """The local array of a tensor of value ``x`` on this rank; ``seed`` is the same on every rank."""
     mine = x
     for mesh_dim, placement in enumerate(layout.placements):
         if not placement.is_partial():

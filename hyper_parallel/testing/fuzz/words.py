@@ -116,7 +116,7 @@ def _of_floats(rng: np.random.Generator, *arrays: np.ndarray) -> tuple | None:
 
 
 def _alike(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
-    """Two that broadcast, of one dtype."""
+    """Check two tensors that broadcast and have one dtype."""
     if x.dtype != y.dtype or x.dtype == bool:
         return None
     try:
@@ -150,7 +150,7 @@ def _clear_extreme(sign: int) -> Callable[..., tuple | None]:
 
 
 def _told_apart(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
-    """Two that broadcast, where rounding does not decide which element is larger."""
+    """Check two tensors that broadcast, and whose larger elements do not depend on rounding."""
     if _alike(rng, x, y) is None:
         return None
     close = np.abs(x - y) <= _rounded(x) * np.maximum(1, np.abs(x)) if _floating(x) else np.zeros(1, bool)

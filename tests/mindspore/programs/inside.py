@@ -72,7 +72,7 @@ class Halved(AutogradFunction):
 
 
 class Between(nn.Cell):
-    """Something of the program's own between two layers."""
+    """An operation of the program between two layers."""
 
     def __init__(self, between: Any) -> None:
         super().__init__()

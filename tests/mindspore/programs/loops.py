@@ -83,7 +83,7 @@ def evaluated(job: Job) -> None:
 
 
 def saved_and_loaded(job: Job) -> None:
-    """After three steps net and optimizer are loaded as they were after two."""
+    """Network and optimizer are loaded after three steps, in their state after two."""
     make = lambda: nn.Adam(job.parameters, 0.01, eps=1e-3)  # noqa: E731
     optimizer = make()
     with TemporaryDirectory() as folder:

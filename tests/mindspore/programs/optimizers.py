@@ -42,7 +42,7 @@ def centralised(job: Job) -> None:
 
 
 def by_hand(job: Job) -> None:
-    """No optimizer: parameters are assigned."""
+    """Assign parameters without an optimizer."""
     for batch in job.batches:
         for p, g in zip(job.parameters, job.differentiate(batch), strict=True):
             ops.assign_sub(p, 0.1 * g)
@@ -73,7 +73,7 @@ def clipped(clip: Callable[[tuple], Any]) -> Callable[[Job], None]:
 
 
 def frozen_midway(job: Job) -> None:
-    """From the third step on the first layer stays as it is."""
+    """The first layer is frozen from the third step on."""
     optimizer = nn.SGD(job.parameters, 0.1)
     for step, batch in enumerate(job.batches):
         if step == 2:

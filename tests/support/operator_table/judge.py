@@ -69,7 +69,7 @@ def judge(platform: str, names: list[str], count: int, many: bool, results: str)
 
 
 def names_of(platform: str) -> tuple[str, list[str]]:
-    """Where the operators of a backend come from, and their names; a job."""
+    """The module and the names of a backend's operators; a job."""
     side = side_of(platform)
     return side.TITLE, side.names()
 
@@ -391,7 +391,8 @@ def _placements(
 
 
 def _local_part(x: np.ndarray, layout: Any, rng: np.random.Generator) -> np.ndarray:
-    """This rank's part of ``x``. The parts of a sum are far apart, of both signs, with their extremes elsewhere."""
+    """The part of ``x`` on this rank. The parts of a sum are far apart, of both signs, with their extremes
+    elsewhere."""
     mesh = layout.mesh
     mine = x
     for mesh_dim, placement in enumerate(layout.placements):

@@ -48,7 +48,7 @@ class Side(Protocol):
         """The operators."""
 
     def calls(self, name: str, count: int) -> list[Call]:
-        """At most ``count`` calls of the operator ``name``, the same on every rank."""
+        """Samples for at most ``count`` calls of the operator ``name``, the same on every rank."""
 
     def seed(self) -> None:
         """Seed the framework's generators."""

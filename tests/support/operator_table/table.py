@@ -21,7 +21,7 @@ JOB_TIMEOUT = 900.0
 
 
 def operators(pool: WorkerPool) -> tuple[str, list[str]]:
-    """Where the operators of the pool's backend come from, and their names."""
+    """The module and the names of the operators of the pool's backend."""
     return pool.run(pool.size, _NAMES, pool.platform, timeout=JOB_TIMEOUT)[0]
 
 

@@ -212,10 +212,7 @@ def check_placement(value: Any, keyword: str, style: str) -> None:
 def check_tensor_dim(dim: int, what: str) -> None:
     """Raise ValueError for a dimension beyond those of any input or output of a module."""
     if not -_MOST_DIMS <= dim < _MOST_DIMS:
-        raise ValueError(
-            f"{what}: no module is given or gives a tensor of so many dimensions, there are {_MOST_DIMS} at most; "
-            "Shard(-1) is the last one"
-        )
+        raise ValueError(f"{what}: tensors have at most {_MOST_DIMS} dimensions; Shard(-1) is the last one")
 
 
 def as_pairs(given: Any, desired: Any, keyword: str, style: str) -> tuple[Slots, Slots]:

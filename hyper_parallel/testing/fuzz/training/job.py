@@ -23,7 +23,7 @@ RATES = {"sgd": 0.05, "momentum": 0.02, "adamw": 0.01}
 
 
 class WrongError(Exception):
-    """Something is not as on a single device."""
+    """A value differs from the single device's."""
 
 
 class Job:
@@ -208,7 +208,7 @@ class Job:
         return x, weights
 
     def _mine(self, x: Any) -> Any:
-        """This rank's part of a batch, where each has one. It is a plain tensor, or all of it as a DTensor."""
+        """The part of a batch for this rank, where each has one. It is a plain tensor, or all of it as a DTensor."""
         if self.program.data == "batch" and self.dp is not None:
             return distribute_tensor(x, self.dp, [Shard(0)] * self.dp.ndim, src_data_rank=None)
         return x

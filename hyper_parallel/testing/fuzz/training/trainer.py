@@ -255,7 +255,7 @@ class Trainer(Job):
             self.units[which % len(self.units)].reshard()
 
     def _inside(self, seed: int) -> None:
-        """From now on units are gathered by hand while the model runs, too."""
+        """Gather units by hand while the model runs, from now on."""
         self.inside = np.random.default_rng(seed)
 
     def _copy(self) -> None:
@@ -270,7 +270,7 @@ class Trainer(Job):
         self._optimizer()
 
     def _cast(self, dtype: str) -> None:
-        """Another dtype; aliases taken before belong to the old memory."""
+        """Cast to another dtype; aliases taken before belong to the old memory."""
         if self.total is not None:
             return
         self._reshard_all()
