@@ -1,8 +1,8 @@
 """A backend whose collectives send nothing: for one rank of a world whose other ranks are not there.
 
 `dry_platform` makes it of any backend. Groups are names, collectives give tensors of the shapes that they would have,
-and everything else is the backend's own: core runs on it as it runs on many processes. What the tensors hold means
-nothing; where the framework has tensors without data (`Platform.dry_class`), they hold nothing.
+and everything else is the backend's own: core runs on it as it runs on many processes. The values of tensors mean
+nothing; where the framework has tensors without data (`Platform.dry_class`), they have none.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SendsNothing:
         return False
 
     def tell_of_failure(self, groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there are no other ranks."""
 
     # ------------------------------------------------------------------------------------------------ collectives
     def all_reduce(self, local: Any, op: str, group: Any) -> Any:
@@ -135,7 +135,7 @@ class SendsNothing:
         return [value] * size
 
     def barrier(self, group: Any) -> None:
-        """Nobody is waited for."""
+        """Return at once: there are no other ranks."""
 
     def _need_world(self) -> _World:
         if self._world is None:

@@ -18,7 +18,7 @@ VARIABLE = "HYPER_PARALLEL_LOG"
 LOG = logging.getLogger("hyper_parallel")
 
 _LEVELS = ("debug", "info", "warning", "error")
-#: What is watched from the beginning on: each collective is logged, or is a range of the profiler.
+#: Words that switch on an observer from the beginning: each collective is logged, or is a range of the profiler.
 _WATCHED = ("collectives", "ranges")
 
 

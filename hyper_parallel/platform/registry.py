@@ -1,6 +1,6 @@
 """Registry of backends: which there are, which one is meant, and whether it can run here.
 
-Nothing is imported before a backend is asked for: the built-in ones are listed here by name and place, other packages
+Nothing is imported before a backend is asked for. The built-in ones are listed here by name and place. Other packages
 add theirs through the entry-point group ``hyper_parallel.platforms`` or `register_platform`.
 """
 
@@ -151,8 +151,9 @@ def available_platforms() -> dict[str, str | None]:
 def get_platform(name: str | None = None) -> Platform:
     """The backend called ``name``, or the selected one. It is always the same object.
 
-    The selected backend is decided when it is first needed, and kept. It is what ``HYPER_PARALLEL_PLATFORM`` names;
-    else that of the framework that the program has imported; else that of the only one installed; else torch.
+    The selected backend is decided when it is first needed, and kept. ``HYPER_PARALLEL_PLATFORM`` names it. Without the
+    variable it is that of the framework that the program has imported. If there is none, it is that of the only
+    framework installed, and else torch's.
 
     Args:
         name: a backend (``"torch-cpu"``, ``"torch-cuda"``, ``"torch-npu"``, ``"mindspore"``, or one that was

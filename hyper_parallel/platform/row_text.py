@@ -3,10 +3,10 @@
     "input other/mat2 dim=-1 -> input other | dim 1"
 
 Before the arrow stand the arguments in the native order, with other spellings after a slash and the default after an
-equals sign. A star before the last one, as in ``"input *sizes"``, lets it take what is left of ``f(x, 2, 3)`` or
+equals sign. A star before the last one, as in ``"input *sizes"``, lets it take the rest of ``f(x, 2, 3)`` or of
 ``f(x, (2, 3))``. After the arrow stand the operands, and after the bar the static arguments, in the order of the
-canonical operation; what is no argument is a constant. Without an arrow, the first argument is the operand, and the
-others are static.
+canonical operation; a word that names no argument is a constant. Without an arrow, the first argument is the operand,
+and the others are static.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def ints(given: Any) -> tuple[int, ...]:
 
 
 def dims_of(given: Any) -> tuple[int, ...] | None:
-    """One dimension or several as a tuple; None for nothing given, or an empty tuple, which both mean all of them."""
+    """One dimension or several as a tuple. None and an empty tuple give None, which means all dimensions."""
     return None if given is None else ints(given) or None
 
 
@@ -128,7 +128,7 @@ class RowText:
         return lambda arrange: lambda func, args, kwargs: arrange(*unpack(args, kwargs))
 
     def arguments(self, text: str | Bind) -> Bind:
-        """Make the ``bind`` that a text declares; what is a function already is that."""
+        """Make the ``bind`` that a text declares; a function is one already."""
         if not isinstance(text, str):
             return text
         taken, arrow, made = text.partition("->")

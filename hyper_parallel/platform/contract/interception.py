@@ -32,7 +32,7 @@ class InterceptionRole(ABC):
 
     @abstractmethod
     def wrap(self, local: Tensor, layout: Layout) -> Any:
-        """Make a DTensor of a plain tensor that nobody else holds. Its ``_layout`` is ``layout``.
+        """Make a DTensor of a plain tensor that no other code holds. Its ``_layout`` is ``layout``.
 
         Under `no_dispatch` the DTensor is its local tensor, part of the autograd graph: operations on it compute on the
         local data, and gradients land on it. So changing the class of ``local`` is the natural way.
@@ -57,8 +57,8 @@ class InterceptionRole(ABC):
         return False
 
     def in_loss_parallel(self) -> bool:
-        """Whether the caller is inside a context of the framework's own in which losses of distributed logits take
-        plain targets, as inside `hyper_parallel.loss_parallel`. Asked only where a loss has plain targets."""
+        """Whether the caller is inside the framework's own counterpart of `hyper_parallel.loss_parallel`. Inside of it,
+        losses of distributed logits take plain targets. Asked only where a loss has plain targets."""
         return False
 
     def other_names(self, function: Any) -> Sequence[Any]:
@@ -67,7 +67,7 @@ class InterceptionRole(ABC):
         return ()
 
     def meta_tensor(self, shape: Sequence[int], dtype: Any) -> Tensor | None:
-        """A plain tensor of that shape and dtype without data, on which operations give such tensors; None in a
+        """A plain tensor of that shape and dtype without data, on which operations give such tensors. None in a
         framework that has none."""
         return None
 

@@ -21,7 +21,7 @@ class TensorRole(ABC):
     Tensor: Any
     Parameter: Any
     Size: Any
-    #: What the framework calls its usual layout of tensors in memory, where it has a name for it.
+    #: The framework's name of its usual layout of tensors in memory, where it has one.
     dense_layout: Any = None
     #: Whether the largest and the smallest of numbers with a NaN among them are NaN, wherever the NaN stands.
     extremes_keep_nan: bool = True
@@ -36,9 +36,10 @@ class TensorRole(ABC):
         return isinstance(x, self.Tensor)
 
     def foreign_tensor(self, x: Any) -> str | None:
-        """Return the description of ``x`` for messages, and its remedy, if it cannot be, or meet, the local part of
-        a DTensor. Such tensors compute in a way of their own, or are stored in another way than as one dense array.
-        The description is like "a tensor of the class ..., of torch.distributed.tensor". Other values give None."""
+        """Return the description of ``x`` for messages, and its remedy, if it cannot be the local part of a DTensor.
+        The same goes for a tensor that cannot meet one. Such tensors compute in a way of their own, or are not stored
+        as one dense array. The description is like "a tensor of the class ..., of torch.distributed.tensor". Other
+        values give None."""
         return None
 
     @abstractmethod
@@ -49,7 +50,7 @@ class TensorRole(ABC):
         """Whether ``x`` has a shape and dtype but no data."""
         return False
 
-    #: Whether what is detached, sliced or copied of a tensor without values has none either. Otherwise a parameter
+    #: Whether a detached tensor, slice or copy of a tensor without values has none either. Otherwise a parameter
     #: without values gets memory when it is distributed, for the rank's part, and is NaN until it is loaded.
     keeps_meta: bool = True
 
