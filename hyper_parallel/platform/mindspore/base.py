@@ -65,7 +65,7 @@ class MindSporePlatform(
 
     def wrap(self, local: Tensor, layout: Any) -> Any:
         if isinstance(local, (InterceptedTensor, Parameter)):
-            # An operation gave back what it was given: that object has its own layout.
+            # An operation gave its argument back: that object has its own layout.
             if getattr(local, "_layout", None) is layout:
                 return local
             local = self.alias(local)

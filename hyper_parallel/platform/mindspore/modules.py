@@ -146,7 +146,7 @@ class ModuleVerbs:
 
 def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Callable:
     """``make(forward)``, where ``forward`` alone is cast as `Cell.to_float` has told the cell. MindSpore would cast
-    what is around it too, such as parameters that are gathered."""
+    tensors around it too, such as gathered parameters."""
 
     def cast(module: Any, *args: Any, **kwargs: Any) -> Any:
         kind = module.mixed_precision_type
@@ -190,7 +190,7 @@ def _class_with_replaced_forward(cls: type, mixin: type | None) -> type:
 
 @cache
 def _class_with_styles(cls: type) -> type:
-    """A subclass under the same name whose text says what the plan has made of a cell."""
+    """A subclass under the same name whose text shows the effect of the plan on a cell."""
 
     def extend_repr(self: Any) -> str:
         return text_of_plan(self, self._params, cls.extend_repr(self))  # type: ignore[attr-defined]

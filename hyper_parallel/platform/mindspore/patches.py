@@ -92,7 +92,7 @@ def _optimizer(base: str) -> Patch:
 def _watched(name: str) -> Patch:
     return _patch(
         f"mindspore.mint.distributed.distributed.{name}",
-        "`CommDebugMode` does not count what the program issues by itself",
+        "`CommDebugMode` does not count collectives that the program issues by itself",
         calling(observation.watched_collective, name=name),
         everywhere=True,
         required=False,
@@ -313,7 +313,7 @@ PATCHES = PatchSet(
 )
 
 
-#: There while somebody watches, inside `CommDebugMode`, and not otherwise.
+#: There while a program is watched, inside `CommDebugMode`, and not otherwise.
 WATCHING = PatchSet(
     "MindSpore, watched",
     mindspore.__version__,

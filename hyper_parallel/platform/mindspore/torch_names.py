@@ -1,7 +1,7 @@
 """Torch's names of the parameters of MindSpore's cells and of the state of its optimizers: data alone.
 
-Where a name is missing here, both frameworks have the same. All of it lies in the same layout on both, (out, in) for
-linear layers too; kernels of 1-D convolutions have a dimension of size 1 more here.
+Where a name is missing here, both frameworks have the same. All parameters have the same layout on both, (out, in) for
+linear layers too. Kernels of 1-D convolutions have a dimension of size 1 more here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Moment(NamedTuple):
     option: str | None = None
 
 
-#: Attribute of optimizers -> what it is to torch.
+#: Attribute of optimizers -> torch's name for it.
 STATE: dict[str, Moment] = {
     "moment1": Moment("exp_avg"),
     "moments1": Moment("exp_avg"),

@@ -1,8 +1,8 @@
 """Private parts of MindSpore that the backend uses: the only place that names them.
 
-Each is looked at when this module is imported. None has another way, so one that is missing or not what is expected
-makes the import of the backend fail, with an error that names MindSpore's version and the tested one. What patches of
-MindSpore need is checked where they are made.
+Each is looked at when this module is imported. None has another way. If one is missing or does not fit, the
+import of the backend fails. The error names MindSpore's version and the tested one. The parts that patches of
+MindSpore need are checked where the patches are made.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _has(*names: str) -> Callable[[Any], bool]:
 AutogradFunction: Any = _take("common._grad_function", "_Function", _has("apply"))
 FunctionBase: Any = _take("_c_expression", "FunctionBase", lambda base: "apply" in base.__dict__)
 TensorPy: Any = _take("_c_expression", "TensorPy", _has("data", "_grad_node"))
-#: What is recorded of a tensor: the operation that made it, or its place among the inputs. None for nothing.
+#: The record of a tensor: the operation that made it, or its place among the inputs. None if nothing is recorded.
 grad_node: Callable[[Any], Any] = TensorPy._grad_node.__get__
 #: A plain tensor for the same memory to which nothing leads. `ops.stop_gradient` gives one too, in up to 50 us.
 untracked: Callable[[Any], Any] = TensorPy.data.__get__
@@ -105,7 +105,7 @@ class Casts:
         _executor.set_mixed_precision_type(self.NONE, False)
 
 
-#: (positions, weights, gradients) -> the gradients, each with what it is the gradient of, for `mindspore.get_grad`.
+#: (positions, weights, gradients) -> the gradients, each with the tensor that it belongs to, for `mindspore.get_grad`.
 with_ids: Callable[..., tuple] = _take("ops.composite.base", "_combine_with_ids", callable)
 #: Whether communication is initialised, and the group of all ranks.
 GlobalComm: Any = _take("communication._comm_helper", "GlobalComm", _has("INITED", "WORLD_COMM_GROUP"))

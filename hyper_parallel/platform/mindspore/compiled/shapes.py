@@ -51,7 +51,7 @@ def ShapeCheck(module: Any, how: Any, output: int | None = None, output_dims: in
             raise ValueError(f"{label!r} takes an input that is cut along {given}, got one of shape {shape}")
         cut = None if given is None else given % ndim
         if kind == "parts" and (cut is None or cut >= ndim - normalized):
-            raise ValueError(f"{label!r} in a graph: its input, of shape {shape}, is cut along what it normalizes")
+            raise ValueError(f"{label!r} in a graph: its input, of shape {shape}, is cut along a normalized dimension")
         if kind == "row" and given is None and features is not None and shape[-1] != features:
             raise ValueError(f"{label!r} takes {features} features, got an input of shape {shape}")
         if output is not None:

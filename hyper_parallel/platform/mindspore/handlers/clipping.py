@@ -33,7 +33,7 @@ def clipping(plain: Callable, *args: Any, name: str, place: int, **kwargs: Any) 
     layouts = [_layout_of(t, name) for t in tensors]
     if all(layout is None for layout in layouts) and not any(isinstance(t, InterceptedTensor) for t in tensors):
         return plain(*args, **kwargs)
-    # What is not distributed is whole on every rank.
+    # A tensor that is not distributed is whole on every rank.
     own = [_own_layout(t) or known for t, known in zip(tensors, layouts, strict=True)]
     joined = InterceptedTensor._core.on_joined_meshes(own)
     whole = [_distributed(t, layout) for t, layout in zip(tensors, joined, strict=True)]
@@ -129,8 +129,8 @@ def _distributed(tensor: Any, layout: Any) -> Any:
 
 
 def _as_given(clipped: Any, given: Any, layout: Any, joined: Any) -> Any:
-    """The clipped gradient as it was given: the norm is distributed, and so is what it divides. ``joined`` is the
-    layout that it was clipped with, for the ``layout`` that it has."""
+    """The clipped gradient as it was given: the norm is distributed, and so are the gradients that it divides.
+    ``joined`` is the layout that it was clipped with, for the ``layout`` that it has."""
     if not isinstance(clipped, InterceptedTensor):
         return clipped
     if isinstance(given, InterceptedTensor):

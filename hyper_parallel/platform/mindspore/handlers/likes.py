@@ -26,7 +26,7 @@ DRAWS = tuple(f"{name}_like{ext}" for name in ("rand", "randn", "randint") for e
 
 
 def draw_like(plain: Callable, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for a function of `DRAWS`. Every rank draws the whole tensor and keeps its part, or, on request, draws
+    """Stands for a function of `DRAWS`. Every rank draws the whole tensor and keeps its part. On request, it draws
     uniform and normal numbers for its part alone."""
     if not isinstance(input, InterceptedTensor) or not is_dispatching():
         return plain(input, *args, **kwargs)

@@ -1,5 +1,5 @@
-"""Rows for primitives that are called again as they were, whatever arguments they have, with the local tensors in the
-places of the distributed ones; and the shapes of what they give, found by a call on small tensors."""
+"""Rows for primitives that are called again as they were, whatever arguments they have. Local tensors take the places
+of the distributed ones. The shapes of the results are found by a call on small tensors."""
 
 from __future__ import annotations
 

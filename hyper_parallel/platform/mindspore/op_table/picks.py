@@ -76,7 +76,7 @@ def is_mask(item: Any) -> bool:
 
 
 def without_masks(index: tuple) -> tuple:
-    """An index with the places of what is true in place of each distributed mask."""
+    """An index with the places of the true elements in place of each distributed mask."""
     found: list[Any] = []
     for item in index:
         found += _nonzero_columns(None, (item,), {}) if is_mask(item) else [item]

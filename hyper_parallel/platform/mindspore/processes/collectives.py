@@ -1,8 +1,8 @@
-"""Collectives on plain local tensors. What the communication library lacks, core emulates: see `supports`.
+"""Collectives on plain local tensors. Core emulates those that the communication library lacks: see `supports`.
 
 On CPU (mccl) there are all_reduce, all_gather and broadcast; reduce_scatter, all_to_all and scatter exist on Ascend.
-In-place collectives silently leave alone what is not contiguous, and on CPU also what is part of a larger storage;
-`dense` copies these.
+In-place collectives silently leave non-contiguous tensors alone. On CPU they also leave parts of a larger storage
+alone. `dense` copies these.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def run_collective(name: str, func: Any, args: tuple, kwargs: dict) -> Any:
     local = dense(x)
     result = func(local, *args[1:], **kwargs)
     if local is not x:
-        # MindSpore leaves alone what is not contiguous, or part of a larger storage; `copy_` does so too.
+        # MindSpore leaves a tensor alone that is not contiguous, or part of a larger storage; `copy_` does so too.
         if isinstance(result, tuple) and len(result) > 1 and hasattr(result[1], "wait"):
             result[1].wait()
         x.assign_value(local)

@@ -31,7 +31,7 @@ COLLECTIVES: dict[str, tuple[str, int]] = {
     "reduce": ("reduce", 0),
 }
 _PROCESSES = "hyper_parallel.platform.mindspore.processes"
-#: This backend's own collectives: core has recorded what is called from there already.
+#: This backend's own collectives: core has recorded calls from there already.
 _OWN = frozenset({f"{_PROCESSES}.collectives", f"{_PROCESSES}.launch"})
 _OBSERVERS: list[Observer] = []
 
