@@ -1,10 +1,10 @@
 """Results of operations on empty shards.
 
 With uneven sharding a rank may hold no elements. MindSpore's CPU kernels then often leave the result, or the gradient
-of another operand, uninitialised. Examples are a matrix product that contracts a dim of size 0, the gradient of
-an operand broadcast to an empty tensor, and the bias of an empty batch. `safe_when_empty` wraps the call of a row. With an empty
-operand the result is zeros of the shape that core's rule gives. They stay differentiable by every operand, because the
-collectives of backward must run on every rank.
+of another operand, uninitialised. Examples are a matrix product that contracts a dim of size 0, and the bias of
+an empty batch. A third is the gradient of an operand that is broadcast to an empty tensor. `safe_when_empty` wraps the
+call of a row. With an empty operand the result is zeros of the shape that core's rule gives. They stay differentiable
+by every operand, because the collectives of backward must run on every rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where MindSpore's random operations of the old kind take their numbers from.
 
-A function such as `ops.dropout` makes a new primitive for each call, with the global seed and a counter of its kind,
-and moves the counter on. A cell such as `nn.Dropout` makes one primitive when it is made. The kernel of that primitive
+A function such as `ops.dropout` makes a new primitive for each call. Its seeds are the global one and a counter of its
+kind, which the call moves on. A cell such as `nn.Dropout` makes one primitive when it is made. The kernel of that primitive
 keeps a stream of numbers of its own, one for each shape that it meets. Without a global seed both have the seeds
 (0, 0), with which every process draws other numbers.
 

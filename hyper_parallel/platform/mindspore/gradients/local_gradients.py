@@ -71,9 +71,9 @@ class LocalGradients:
             name = "value_and_grad" if operation.get_value else "grad"
             warnings.warn(
                 f"mindspore.{name} gives this rank's parts of the gradients of sharded parameters, as plain tensors. A "
-                "norm or a sum that the program computes of them is another one on each rank, and replicated parameters "
-                f"drift apart. {name} of hyper_parallel.mindspore gives DTensors, whose norm or sum is that of the whole "
-                "gradient; ops.clip_by_global_norm and optimizers take both",
+                "norm or a sum that the program computes of them is another one on each rank, and replicated "
+                f"parameters drift apart. {name} of hyper_parallel.mindspore gives DTensors, whose norm or sum is that "
+                "of the whole gradient; ops.clip_by_global_norm and optimizers take both",
                 stacklevel=4,
             )
 
