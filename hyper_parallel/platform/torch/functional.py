@@ -1,6 +1,6 @@
 """Functions of `torch.nn.functional` that are Python around one native function.
 
-torch hands such a function over with all its arguments named, and calling it again on the local tensors takes the same
+torch hands such a function over with all its arguments named. Calling it again on the local tensors would take the same
 way through Python once more. The native function that it would call in the end is dispatched in its place.
 """
 

@@ -46,7 +46,7 @@ class StateVerbs(Platform):
         """See `Platform.give_memory`."""
         with no_dispatch(), torch.no_grad():
             memory = torch.empty_like(x.detach().as_subclass(Tensor), device=self.device())
-            # What is below the Python object is exchanged: its class, attributes and weak references to it stay.
+            # The implementation below the Python object is exchanged: class, attributes and weak references to it stay.
             swap_implementation(x, memory.requires_grad_(x.requires_grad))
 
     def is_optimizer(self, x: Any) -> bool:

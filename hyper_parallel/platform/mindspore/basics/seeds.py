@@ -1,9 +1,9 @@
 """Where MindSpore's random operations of the old kind take their numbers from.
 
 A function such as `ops.dropout` makes a new primitive for each call. Its seeds are the global one and a counter of its
-kind, which the call moves on. A cell such as `nn.Dropout` makes one primitive when it is made. The kernel of that primitive
-keeps a stream of numbers of its own, one for each shape that it meets. Without a global seed both have the seeds
-(0, 0), with which every process draws other numbers.
+kind, which the call moves on. A cell such as `nn.Dropout` makes one primitive when it is made. The kernel of that
+primitive keeps a stream of numbers of its own, one for each shape that it meets. Without a global seed both have the
+seeds (0, 0), with which every process draws other numbers.
 
 The stream of a kernel on a CPU does not repeat: after `REPEATED_CALLS` calls MindSpore tries other numbers of threads,
 which take their numbers from one generator, and keeps the fastest. So two ranks, or two runs of one program, go apart,

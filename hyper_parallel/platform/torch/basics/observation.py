@@ -51,7 +51,7 @@ _KINDS: dict[str, tuple[str, int]] = {
 }
 _NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 _PROCESSES = "hyper_parallel.platform.torch.processes"
-#: Of this backend: what is called from there core has recorded already.
+#: Modules of this backend: core has recorded the collectives that they call already.
 _OWN = frozenset({f"{_PROCESSES}.collectives", f"{_PROCESSES}.overlap"})
 
 
@@ -122,8 +122,8 @@ _OPEN: list[Any] = []
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Inside, what the program issues is not seen, unless there are modes of others too: for functions of torch that
-    compile themselves, which torch refuses where a mode looks on."""
+    """Inside, collectives of the program are not seen, unless there are modes of others too: for functions of torch
+    that compile themselves. Torch refuses these where a mode looks on."""
     left = list(_OPEN) if dispatch_modes() == len(_OPEN) else []
     for mode in reversed(left):
         mode.__exit__(None, None, None)

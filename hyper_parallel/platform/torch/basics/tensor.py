@@ -103,10 +103,10 @@ def layout_of(x: Any) -> Any:
 
 
 def wrap(local: Any, layout: Any) -> Any:
-    """Retag ``local``, which nobody else holds, as a DTensor.
+    """Retag ``local``, which no other code holds, as a DTensor.
 
-    An operation may return the DTensor that it was given (``contiguous()``, in-place operations): with the same
-    layout that is the result, otherwise a new view of it is, since an object has one layout.
+    An operation may return the DTensor that it was given (``contiguous()``, in-place operations). With the same layout,
+    that is the result. With another one, the result is a new view of it, since an object has one layout.
     """
     if MAYBE_INSIDE:
         refuse_transforms()

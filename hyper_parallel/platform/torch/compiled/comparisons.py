@@ -18,8 +18,8 @@ from hyper_parallel.platform.contract import Comparison
 
 __all__ = ["NUMBER", "Shards", "mark", "take_marks"]
 
-#: Attribute of a module with a style: its number in this process, as a string. Alike modules share what is traced, and
-#: compare their shards each for itself.
+#: Attribute of a module with a style: its number in this process, as a string. Equivalent modules share compiled code,
+#: and compare their shards each for itself.
 NUMBER = "_hyper_parallel_number"
 
 _KEYS = count()

@@ -1,7 +1,7 @@
 """The second forward of a plan: styled modules as torch's compiler traces them.
 
-Made of a style's data (`CompiledForward`): local parameters as plain tensors, and the functions of `functions`. What is
-not as the data say, and what has no data, runs outside of the compiled code as it does in eager mode.
+Made of a style's data (`CompiledForward`): local parameters as plain tensors, and the functions of `functions`. Calls
+that do not fit the data run outside of the compiled code, as in eager mode. So do modules without data.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_forward(module: Any, args: tuple, kwargs: dict) -> Any:
 
 def make_run(module: nn.Module, how: CompiledForward | None) -> Callable[..., Any] | None:
     """``run(module, args, kwargs)`` in place of the forward of ``module``: gives a reason, a string, where it does not
-    apply. Alike modules share one, so that they share a graph: compiled frames compare which one it is (`guards`)."""
+    apply. Equivalent modules share one, so that they share a graph: compiled frames compare its identity (`guards`)."""
     if how is None:
         return None
     # Weak, as layouts are known by their mesh: one that held layouts would never go.

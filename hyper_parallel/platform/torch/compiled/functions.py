@@ -1,8 +1,8 @@
 """Collectives that torch's compiler sees, in pairs of forward and backward, on plain local tensors.
 
 The operators are those below torch's functional collectives: Inductor knows them, and may reorder, bucket and fuse
-them. As in `core.communication.transitions`, cotangents are whole for what all ranks have and parts for parts;
-the functions ending on ``for_parts`` have consumers each of which returns a summand.
+them. As in `core.communication.transitions`, the cotangent of a tensor that all ranks have is whole. Parts have parts
+as cotangents. The functions ending on ``for_parts`` have consumers each of which returns a summand.
 """
 
 from __future__ import annotations

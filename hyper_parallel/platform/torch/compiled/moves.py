@@ -67,7 +67,7 @@ class Moves:
     def take(
         self, x: Any, given: int | None, module: Any, shards: Shards | None, features: bool = False
     ) -> tuple[Tensor, int | None] | str:
-        """An input as a plain tensor, and its cut; a reason where it is no tensor, or lies in a way that is not known
+        """An input as a plain tensor, and its cut. A reason where it is no tensor, or has a layout that is not known
         here. A plain one lies as ``given``.
 
         Args:
@@ -98,7 +98,7 @@ class Moves:
         return x, cut
 
     def give(self, y: Tensor, cut: int | None, even: bool = True) -> Any:
-        """An output that lies so, plain or as a DTensor; None for a DTensor whose parts differ in size."""
+        """An output with this cut, plain or as a DTensor; None for a DTensor with parts of unequal size."""
         if self.local:
             return y
         return y.as_subclass(self.placed[cut]) if even else None

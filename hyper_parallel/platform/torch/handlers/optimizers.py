@@ -1,10 +1,10 @@
 """Optimizers whose arithmetic is element-wise step on the local tensors, at the speed of plain ones.
 
 Every optimizer is right without this module, one intercepted operation after the other. Here ``step`` of the listed
-classes is wrapped (`platform.torch.patches`). While it runs, parameters, gradients and state *are* plain
-tensors: a DTensor is a local tensor with another class, and changing the class of an object there and back costs less
-than torch takes to find out, for each argument of each kernel, that a subclass is a tensor. Closures, and hooks on
-optimizers, see DTensors.
+classes is wrapped (`platform.torch.patches`). While it runs, parameters, gradients and state *are* plain tensors. A
+DTensor is a local tensor with another class. Changing the class of an object there and back is cheap. Torch takes
+longer to find out that a subclass is a tensor, for each argument of each kernel. Closures, and hooks on optimizers, see
+DTensors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def local_step(step: Any) -> Any:
         if not distributed:
             return inner(self, closure)
         if closure is not None:
-            # First, as torch does, because what it does to parameters and gradients is for DTensors.
+            # First, as torch does, because the closure works on parameters and gradients that are DTensors.
             with torch.enable_grad():
                 loss = closure()
             closure = lambda: loss  # noqa: E731
@@ -146,8 +146,8 @@ class _LocalStep:
         self.columns: dict[tuple, tuple[Any, list[tuple[str | None, bool]]]] = {}
 
     def suits(self, optimizer: Any, distributed: list[Any]) -> bool:
-        """Whether the step may run on local tensors: it is not to be differentiated, no parameter is a partial sum, and
-        gradients are laid out like parameters, or will be in `collect`."""
+        """Whether the step may run on local tensors: it is not differentiable, and no parameter is a partial sum.
+        Gradients must be laid out like parameters, or be so after `collect`."""
         for group in optimizer.param_groups:
             if group.get("differentiable"):
                 return False
@@ -229,7 +229,7 @@ class _LocalStep:
         parameters, gradients, tensor_class = lists[0], lists[1], self.tensor_class
         kinds = set(map(type, gradients))
         if tensor_class not in kinds:
-            # Nobody has looked at them since backward, which left them with the right layouts.
+            # They were not read since backward, which left them with the right layouts.
             return
         # One group with a gradient for each parameter is the common case.
         if len(kinds) > 1 or [g._layout for g in gradients] != self.layouts:
@@ -243,8 +243,8 @@ class _LocalStep:
     def _remember(self, key: tuple, result: Any, state: Any, lists: tuple[list[Any], ...]) -> None:
         """Remember under which names the lists are found in the state, if these are plain columns of it.
 
-        Half of the time of a fused step in Python goes to asking each parameter, over and over, whether it is complex,
-        its gradient sparse, its state there. Gradients of distributed parameters are never sparse.
+        Half of the time of a fused step in Python goes to questions about each parameter, over and over. Is it complex,
+        is its gradient sparse, is its state there? Gradients of distributed parameters are never sparse.
         """
         parameters, columns = lists[0], lists[2:]
         if not parameters or (any(result) if isinstance(result, tuple) else result):
@@ -253,7 +253,7 @@ class _LocalStep:
         names = [_name_of(column, states) if column else None for column in columns]
         distributed = [bool(column) and all(type(x) is self.tensor_class for x in column) for column in columns]
         for name, column, is_distributed in zip(names, columns, distributed, strict=True):
-            # What is new, and of the shape of its parameter, will be distributed.
+            # New state of the shape of its parameter will be distributed.
             if column and (name is None or (not is_distributed and any(x.dim() for x in column))):
                 return
         self.columns[key] = (result, list(zip(names, distributed, strict=True)))
@@ -299,7 +299,7 @@ class _LocalStep:
 
 
 def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> None:
-    """Raise ValueError for state from before a parameter was sharded: whether all ranks have the same nobody knows."""
+    """Raise ValueError for state from before a parameter was sharded: it may differ between the ranks."""
     for p in parameters:
         own = optimizer.state.get(p)
         layout = p._layout
@@ -344,7 +344,7 @@ def _count(state: Any) -> int:
 
 
 def _tag_state(state: Any, parameters: list[Any], plain_class: Any) -> None:
-    """Make what the state has of the shape of its parameter distributed like it. Interception is off."""
+    """Distribute state that has the shape of its parameter like the parameter. Interception is off."""
     for p in parameters:
         own = state.get(p)
         if isinstance(own, dict):

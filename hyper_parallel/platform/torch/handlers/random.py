@@ -1,8 +1,8 @@
 """Random numbers and initialisation: a shard gets the numbers that a single device would draw for its elements.
 
-The global tensor is drawn from the default generator, whose state is the same on all ranks, and each rank keeps its
-part. That costs memory of the global size for a moment and keeps the generators in step. Where the program has asked
-for numbers by counter (`manual_seed`), uniform and normal ones are drawn for the part alone.
+The global tensor is drawn from the default generator, whose state is the same on all ranks. Each rank keeps its part.
+That costs memory of the global size for a moment and keeps the generators in step. Where the program has asked for
+numbers by counter (`manual_seed`), uniform and normal ones are drawn for the part alone.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     with no_dispatch():
         if x.is_meta:
             return x
-        # A generator of the program's own is its own affair, and constants are alike by themselves.
+        # A generator of the program's own is its own affair, and constants are equal by themselves.
         alike = kwargs.get("generator") is None and func is not nn.init.constant_
         by_counter = _bound(_IN_PLACE.get(func.__name__), args, kwargs)
         x.copy_(core.draw(lambda whole: func(whole, *args, **kwargs), x, layout, alike, by_counter))

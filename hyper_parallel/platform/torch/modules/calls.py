@@ -2,7 +2,7 @@
 
 `Module.__call__` asks for all that may surround a forward: hooks of ten kinds, tracers, compilation. A small layer
 spends more time there than in its style. So parallelised modules get a class of their own, under the same name and
-derived from theirs, whose ``__call__`` runs hooks before and after forward, which styles register, and hands over to
+derived from theirs. Its ``__call__`` runs the hooks before and after forward that styles register. It hands over to
 `Module.__call__` for anything else.
 """
 
@@ -92,8 +92,8 @@ def _with_quick_call(cls: Any) -> type:
 
 
 def _derive(cls: Any, methods: dict[str, Any], base: type | None = None) -> type:
-    """A class under the name of ``cls`` that has these methods, those of the class ``base``, and a ``__call__`` that
-    does what that of `torch.nn.Module` does."""
+    """Make a class under the name of ``cls`` with these methods and those of the class ``base``. Its ``__call__`` does
+    the same as that of `torch.nn.Module`."""
     shares = "_shares" in methods
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ def _rectangles(x: Any) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]
             "each rank holds a summand: redistribute it to Replicate() or Shard(dim) first"
         )
     shape = tuple(layout.shape)
-    if not math.prod(shape):  # nobody holds anything, and a checkpoint is to know of it all the same
+    if not math.prod(shape):  # no rank holds an element, and a checkpoint is to know of the tensor all the same
         return [(torch.Size([0] * len(shape)), torch.Size(shape), (slice(None),) * len(shape))]
     return [
         (torch.Size(r.offsets), torch.Size(r.sizes), tuple(map(_slice, r.local_offsets, r.sizes)))

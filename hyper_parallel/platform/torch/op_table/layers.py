@@ -355,7 +355,7 @@ def _bag(func: Any, operands: tuple, others: tuple) -> Any:
 
 
 def _crossed(shapes: Shapes, others: tuple) -> str | None:
-    """A product of vectors, which are whole; what is stretched is whole too."""
+    """A product of vectors, which are whole; broadcast dimensions are whole too."""
     ndim = len(shapes[0])
     if any(len(shape) != ndim for shape in shapes) or not -ndim <= others[0] < ndim or ndim > len(_BATCH):
         return None

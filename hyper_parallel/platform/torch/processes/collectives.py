@@ -1,8 +1,8 @@
 """Process groups and collectives of torch.distributed.
 
-The hot collectives call the group's backend itself, which costs a quarter of the functions of `torch.distributed` and
-half of the process group's methods. The methods go through torch's dispatcher, so they are called while somebody
-watches it: torch's `CommDebugMode`, fake tensors. The functions are looked up at call time where they are used, because
+The hot collectives call the group's backend itself. That costs a quarter of the functions of `torch.distributed` and
+half of the process group's methods. The methods go through torch's dispatcher. So they are called while a mode watches
+it: torch's `CommDebugMode`, fake tensors. The functions are looked up at call time where they are used, because
 torch_npu replaces some of them.
 """
 
@@ -43,8 +43,8 @@ _ALL_REDUCE, _REDUCE_SCATTER = _options(dist.AllreduceOptions), _options(dist.Re
 class _Group:
     """A process group as core gets it: calling it gives the `ProcessGroup`, or None when that was destroyed.
 
-    Nothing here keeps one alive: a `ProcessGroup` that still lives when the interpreter ends, after its default group
-    was destroyed, aborts the process (measured with gloo: 5 of 12 runs, none of 12 with weak references).
+    Nothing here keeps one alive. A `ProcessGroup` that still lives when the interpreter ends, after its default group
+    was destroyed, aborts the process. Measured with gloo: 5 of 12 runs, none of 12 with weak references.
 
     Attributes:
         backend: what carries out the group's collectives on the platform's device, as long as there is the group; None
@@ -313,8 +313,8 @@ def _ordered(ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def _sendable(x: Tensor) -> Tensor:
-    """The values of ``x`` in memory: of an efficient zero tensor, which has none (backward and forward-mode AD make
-    such), and of one that is marked as conjugate or negative, whose mark backends do not send.
+    """The values of ``x`` in memory. An efficient zero tensor has none; backward and forward-mode AD make such tensors.
+    A tensor may also be marked as conjugate or negative, and backends do not send the mark.
 
     Raises:
         ValueError: inside a transform, see `refuse_transforms`.

@@ -1,9 +1,9 @@
-"""Linear layers whose collective goes on while they compute: cut into chunks, of which one is multiplied while another
-is on its way ("collective matmul").
+"""Linear layers whose collective goes on while they compute. It is cut into chunks: one is multiplied while another is
+on its way ("collective matmul").
 
-What is gathered or scattered lies along one dimension, in a part for each rank. A chunk takes a piece of every part, so
-that each chunk is a collective of the ordinary kind, and all together move what one would. Transfers are hidden; the
-price is smaller products, and copies of the pieces.
+The gathered or scattered tensor has a part for each rank along one dimension. A chunk takes a piece of every part. So
+each chunk is a collective of the ordinary kind, and together they move as many bytes as one would. Transfers are
+hidden. The price is smaller products, and copies of the pieces.
 
 Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition"; Megatron-LM's sequence
 parallelism (Korthikanti et al. 2022).
