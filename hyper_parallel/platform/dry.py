@@ -131,7 +131,7 @@ class SendsNothing:
         return FINISHED
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
-        """Every rank has what this one has."""
+        """Every rank has the same value as this one."""
         return [value] * size
 
     def barrier(self, group: Any) -> None:
@@ -147,7 +147,7 @@ _PLATFORMS: dict[tuple[type, type, bool], Any] = {}
 
 
 def dry_platform(platform: Platform) -> Any:
-    """The backend that does what ``platform`` does and sends nothing, made once."""
+    """The backend that works as ``platform`` does and sends nothing, made once."""
     cls: Any = type(platform)
     if platform.dry_class is not None:
         module, _, name = platform.dry_class.partition(":")

@@ -79,12 +79,12 @@ class Patch:
             an attribute; ``"package.module.names[]"`` a further entry of a list or set, or several where ``make`` gives
             a tuple; ``"package.module.table[key]"`` an entry of a dict; ``"package.module.function.__code__"`` the code
             that a function runs, also for callers that hold it by another name.
-        reason: what would go wrong without it.
+        reason: the error or wrong result without it.
         versions: of the framework, with which it was tested.
         make: the original -> its replacement; of an entry, the list, set or dict -> the entry. All are made before
             anything is replaced.
         held: how the attribute is found: in the module or class itself; in a class that it derives from; in either; or
-            not at all. `PatchSet.uninstall` puts back what was there itself, and deletes the others.
+            not at all. `PatchSet.uninstall` puts back attributes that were there itself, and deletes the others.
         check: original -> the reason why it does not fit, or None.
         required: without it results would be wrong, so that there are no DTensors where a target is not as expected.
             Others are left out, with a warning.

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["ABSENT", "Attribute", "Entry", "Place", "place_of"]
 
-#: What stands for an attribute that is not there.
+#: Stands for an attribute that is not there.
 ABSENT: Any = object()
 
 

@@ -99,7 +99,7 @@ _FRAMEWORKS = ("torch", "mindspore")
 
 _lock = threading.RLock()
 _selected: Platform | None = None
-#: What stands in for the selected backend and for every device type, the innermost last; see `selected`.
+#: Stand-ins for the selected backend and for every device type, the innermost last; see `selected`.
 _stand_ins: list[Platform] = []
 _entry_points_read = False
 

@@ -1,4 +1,4 @@
-"""Rows of an op table as text: what a native call takes, and what of that the canonical operation gets.
+"""Rows of an op table as text: the arguments of a native call, and those of the canonical operation.
 
     "input other/mat2 dim=-1 -> input other | dim 1"
 
@@ -66,7 +66,7 @@ class RowText:
 
     Args:
         spellings: argument -> further names that the framework's functions have for it, as words.
-        conversions: argument -> what its value becomes.
+        conversions: argument -> the function that converts its value.
         drops: whether arguments that a text does not name are left out, because they change nothing that is computed.
             Otherwise such a call is not covered by the row.
     """
@@ -147,7 +147,7 @@ class RowText:
 
     def repeated(self, text: str | Bind) -> Bind:
         """As `arguments`, of one operand, for `call_again`: the native call is made as it came. The static arguments
-        end with what else was given, by position and by name."""
+        end with the other arguments, by position and by name."""
         bind = self.arguments(text)
 
         def bind_all(func: Any, args: tuple, kwargs: dict) -> Bound:

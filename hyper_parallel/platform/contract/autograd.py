@@ -109,8 +109,8 @@ class AutogradRole(ABC):
         """
 
     #: ``differentiates_again(module)``: whether backward will compute the module again and differentiate that by
-    #: itself, by the parameters that it had when it was told to. None where a framework has no such thing: to fill in
-    #: again what forward has kept is none.
+    #: itself, by the parameters that it had when it was told to. None where a framework has no such thing. To fill in
+    #: again the tensors that forward has kept is no such thing.
     differentiates_again: Callable[[Any], bool] | None = None
 
     #: Whether a `joint_function` is told which of its results nothing was computed from.

@@ -21,7 +21,7 @@ class Work(Protocol):
     """A collective that was started. It may have ``is_completed()`` too, which says whether `wait` returns at once."""
 
     def wait(self) -> Any:
-        """Return when its result may be read by what this rank computes next, and its operand be overwritten."""
+        """Return when later computations of this rank may read the result, and the operand may be overwritten."""
 
 
 class _Finished:

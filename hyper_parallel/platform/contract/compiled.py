@@ -166,7 +166,7 @@ class CompiledLosses(Protocol):
             dim, vocab_size: arguments of such a loss.
 
         Returns:
-            None where some rank has none; what does not fit is for `ClassShards.compare` to say.
+            None where some rank has none; `ClassShards.compare` reports parts that do not fit.
         """
 
     def mesh_with_id(self, number: int) -> Any:
@@ -183,8 +183,8 @@ class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings n
     from it."""
 
     def set_compiled_forward(self, module: Any, how: CompiledForward | None) -> None:
-        """Let a compiler trace what ``how`` describes in place of the forward that `ModuleRole.replace_forward` gave
-        ``module``. With None nothing: the module stays outside of compiled code."""
+        """Let a compiler trace the forward that ``how`` describes in place of the one that `ModuleRole.replace_forward`
+        gave ``module``. With None the module stays outside of compiled code."""
         return
 
     def compiled_hook(self, hook: Callable, how: CompiledInputs | None) -> Callable:
@@ -194,5 +194,5 @@ class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings n
 
     def share_compiled_inputs(self, module: Any) -> None:
         """Inside of ``module`` several column-parallel modules may read one of its inputs: in compiled code one
-        collective is to sum what they give its gradient, as in eager mode."""
+        collective is to sum their parts of its gradient, as in eager mode."""
         return

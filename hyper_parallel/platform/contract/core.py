@@ -173,7 +173,7 @@ class Core(CompiledLosses, Protocol):
             layout: of the DTensor.
             ranks: those that take part.
             linear: whether it moves, adds or averages values.
-            apart: whether what each rank gives stays apart from what others give, in plain tensors.
+            apart: whether the operands of the ranks stay apart, in plain tensors.
             parts: whether it leaves another result on each rank.
         """
 

@@ -85,7 +85,7 @@ def numbers(kind: str, key: tuple[int, int], shape: Sequence[int], ranges: Range
         key: and salt.
         shape: of the whole tensor.
         ranges: the part.
-        dtype: one of `BITS`; what NumPy has no dtype for comes as float32, and loses nothing when it is converted.
+        dtype: one of `BITS`; numbers of a dtype that NumPy lacks come as float32, which loses nothing when converted.
     """
     rows, columns = offsets(shape, ranges)
     found = np.empty((len(rows), len(columns)), np.float64 if dtype == "float64" else np.float32)

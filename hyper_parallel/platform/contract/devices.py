@@ -21,7 +21,7 @@ class DeviceRole(ABC):
 
     #: Device type that a `DeviceMesh` on this platform has: ``"cpu"``, ``"cuda"``, ``"npu"``.
     device_type: ClassVar[str]
-    #: Whether every draw of a native operation changes what `get_rng_state` gives, which is a tensor then, so that core
+    #: Whether every draw of a native operation changes the result of `get_rng_state`, which is a tensor then. So core
     #: can see that an operation has drawn.
     watches_draws: bool = False
 

@@ -1,4 +1,4 @@
-"""Dry runs: what a framework has for computing with shapes alone. All of it is optional."""
+"""Dry runs: functions of a framework for computing with shapes alone. All of it is optional."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Fast:
     #: Whether `linear_with_collective` is asked for native operations outside `overlap_collectives` too.
     fuses_linear: bool = False
 
-    #: Whether backward, of all that it could run next on a device, runs what was recorded last.
+    #: Whether backward, of all nodes that it could run next on a device, runs the one recorded last.
     backward_in_order: bool = False
 
     def is_plain_linear(self, module: Module) -> bool:

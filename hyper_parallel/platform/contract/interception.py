@@ -52,8 +52,8 @@ class InterceptionRole(ABC):
         return ()
 
     def is_compiling(self) -> bool:
-        """Whether a compiler of the framework is tracing the caller: then what Python does besides calling operations
-        is no part of what will run. False for a framework without a compiler, or where DTensors are kept from it."""
+        """Whether a compiler of the framework is tracing the caller: then Python code besides calls of operations is no
+        part of the compiled code. False for a framework without a compiler, or where DTensors are kept from it."""
         return False
 
     def in_loss_parallel(self) -> bool:
@@ -62,7 +62,7 @@ class InterceptionRole(ABC):
         return False
 
     def other_names(self, function: Any) -> Sequence[Any]:
-        """Further native operations that compute what ``function`` does, of the same arguments, and that have no row:
+        """Further native operations that compute the same as ``function``, of the same arguments, and that have no row:
         they get its rule too, where users register one."""
         return ()
 

@@ -1,4 +1,4 @@
-"""Plain local tensors: what can be asked of one, and the few operations that redistribution and losses need."""
+"""Plain local tensors: questions about one, and the few operations that redistribution and losses need."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TensorRole(ABC):
 
     def has_values(self, x: Tensor) -> bool:
         """Whether the values of a plain tensor can be read with `bytes_of` and replaced with `write`: not where there
-        are none (`is_meta`), nor in a format other than the usual one. Decided from what all ranks share."""
+        are none (`is_meta`), nor in a format other than the usual one. Decided from facts that all ranks share."""
         return not self.is_meta(x)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Graphs of what a function does as it runs, and of its bytecode: DTensors are kept out of them.
+"""Graphs made from the run of a function, and from its bytecode: DTensors are kept out of them.
 
 They would read a shard as if it were the whole tensor. Each kind is entered at one place, where everything is looked
 through that the function can reach: arguments, closures, names of modules, attributes. A DTensor found later, while the
@@ -33,7 +33,7 @@ _original_enter = NoDispatch.__enter__
 
 
 def _refuse_operations(what: str, about: str, clean_up: Callable[[], None] = lambda: None) -> None:
-    """While a graph is made of what runs in this thread, whatever works on local tensors is an error."""
+    """Make operations on local tensors an error while a graph is made from the run of this thread."""
     thread = threading.get_ident()
 
     def enter(guard: NoDispatch) -> None:

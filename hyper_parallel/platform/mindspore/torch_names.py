@@ -82,7 +82,7 @@ FIRST_STEP = "stat"
 MOMENTUM = ("accum", "momentum_buf")
 #: Attributes that count steps; torch has one counter for each parameter, "step".
 COUNTERS = ("state_step", "step_t", "global_step")
-#: What a counter holds before the first step, where that is not 0.
+#: Values of counters before the first step that are not 0.
 FIRST_COUNT: dict[type, int] = {mint.optim.AdamW: -1}
 #: Classes, by name, that count no steps. Torch's do, and nothing depends on it.
 UNCOUNTED = ("RMSprop", "Adadelta")

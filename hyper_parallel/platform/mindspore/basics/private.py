@@ -68,12 +68,12 @@ untracked: Callable[[Any], Any] = TensorPy.data.__get__
 NoFallbackGuard: Any = _take("_c_expression", "NoFallbackGuard", _has("__enter__", "__exit__"))
 no_grad: Any = _take("common.api", "_no_grad", _has("__enter__", "__exit__"))
 _executor: Any = _take("common.api", "_pynative_executor", lambda it: callable(it.requires_grad) and it.clear_res)
-#: Whether operations are recorded for gradients; and what drops recordings that an error has cut short.
+#: Whether operations are recorded for gradients; and the function that drops recordings cut short by an error.
 is_recording: Callable[[], bool] = _executor._executor.requires_grad
 drop_recordings: Callable[[], None] = _executor.clear_res
 #: What a cell does in its first call, ``_init_check`` and ``_self_check``, wants parameters where it finds any.
 CheckedCell: Any = _take("nn", "Cell", _has("_init_check", "_self_check"))
-#: Makes what a cell calls in place of its ``construct`` once it is to be computed again in backward.
+#: Makes the function that a cell calls in place of its ``construct`` once it is to be computed again in backward.
 RECOMPUTE: Any = _take("common._register_for_recompute", "recompute_registry", lambda it: callable(it.get))
 _MixedPrecisionType: Any = _take("_c_expression", "MixedPrecisionType", lambda kinds: hasattr(kinds, "NOTSET"))
 

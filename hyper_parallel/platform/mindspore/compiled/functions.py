@@ -132,7 +132,7 @@ class _ReduceScatter(nn.Cell):
 
 
 class ReadForParts(_Reducing):
-    """Megatron's f: what all ranks have, for consumers that each return a summand of the cotangent."""
+    """Megatron's f: a tensor that all ranks have, for consumers that each return a summand of the cotangent."""
 
     def construct(self, x: Tensor) -> Tensor:
         return x

@@ -17,7 +17,7 @@ from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, 
 
 __all__ = ["GRADIENTS", "REMEDY", "Refused", "graph_error", "reachable", "refuse"]
 
-#: Functions of these packages are looked through for what they were given, not for what their modules hold.
+#: Functions of these packages are searched for their arguments, not for the contents of their modules.
 _LIBRARIES = ("mindspore", "numpy", "hyper_parallel")
 #: The module of the functions that MindSpore makes for gradients.
 GRADIENTS = "mindspore.ops.composite.base"

@@ -40,7 +40,7 @@ class _Method:
         assert isinstance(self.tree, ast.FunctionDef)
         given = self.tree.args
         self.me, *self.inputs = [a.arg for a in (*given.posonlyargs, *given.args)]
-        #: What each expression is part of.
+        #: The expression around each expression.
         self.around = {id(part): node for node in ast.walk(self.tree) for part in ast.iter_child_nodes(node)}
 
     def uses(self, name: str) -> Iterator[tuple[ast.Name, ast.AST]]:

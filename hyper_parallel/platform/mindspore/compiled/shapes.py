@@ -16,7 +16,7 @@ __all__ = ["ShapeCheck", "pending_comparisons"]
 #: Comparisons of plain shards that the graphs being made have asked for.
 pending_comparisons: list[tuple[Comparison, str, tuple[int, ...]]] = []
 _NUMBERS = count()
-#: What graphs on CPU reduce.
+#: Dtypes that graphs on CPU reduce.
 _REDUCED = (ms.float32, ms.float16)
 
 
@@ -25,7 +25,7 @@ def ShapeCheck(module: Any, how: Any, output: int | None = None, output_dims: in
 
     Args:
         module: which it is.
-        how: `CompiledForward` or what `ConversionCheck` gives it.
+        how: a `CompiledForward`, or the facts that `ConversionCheck` gives.
         output: the dimension along which the output is cut, of what all ranks have or have summands of.
         output_dims: how many dimensions the output has more than the input.
     """

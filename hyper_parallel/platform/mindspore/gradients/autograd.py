@@ -56,7 +56,7 @@ class _Recording:
 
     @classmethod
     def forget(cls) -> None:
-        """Drop what was cached."""
+        """Drop cached values."""
         for ref in cls.holders:
             holder = ref()
             if holder is not None:
@@ -65,7 +65,7 @@ class _Recording:
 
 
 def forget_recordings() -> None:
-    """Drop what was cached, and what was counted."""
+    """Drop cached values, and counts."""
     _Recording.forget()
     _Recording.forwards = _Recording.backwards = 0
 
@@ -177,7 +177,7 @@ class DelayedGradients:
     To be used as a context around `mindspore.grad` or `mindspore.value_and_grad`; `complete` adds them to the result.
 
     Args:
-        weights: what gradients are asked of.
+        weights: the tensors whose gradients are asked for.
     """
 
     #: The contexts that are open, the innermost last.
@@ -224,7 +224,7 @@ class DelayedGradients:
         sums[key] = sums[key] + gradient if key in sums else gradient
 
     def complete(self, gradients: Any, sources: Any) -> Any:
-        """``gradients`` of ``sources``, nested in the same way, with what was all-reduced."""
+        """``gradients`` of ``sources``, nested in the same way, with the all-reduced ones."""
         if not self._sums:
             return gradients
         if isinstance(gradients, (tuple, list)):
@@ -242,7 +242,7 @@ class AutogradVerbs:
     """The group "autograd" of the contract."""
 
     def requires_grad(self, x: Any) -> bool:
-        # Of a mask made of what requires a gradient MindSpore says that it does too, unless it is empty.
+        # Of a mask made of a tensor that requires a gradient MindSpore says that it does too, unless it is empty.
         return is_recording() and x._requires_grad and x.dtype not in DISCRETE
 
     def is_made_with(self, x: Any, parameter: Any) -> bool | None:

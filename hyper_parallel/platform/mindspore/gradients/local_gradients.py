@@ -53,7 +53,7 @@ class LocalGradients:
 
     @classmethod
     def expect(cls, sources: Iterable[Any]) -> list[Any]:
-        """Layouts of what gradients may be of, which plain tensors of the program may be parts of from now on."""
+        """Layouts of the gradients of ``sources``. From now on, plain tensors of the program may be their parts."""
         layouts = [getattr(source, "_layout", None) for source in sources]
         cls.parts = tuple(dict.fromkeys(x.cotangent for x in layouts if x is not None and is_part(x.cotangent)))
         return layouts
@@ -65,7 +65,7 @@ class LocalGradients:
 
     @classmethod
     def tell(cls, operation: Any) -> None:
-        """Warn, once, of what ``operation`` gives to the program, if it is `mindspore.grad` or `value_and_grad`."""
+        """Warn, once, of the gradients that `mindspore.grad` or `value_and_grad` gives to the program."""
         if not cls.told and cls.parts and isinstance(operation, _Grad) and operation.get_by_list:
             cls.told = True
             name = "value_and_grad" if operation.get_value else "grad"

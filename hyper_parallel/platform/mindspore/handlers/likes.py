@@ -19,7 +19,7 @@ from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, 
 
 __all__ = ["DRAWS", "NEW_METHODS", "draw_like", "full_like"]
 
-#: What can be drawn by counter.
+#: Functions whose numbers can be drawn by counter.
 _KINDS = {"rand": "uniform", "randn": "normal"}
 #: functions of ``mindspore.ops.function.random_func``
 DRAWS = tuple(f"{name}_like{ext}" for name in ("rand", "randn", "randint") for ext in ("", "_ext"))

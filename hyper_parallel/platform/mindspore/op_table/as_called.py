@@ -163,7 +163,7 @@ def shapes_of(
         given: the call.
         shapes: of the operands, None for one that is not given.
         native: makes the call.
-        facts: what ``native`` gets before the last three static arguments.
+        facts: the arguments of ``native`` before the last three static ones.
     """
     which = given.func if hasattr(given.func, "prim") else given.func.name
     dtypes = tuple(x.dtype if isinstance(x, Tensor) else None for x in given.operands)

@@ -1,4 +1,4 @@
-"""Layers by their signatures: convolutions, pools, resampling, and what else works on whole pictures.
+"""Layers by their signatures: convolutions, pools, resampling, and others that work on whole pictures.
 
 See the canonical operation ``labelled``. Sizes of results are those of a call on small tensors, in which batches and
 channels have size 1.

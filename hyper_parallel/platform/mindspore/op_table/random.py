@@ -1,4 +1,4 @@
-"""Rows of the op table for what draws random numbers, and what draws without a row."""
+"""Rows of the op table for operations that draw random numbers, and others that draw without a row."""
 
 from __future__ import annotations
 

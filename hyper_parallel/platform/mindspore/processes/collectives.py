@@ -21,9 +21,9 @@ from hyper_parallel.platform.mindspore.processes.launch import device_target, wa
 __all__ = ["CollectiveVerbs", "copied", "dense", "is_dense"]
 
 _CPU_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int32, ms.int64}
-#: what travels as another dtype
+#: dtypes that travel as another one
 _AS_BYTES = {ms.bool_: ms.int8, ms.int16: ms.int32}
-#: what neither mccl nor hccl knows; gathered as bytes, broadcast through bytes on the host
+#: dtypes that neither mccl nor hccl knows; gathered as bytes, broadcast through bytes on the host
 _UNKNOWN = {ms.uint16, ms.uint32, ms.uint64, ms.complex64, ms.complex128}
 _CPU_MOVE = {*_CPU_REDUCE, *_AS_BYTES, ms.uint8, ms.float64}
 _CPU_OPS = {"sum", "max"}

@@ -85,7 +85,7 @@ class World:
     process: int = field(default_factory=os.getpid)
 
     def leave(self) -> None:
-        """Return when all ranks leave, or those that do not are lost. Until then they may need what this one sends."""
+        """Return when all ranks leave, or those that do not are lost. Until then they may need this rank's messages."""
         atexit.unregister(self._end)
         if self.store is None and not self.failed and "MS_SCHED_HOST" in os.environ:
             with suppress(RuntimeError):  # a rank is lost

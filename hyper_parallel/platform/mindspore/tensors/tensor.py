@@ -249,7 +249,7 @@ class InterceptedTensor(Tensor):
             raise TypeError("len() of a 0-d tensor")
         return shape[0]
 
-    # ---------------------------------------------------------------- what __fallback__ does not see
+    # ---------------------------------------------------------------- methods that __fallback__ does not see
     __getitem__ = _dispatched("getitem", Tensor.__getitem__)
     __setitem__ = _dispatched("setitem_", Tensor.__setitem__)
     contiguous = _dispatched("Contiguous", Tensor.contiguous)
@@ -322,6 +322,6 @@ def distributed_in(tree: Any) -> Iterator[Any]:
 
 def copy_of(x: Tensor) -> Tensor:
     """A plain leaf tensor with a copy of the local data. MindSpore's own deepcopy shares memory until an operation
-    writes, and what `copy_` writes arrives in both."""
+    writes, and values that `copy_` writes arrive in both."""
     with NoDispatch():
         return Tensor(Tensor.asnumpy(Tensor._make_subclass(Tensor, x)), x.dtype)

@@ -19,7 +19,7 @@ from hyper_parallel.platform.watching import is_called_from, tensors_in
 
 __all__ = ["ObservationVerbs", "unobserved"]
 
-#: Operation -> what core calls it, and which argument this rank gives.
+#: Operation -> core's name for it, and which argument this rank gives.
 _KINDS: dict[str, tuple[str, int]] = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),

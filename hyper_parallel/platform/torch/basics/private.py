@@ -79,7 +79,7 @@ class UnknownTorchError(RuntimeError):
     """This torch lacks something private that a backend cannot do without."""
 
 
-#: What this torch does not have as expected, and is done in another way here.
+#: Parts that this torch does not have as expected, and that are replaced here.
 REPLACED: list[str] = []
 
 _NO_OTHER_WAY: Any = object()
@@ -359,7 +359,7 @@ def _has_operators(table: Any) -> bool:
 fused_attention: Callable[..., tuple[Tensor, Tensor]] | None = _take(
     "ops.aten._scaled_dot_product_flash_attention_for_cpu", callable, None
 )
-#: What sees every operation below autograd.
+#: A mode that sees every operation below autograd.
 TorchDispatchMode: Any = _take("utils._python_dispatch.TorchDispatchMode", inspect.isclass)
 #: Whether a tensor is of a class that computes by other tensors inside of it.
 is_traceable_wrapper: Callable[[Any], bool] = _take("utils._python_dispatch.is_traceable_wrapper_subclass", callable)

@@ -1,7 +1,7 @@
 """From one layout to another inside a compiled frame: plain local tensors in, plain local tensors out.
 
-A tensor lies as its cut says: a dimension along which the ranks have consecutive parts, or None for what all have.
-Parts are equal unless their ``sizes`` are given.
+The layout of a tensor is its cut: a dimension along which the ranks have consecutive parts, or None if all ranks have
+all of it. Parts are equal unless their ``sizes`` are given.
 """
 
 from __future__ import annotations

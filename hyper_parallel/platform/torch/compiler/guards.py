@@ -1,8 +1,8 @@
 """Guards of compiled frames: one for each style in place of one for each of its parts.
 
 Before each call torch's compiler compares the values that a frame read while it was traced. A styled module reads many.
-Almost all of them cannot change. They are the functions of this package, and the closure of a style's function, which
-is made once and replaced as a whole. So a frame compares the identity of that function. Values that can change stay guarded.
+Almost all of them cannot change. They are the functions of this package, and the closure of a style's function. That
+function is made once and replaced as a whole, so a frame compares its identity. Values that can change stay guarded.
 They are parameters and their layouts, attributes of modules, hooks, and a ``forward`` of an object's own. Whether a
 mesh has had uneven shards is another.
 """
@@ -28,7 +28,7 @@ _OF_CLASS = re.compile(r"dict\(type\((.+?)\)\.(?:__mro__\[\d+\]\.)?__dict__\)(?:
 #: Names that are looked up on the way to a forward. The classes that styles give modules have a ``__call__``, which
 #: torch's compiler follows step by step, as it does not that of `torch.nn.Module`.
 _CALLS = ("__call__", "_call_impl", "_compiled_call_impl")
-#: What may change below a function of a style.
+#: Attributes that may change below a function of a style.
 _CHANGES = "._has_uneven_shards"
 #: A module's name in messages, and its number. Frames read both, and equivalent modules differ in them alone.
 _NAMES = ("_hyper_parallel_path", NUMBER)

@@ -78,7 +78,7 @@ class _Reader:
         self._swap, self._open = swap, set[int]()
 
     def read(self, x: Any, names: frozenset[str]) -> Any:
-        """``x``, or what stands for it; ``names`` are the attributes that the code around reads."""
+        """``x``, or the object that stands for it; ``names`` are the attributes that the code around reads."""
         if isinstance(x, Tensor):
             return self._tensor(x)
         if id(x) in self._open or x is None or isinstance(x, (type, ModuleType, str, int, float)):

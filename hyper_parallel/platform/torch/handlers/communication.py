@@ -94,7 +94,7 @@ def _on_local(func: Any, args: tuple, kwargs: dict) -> Any:
     with no_dispatch():
         result = func(*args, **kwargs)
     for x in _dtensors([*args, *kwargs.values()]):
-        # What was computed from values of before.
+        # Tensors computed from earlier values.
         x.__dict__.pop("_cached", None)
         x._gathered = None
     return result

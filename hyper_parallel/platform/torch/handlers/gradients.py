@@ -80,7 +80,7 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def forget_data(x: Any) -> None:
-    """Drop what was kept on ``x`` about data, or a shape, that it has no more."""
+    """Drop cached facts on ``x`` about data, or a shape, that it has no more."""
     for name in ("_cached", "_gathered", "_origin", "_summands", "_plain", "_family", "_strides", "_ties"):
         x.__dict__.pop(name, None)
 

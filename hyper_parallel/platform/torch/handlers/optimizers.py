@@ -121,7 +121,7 @@ def collect_locals(init_group: Any, aliases: bool) -> Any:
 
 
 class _LocalStep:
-    """Steps of one optimizer on local tensors. Kept between steps, so that what does not change is found out once."""
+    """Steps of one optimizer on local tensors. Kept between steps, so that unchanging facts are found out once."""
 
     def __init__(self, tensor_class: Any) -> None:
         self.tensor_class: Any = tensor_class
@@ -142,7 +142,7 @@ class _LocalStep:
         self.swapped: list[list[Any]] = []
         #: Which state has been looked at, and its number of entries then. No reference: state may be large.
         self.counted: tuple[int, int] = (0, -1)
-        #: What `_remember` found.
+        #: The findings of `_remember`.
         self.columns: dict[tuple, tuple[Any, list[tuple[str | None, bool]]]] = {}
 
     def suits(self, optimizer: Any, distributed: list[Any]) -> bool:
@@ -180,7 +180,7 @@ class _LocalStep:
         self.swapped = []
         distributed, self.distributed = self.distributed, []
         if self.found == len(optimizer.param_groups):
-            # What was counted before may be gone, and another dict lie where it lay.
+            # The dict counted before may be gone, and another one have its address.
             self.counted = (0, -1)
             return
         # A step writes its state in place: some is new where its number has changed, or where another one was loaded.
@@ -195,7 +195,7 @@ class _LocalStep:
         """Fill the lists, of which the first two are parameters and their gradients, with plain tensors."""
         # A learning rate that is a tensor is checked there.
         is_known = is_known and self.complete and not isinstance(group["lr"], Tensor)
-        # What decides on the lists, in any of the optimizers.
+        # Options that decide on the lists, in any of the optimizers.
         find = group.get
         options = (init_group, bool(find("amsgrad")), bool(find("momentum")), bool(find("centered")))
         known = self.columns.get(options) if is_known else None

@@ -61,7 +61,7 @@ def _bernoulli(numbers: Callable[..., Tensor], p: float = 0.5, **_: Any) -> Tens
     return numbers("uniform", torch.float32) < p
 
 
-#: What can be drawn by counter, of those that fill a tensor, and of those that make one like another.
+#: Functions whose numbers can be drawn by counter: those that fill a tensor, and those that make one like another.
 _IN_PLACE: dict[str, Callable] = {"uniform_": _uniform, "normal_": _normal, "bernoulli_": _bernoulli}
 _LIKE: dict[Any, Callable] = {
     torch.rand_like: lambda numbers, dtype: numbers("uniform", dtype),

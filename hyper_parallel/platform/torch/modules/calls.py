@@ -40,7 +40,7 @@ def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], mix
     """See `Platform.replace_forward`. The object keeps a function, not a bound method: copies run it on themselves."""
     cls: Any = type(module)
     replaced = module.__dict__.get("_replaced_forward")
-    module.__dict__.pop("_compiled_run", None)  # what replaces a forward replaces the compiled one
+    module.__dict__.pop("_compiled_run", None)  # a new forward replaces the compiled one too
     module.__dict__["_replaced_forward"] = make(cls.forward if replaced is None else replaced)
     if replaced is None or mixin is not None:
         module.__class__ = _with_replaced_forward(cls, mixin)

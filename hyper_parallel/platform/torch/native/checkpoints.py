@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 
-# ---------------------------------------------------------------------------------------------- what a rank holds
+# ---------------------------------------------------------------------------------------------- the part of a rank
 def _rectangles(x: Any) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]]:
-    """(offsets, sizes, where it lies in the local tensor) of what this rank holds of a DTensor."""
+    """(offsets, sizes, where it lies in the local tensor) of this rank's parts of a DTensor."""
     layout = x._layout
     if any(p.is_partial() for p in layout.placements):
         raise TypeError(
@@ -113,7 +113,7 @@ def offload_local(original: Callable, stager: Any, x: Any, memo: Any, non_blocki
 
 # ---------------------------------------------------------------------------------------------- its Hugging Face writer
 def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any:
-    """Stands for the method that sees what all ranks write: without ``save_distributed`` their files have one name.
+    """Stands for the method that sees the writes of all ranks: without ``save_distributed`` their files have one name.
 
     Raises:
         ValueError: where tensors are cut. Torch raises it on all ranks.

@@ -113,7 +113,7 @@ def from_native(x: Any) -> Any:
     whole = [replicate if p.is_partial() else p for p in x.placements]
     local = x.to_local(grad_placements=whole)
     if type(local) is not Tensor:
-        local = local.wait()  # what a collective of torch's returns that is under way
+        local = local.wait()  # the result of a collective of torch's that is under way
     factor = _of_averages([(p.reduce_op if p.is_partial() else "") for p in x.placements], mesh, x)
     if factor != 1:
         local.register_hook(lambda g: g * factor)

@@ -151,7 +151,7 @@ class CommunicationVerbs(Platform):
 
     # ------------------------------------------------------------------------------------------------ collectives
     def supports(self, collective: str, op: str, local: Tensor) -> bool:
-        """See `Platform.supports`. What only moves data takes every dtype: it can travel as bytes."""
+        """See `Platform.supports`. Collectives that only move data take every dtype: it can travel as bytes."""
         if collective == "all_reduce":
             return local.dtype in self.all_reduce_dtypes.get(op, ())
         if collective == "reduce_scatter":
@@ -221,7 +221,7 @@ class CommunicationVerbs(Platform):
             _resolve(group).alltoall_base(self._movable(out), self._movable(local), [], []).wait()
             return out
         out = local.new_empty((sum(received), *local.shape[1:]))
-        # What travels as bytes is one vector: a row is as many of its elements.
+        # A tensor that travels as bytes is one vector: a row is as many of its elements.
         each = 1 if local.dtype in self.moved_dtypes else local[:1].nbytes if len(local) else out[:1].nbytes
         to, of = [each * n for n in sent], [each * n for n in received]
         _resolve(group).alltoall_base(self._movable(out), self._movable(local), of, to).wait()

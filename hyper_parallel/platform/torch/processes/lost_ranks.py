@@ -31,7 +31,7 @@ GRACE = 3.0
 #: The same for a rank whose local computation has failed, until the others fail in the same way.
 ALIKE = 4.0
 _TAG = 0x4E0
-#: What gloo's errors contain when a connection is lost; the second comes from every later use of the group.
+#: Texts in gloo's errors when a connection is lost; the second comes from every later use of the group.
 _GLOO = ("gloo/transport/", "Application timeout caused pair closure")
 
 

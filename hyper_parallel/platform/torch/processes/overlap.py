@@ -105,7 +105,7 @@ class _Chunked:
         return started
 
     def finish(self, started: list[tuple[Tensor, Any, Any]]) -> Tensor:
-        """One rank's part of what `scatter` has started."""
+        """One rank's part of the sums that `scatter` has started."""
         for _, work, _ in started:
             work.wait()
         return torch.cat([out for out, _, _ in started], self.dim)
