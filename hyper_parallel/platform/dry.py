@@ -154,7 +154,7 @@ def dry_platform(platform: Platform) -> Any:
         cls = getattr(importlib.import_module(module), name)
     key = cls, type(platform), platform.fast is None
     if key not in _PLATFORMS:
-        # What a backend does natively, and so which collectives there are, is that of the one that is stood for.
+        # The native collectives, and so the supported ones, are those of the backend that it stands for.
         own = {"name": f"dry-{platform.name}", "supports": staticmethod(platform.supports)}
         made = type(f"Dry{cls.__name__}", (SendsNothing, cls), own)()
         if platform.fast is None:

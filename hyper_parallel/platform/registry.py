@@ -110,7 +110,7 @@ def register_platform(
     """Make a backend known.
 
     Args:
-        name: what ``HYPER_PARALLEL_PLATFORM`` and `get_platform` call it; case does not matter.
+        name: its name in ``HYPER_PARALLEL_PLATFORM`` and `get_platform`; case does not matter.
         target: the `Platform` subclass, or ``"package.module:Class"`` to be imported at first use.
         aliases: further names.
         framework: top-level module of the framework, such as ``"torch"``: backends of one framework serve one

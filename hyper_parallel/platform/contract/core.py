@@ -19,7 +19,7 @@ Mesh = Any
 class Core(CompiledLosses, Protocol):
     """Services of core for a backend.
 
-    Everything but `dispatch` is there for what a framework does with tensors besides operations: clipping, gradients,
+    Everything but `dispatch` serves uses of tensors in a framework besides operations: clipping, gradients,
     hooks, copies, its own collectives. A backend whose framework has less of that needs less.
     """
 

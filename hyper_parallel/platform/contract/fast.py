@@ -97,7 +97,7 @@ class Fast:
     def autograd_step(
         self, forward: Callable[[Any, Tensor], Tensor], backward: TensorFunction
     ) -> TensorFunction | None:
-        """`Platform.autograd_function` as ``apply(x)``, for what keeps nothing for backward and is called often.
+        """`Platform.autograd_function` as ``apply(x)``, for functions that keep nothing for backward and are called often.
 
         ``forward(ctx, x)`` has no use for ``ctx`` and returns a new tensor, no view. ``apply`` is called with
         interception off.
@@ -133,7 +133,7 @@ class Fast:
         """``apply(y)``: ``y`` with the values that ``write(data)`` returns outside autograd, which may overwrite the
         data. The cotangent is left as it is; where gradients of gradients are asked for it is ``record(cotangent)``.
 
-        For a new ``y`` whose operation does not need its value in backward: it stands for what was written, without a
+        For a new ``y`` whose operation does not need its value in backward: it stands for the written tensor, without a
         node in the graph. None where a framework has no hooks for that. Called with interception off.
         """
         return None

@@ -27,8 +27,8 @@ class InterceptionRole(ABC):
     @abstractmethod
     def make_dtensor_class(self, mixin: type, core: Core) -> type:
         """The DTensor class of this platform: a subclass of ``mixin`` (core's public methods) and of ``Tensor`` with
-        the global shape as its shape. Every native operation on an instance arrives at ``core.dispatch``. What else
-        the backend needs of core is in ``core`` too. Called once."""
+        the global shape as its shape. Every native operation on an instance arrives at ``core.dispatch``. ``core`` also
+        has all else that the backend needs of core. Called once."""
 
     @abstractmethod
     def wrap(self, local: Tensor, layout: Layout) -> Any:

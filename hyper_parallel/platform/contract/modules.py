@@ -180,7 +180,7 @@ class ModuleRole(ABC):
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def show_styles(self, module: Module) -> None:
-        """Let the text of ``module``, as ``print`` shows it, have what `platform.module_text.text_of_plan` adds."""
+        """Add the text of `platform.module_text.text_of_plan` to that of ``module``, as ``print`` shows it."""
         return
 
     @abstractmethod

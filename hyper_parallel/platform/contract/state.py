@@ -1,5 +1,5 @@
 """State that a training job saves: the tensors of modules, and the state of optimizers. All backends share torch's
-names, so that one framework can load what another has saved."""
+names, so that one framework can load the checkpoints of another."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ class StorageRole(ABC):
         return x
 
     def as_parameter(self, x: Tensor, in_buffer: bool = False) -> Tensor:
-        """``x``, a new tensor, with what modules call of a parameter and tensors do not have, to write to it.
+        """``x``, a new tensor, with the writing methods that modules call on a parameter and tensors lack.
         ``in_buffer``: it is a view of a buffer."""
         return x
 
     def stand_for(self, xs: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """Give tensors that modules find where ``parameters`` are what code that walks parameters asks of them."""
+        """Prepare tensors ``xs`` that modules find in place of ``parameters`` for code that walks parameters."""
         return None
 
     def become(self, x: Tensor, values: Tensor) -> None:
@@ -45,8 +45,8 @@ class StorageRole(ABC):
     frees_storage: bool = False
 
     def free_storage(self, x: Tensor) -> None:
-        """Give back the memory of ``x``, a plain tensor that is all of its storage. ``x``, its views and what autograd
-        keeps of them stay the same objects, and are not read until `refill_storage`."""
+        """Give back the memory of ``x``, a plain tensor that is all of its storage. ``x``, its views and the
+        tensors that autograd keeps of them stay the same objects. They are not read until `refill_storage`."""
         raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
 
     def refill_storage(self, x: Tensor, pieces: Sequence[Tensor]) -> None:

@@ -69,8 +69,8 @@ class TensorRole(ABC):
         the same object, on its device. Called without gradients."""
 
     def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:
-        """To be called before the native ``operation`` gets a plain tensor. Gives ``how()``, which says what has been
-        written to the tensor since: ``""`` for nothing, ``"recorded"`` for a change that gradients pass through, else
+        """To be called before the native ``operation`` gets a plain tensor. Gives ``how()``, which reports later writes
+        to the tensor: ``""`` for nothing, ``"recorded"`` for a change that gradients pass through, else
         ``"values"``. Unless a framework counts writes, values are compared."""
         before = self.bytes_of(self.detach(x))
         return lambda: "" if self.bytes_of(self.detach(x)) == before else "values"

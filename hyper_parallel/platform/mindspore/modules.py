@@ -61,7 +61,7 @@ class ModuleVerbs:
     def as_parameter(self, x: Any, in_buffer: bool = False) -> Any:
         # MindSpore writes to no view, and one without dimensions is one also where it is all of its buffer.
         if not x._requires_grad and is_dense(x) and (x.ndim or not in_buffer):
-            # Of `Tensor.data` to which a forward writes, backward may read what was there before.
+            # Where a forward writes to `Tensor.data`, backward may read the values from before.
             x = ops.stop_gradient(x)
         elif not x._requires_grad and (x.ndim < 2 or device_target() == "CPU"):
             # Counters and running statistics; on CPU, where no operation writes to a view, all that is not trained.
@@ -140,7 +140,7 @@ class ModuleVerbs:
     share_compiled_inputs: Any = staticmethod(share_compiled_inputs)
     share_draws: Any = staticmethod(share_draws)
 
-    #: What MindSpore puts there is a cell or a function, by `Cell.recompute`'s ``use_reentrant``.
+    #: MindSpore puts a cell or a function there, by `Cell.recompute`'s ``use_reentrant``.
     differentiates_again: Any = staticmethod(lambda module: isinstance(module._recompute_cell, nn.Cell))
 
 

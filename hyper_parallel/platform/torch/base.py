@@ -136,7 +136,7 @@ class TorchPlatform(
     frees_storage = True
 
     def free_storage(self, x: torch.Tensor) -> None:
-        """See `Platform.free_storage`. What NumPy looks at, too, torch does not free."""
+        """See `Platform.free_storage`. Torch does not free memory that NumPy shares."""
         storage = x.untyped_storage()
         if storage.resizable():
             storage.resize_(0)

@@ -3,7 +3,7 @@
 Below Python, torch sees an ordinary tensor of the local shape. Functions called in Python arrive at
 ``__torch_function__``, which looks the function up once:
 
-* `tensor.HANDLERS` holds what torch needs from a tensor besides computing: metadata, ``.grad``, backward, hooks.
+* `tensor.HANDLERS` holds the handlers for calls other than operations: metadata, ``.grad``, backward, hooks.
   Optimizers' kernels and random initialisation are there too (the modules of `platform.torch.handlers`).
 * `op_table.OP_TABLE` holds the operations, which go to core's dispatch with their row.
 * Everything else goes to core's dispatch without a row, which gathers the operands.

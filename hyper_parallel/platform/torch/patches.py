@@ -81,7 +81,7 @@ def _loss(name: str) -> Patch:
 
 def _transform(target: str, function: Callable) -> Patch:
     reason = (
-        "`torch.func` and forward-mode AD give wrong numbers: what they wrap is a plain local tensor, and collectives "
+        "`torch.func` and forward-mode AD give wrong numbers: they wrap a plain local tensor, and collectives "
         "see no tangents"
     )
     return _patch(target, reason, calling(function))

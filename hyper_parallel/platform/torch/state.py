@@ -15,7 +15,7 @@ from hyper_parallel.platform.torch.handlers.optimizers import COUNTERS
 
 __all__ = ["StateVerbs"]
 
-#: What wraps a module under a name of its own, which is no part of the names in a checkpoint: torch.compile and
+#: Names under which wrappers hold a module, which are no part of the names in a checkpoint: those of torch.compile and
 #: checkpoint_wrapper.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _NAMES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"

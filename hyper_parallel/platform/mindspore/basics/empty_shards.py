@@ -233,7 +233,7 @@ _WHEN_EMPTY: dict[str, Callable[[NativeOp, Any, tuple, Any], Any]] = {
     "div": lambda op, func, operands, static_args: (_flat if static_args and static_args[0] is not None else _zeros)(
         op, func, operands, static_args
     ),
-    # Ones or zeros have no gradient by what they are like, on no rank.
+    # Ones or zeros have no gradient with respect to the tensor that they are like, on any rank.
     "like": lambda op, func, operands, static_args: op.call(func, operands, static_args),
     **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _in_place),
     **dict.fromkeys(("expand", "getitem", "attention", "take", "masked_select"), nothing_taken),

@@ -71,7 +71,7 @@ _executor: Any = _take("common.api", "_pynative_executor", lambda it: callable(i
 #: Whether operations are recorded for gradients; and the function that drops recordings cut short by an error.
 is_recording: Callable[[], bool] = _executor._executor.requires_grad
 drop_recordings: Callable[[], None] = _executor.clear_res
-#: What a cell does in its first call, ``_init_check`` and ``_self_check``, wants parameters where it finds any.
+#: The checks of a cell in its first call, ``_init_check`` and ``_self_check``, need parameters where they find any.
 CheckedCell: Any = _take("nn", "Cell", _has("_init_check", "_self_check"))
 #: Makes the function that a cell calls in place of its ``construct`` once it is to be computed again in backward.
 RECOMPUTE: Any = _take("common._register_for_recompute", "recompute_registry", lambda it: callable(it.get))

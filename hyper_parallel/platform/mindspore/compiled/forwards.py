@@ -209,7 +209,7 @@ def _embedding_table(self: Any) -> Any:
     return self.read_embedding_table()
 
 
-#: What reads a parameter of that name. Functions of their own, because the parser reads their source.
+#: The readers of a parameter of that name. They are functions of their own, because the parser reads their source.
 _READERS: dict[str, Callable] = {
     "weight": _weight,
     "bias": _bias,

@@ -26,7 +26,7 @@ def ShapeCheck(module: Any, how: Any, output: int | None = None, output_dims: in
     Args:
         module: which it is.
         how: a `CompiledForward`, or the facts that `ConversionCheck` gives.
-        output: the dimension along which the output is cut, of what all ranks have or have summands of.
+        output: the dimension along which the output is cut, which all ranks have, or have summands of.
         output_dims: how many dimensions the output has more than the input.
     """
     label = getattr(module, "_hyper_parallel_path", "") or type(module).__name__

@@ -315,7 +315,7 @@ class AutogradVerbs:
         if not self.requires_grad(x):
             return untracked(x)
         with NoDispatch():
-            # Of the gradient of what was computed and then viewed MindSpore says that its gradient is zero.
+            # MindSpore takes gradients of gradients of a view of a computed tensor for zero.
             return x.view(tuple(x.shape)) if _Recording.forwards < 2 and x.is_contiguous() else _identity(x)
 
     def strides(self, x: Any) -> tuple[int, ...]:

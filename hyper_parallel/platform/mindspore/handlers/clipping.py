@@ -1,7 +1,7 @@
 """Clipping gradients by their norm, and looking for infinities in them: what needs the gradients of all ranks.
 
-DTensors say what they are. Plain local gradients are known by `LocalGradients`; what may have been computed from one is
-refused where its norm counts.
+DTensors carry their layout. `LocalGradients` knows plain local gradients. A tensor that may have been computed from one
+is refused where its norm counts.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _layout_of(tensor: Any, name: str = "") -> Any:
     """The layout of the gradient that a plain tensor is a part of, None where it is none.
 
     Raises:
-        ValueError: in a function called ``name``, for what may have been computed from such a part.
+        ValueError: in a function called ``name``, for a tensor that may have been computed from such a part.
     """
     if not isinstance(tensor, Tensor) or isinstance(tensor, InterceptedTensor):
         return None

@@ -62,7 +62,7 @@ class _Whole:
 
 
 def whole_values(original: Callable, save_obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the function that collects what ``save_checkpoint`` writes: whole values of distributed parameters,
+    """Stands for the function that collects the entries of ``save_checkpoint``: whole values of distributed parameters,
     one parameter after the other. All ranks of their meshes must call it."""
     entries = original(save_obj, *args, **kwargs)
     if not is_dispatching():

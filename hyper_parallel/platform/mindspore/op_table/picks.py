@@ -44,7 +44,7 @@ _CONSECUTIVE = row("unique_in_order", lambda func, args, kwargs: (args[:1], args
 
 
 def _unique_consecutive(func: Any, args: tuple, kwargs: dict) -> Any:
-    """MindSpore looks at what was asked for and leaves the others alone."""
+    """MindSpore looks at the results that were asked for and leaves the others alone."""
     x, places, counts, dim = args
     found = _dispatch(_CONSECUTIVE, func, (x,), dim, bool(places), bool(counts))
     remaining = iter(found if isinstance(found, tuple) else (found,))

@@ -14,7 +14,7 @@ __all__ = ["GRACE", "Lost", "check_group", "find_missing_ranks", "is_communicati
 #: time-out by then, each since it came to the collective.
 GRACE = 5.0
 
-#: Name of a group -> what `find_missing_ranks` gives of it: groups with ranks that were missing in a collective. Each
+#: Name of a group -> the result of `find_missing_ranks`: groups with ranks that were missing in a collective. Each
 #: further collective with them would wait for mccl's time-out again.
 Lost = dict[str, tuple[dict[int, str], tuple[int, ...]]]
 

@@ -145,8 +145,8 @@ def _after(observer: Observer, active: list[bool], module: Any, output: Any) -> 
 
 
 def _when_backward_comes(values: Any, active: list[bool], tell: Callable[[], None]) -> None:
-    """Call ``tell()`` before backward runs what has computed a tensor in ``values``. A hook of the node, which leaves
-    the graph as it is; those of modules would put functions between."""
+    """Call ``tell()`` before backward runs the node that computed a tensor in ``values``. It is a hook of the node,
+    which leaves the graph as it is. Those of modules would put functions between."""
     with no_dispatch():
         for x in tensors_in(values, Tensor):
             if x.grad_fn is not None:

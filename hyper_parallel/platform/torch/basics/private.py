@@ -296,7 +296,7 @@ _ELSEWHERE = ("registration", "state_dict", "is_full_backward")
 
 
 def _knows_all_hooks() -> bool:
-    """Whether a call of a module can be surrounded by nothing but what `calls` looks at."""
+    """Whether `calls` looks at everything that can surround a call of a module."""
 
     def about_calls(names: Any) -> set[str]:
         return {n for n in names if "hook" in n and not any(word in n for word in _ELSEWHERE)}

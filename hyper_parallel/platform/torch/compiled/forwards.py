@@ -26,7 +26,7 @@ from hyper_parallel.platform.torch.compiled.placed import Outside, part_class, p
 
 __all__ = ["make_run", "run_forward"]
 
-#: Why a module is left to eager mode: what a compiled forward returns in place of its output then.
+#: Why a module is left to eager mode: a compiled forward then returns the reason in place of its output.
 _NO_WAY = "this style, or this kind of module, is not traced"
 _PARAMETERS = "its parameters are not those that the style has distributed"
 _OUTPUT = "its output would not be cut evenly, or into parts of several matrices"
@@ -248,9 +248,9 @@ def _parts(how: CompiledForward, cls: Any) -> Callable[..., Any]:
 
 
 def _distributed(how: CompiledForward, cls: Any) -> Callable[..., Any] | None:
-    """A module's own forward on what stands for DTensors: `views` says which operations on those are traced."""
+    """A module's own forward on stand-ins for DTensors: `views` says which operations on those are traced."""
     if cls.__module__.startswith("torch."):
-        return None  # random numbers and what writes: nothing that would be traced
+        return None  # random numbers and writes, which would not be traced
     moves, given, planned, forward = _moves(how), how.given, tuple(how.layouts.items()), cls.forward
     shards = shards_of(how.compare)
 

@@ -138,7 +138,7 @@ class Moves:
         return functions.gather(x, cut, sizes, self.size, self.rank, self.group)
 
     def part(self, x: Tensor, cut: int, sizes: tuple[int, ...] = ()) -> Tensor:
-        """This rank's part of what all ranks have."""
+        """This rank's part of a tensor that all ranks have."""
         return x if self.size == 1 else functions.slice_(x, cut, sizes, self.size, self.rank, self.group)
 
     def move(self, x: Tensor, cut: int | None, wanted: int | None, sizes: tuple[int, ...] = ()) -> Tensor | None:

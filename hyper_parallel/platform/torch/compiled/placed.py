@@ -77,9 +77,9 @@ class Outside:
     run: Any = None
     #: ``unit(module, args, kwargs)``: the forward of a unit of data parallelism, inside of which frames are compiled.
     unit: Any = None
-    #: ``trace(func, args, kwargs)``: what an operation gives of a `Placed`, or None where it is not traced.
+    #: ``trace(func, args, kwargs)``: the result of an operation on a `Placed`, or None where it is not traced.
     trace: Any = None
-    #: ``say(what)``: what leaves a frame that is being traced.
+    #: ``say(what)``: warn of code that leaves a frame that is being traced.
     say: Any = None
 
 

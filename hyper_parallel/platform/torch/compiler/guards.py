@@ -25,8 +25,8 @@ _OWN = ("G['__import_hyper_parallel_dot_platform_dot_torch_dot_", "G['__subclass
 #: Where a module holds functions of styles: which say so by `of_style`.
 _HELD = re.compile(r"(\._compiled_run|\['_compiled_run'\]|_hooks\[list\(dict\.keys\(.*\)\)\[\d+\]\])$")
 _OF_CLASS = re.compile(r"dict\(type\((.+?)\)\.(?:__mro__\[\d+\]\.)?__dict__\)(?:\['(\w+)'\])?")
-#: Names that are looked up on the way to a forward. The classes that styles give modules have a ``__call__``, which
-#: torch's compiler follows step by step, as it does not that of `torch.nn.Module`.
+#: Names that are looked up on the way to a forward. Classes made for styles have their own ``__call__``. Torch's
+#: compiler follows that step by step, unlike that of `torch.nn.Module`.
 _CALLS = ("__call__", "_call_impl", "_compiled_call_impl")
 #: Attributes that may change below a function of a style.
 _CHANGES = "._has_uneven_shards"

@@ -30,7 +30,7 @@ shape_of, stride_of, address_of = Tensor.shape.__get__, Tensor.stride, Tensor.da
 is_grad_enabled = torch.is_grad_enabled
 _PLAIN = frozenset({Tensor, type(None)})
 
-#: What an entry of a `Cache` says that is to be compared, besides the version, which ``x.data = y`` does not change:
+#: The facts of an entry of a `Cache` to compare, besides the version, which ``x.data = y`` does not change:
 #: whether the view that was kept still has the data of ``x``; or nothing, because assigning data to a DTensor clears
 #: its cache. Any other entry has the address, the shape and the strides.
 SAME_AS_VIEW, NOTHING = None, ()

@@ -90,7 +90,7 @@ def fractional_max_pool_with_indices(func: Any, args: tuple, kwargs: dict) -> An
 @handles(F.embedding_bag)
 def embedding_bag(func: Any, args: tuple, kwargs: dict) -> Any:
     """Bags of one size are sharded by bag, others by feature alone. If rows of the weight are sharded and bags are sums
-    or means, each rank sums its rows of each bag. That gives partial sums."""
+    or means, each rank sums its rows. That gives partial sums of bags."""
     names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:

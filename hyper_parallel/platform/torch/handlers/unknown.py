@@ -20,7 +20,7 @@ __all__ = ["recover", "run_unknown"]
 #: Namespaces of collectives among the operations of torch.
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
 
-#: Torch's words for a leaf, of the leaf itself and of what `DTensor.from_local` makes of one, which is a view of it.
+#: Torch's words for a leaf, of the leaf itself and of a result of `DTensor.from_local`, which is a view of one.
 _OF_A_LEAF = "leaf Variable that requires grad"
 
 

@@ -145,7 +145,7 @@ def _derive(cls: Any, methods: dict[str, Any], base: type | None = None) -> type
 
     def extra_repr(self: Any) -> str:
         usual = cls.extra_repr(self)
-        # What `cls` says of the plan is all there is to say.
+        # The text of `cls` describes the plan already.
         return usual if getattr(cls, "_quick", False) else text_of_plan(self, self._parameters, usual)
 
     methods = {"extra_repr": extra_repr, **methods}

@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint and DTensors.
 
-Its planners take from methods of a tensor what this rank writes and reads: the rectangles that it holds. A packed
-shard is several. ``load_state_dict(assign=True)`` of whole tensors makes DTensors of them. Whole state dicts are in
+Its planners ask methods of a tensor for the parts that this rank writes and reads: the rectangles that it holds. A
+packed shard is several. ``load_state_dict(assign=True)`` of whole tensors makes DTensors of them. Whole state dicts are in
 `whole_states`.
 """
 
@@ -131,8 +131,8 @@ def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any
 
 
 def write_chunks_apart(original: Callable, writer: Any, plan: Any, planner: Any) -> Any:
-    """Stands for the method that writes what falls to a rank, in which a tensor has one entry a file: what a rank holds
-    of a packed tensor goes into several files."""
+    """Stands for the method that writes the part of a rank, in which a tensor has one entry a file. The parts of a
+    packed tensor on a rank go into several files."""
     rounds: list[list[Any]] = []
     count: dict[str, int] = {}
     for item in plan.items:

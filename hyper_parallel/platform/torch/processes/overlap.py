@@ -94,7 +94,7 @@ class _Chunked:
         return None if other is None else out @ other, out
 
     def scatter(self, pieces: list[Tensor], other: Tensor) -> list[tuple[Tensor, Any, Any]]:
-        """Start the sums of ``pieces @ other``. Gives for each the result to come, what to wait for, and the operand,
+        """Start the sums of ``pieces @ other``. Gives for each the pending result, the work to wait for, and the operand,
         which must live until then."""
         started = []
         for piece in pieces:
@@ -162,8 +162,8 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """This rank's part of (..., in) -> (..., out / ranks); backward sums and scatters. What was gathered is kept for
-    the gradient of the weight."""
+    """This rank's part of (..., in) -> (..., out / ranks); backward sums and scatters. The gathered tensor is
+    kept for the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any) -> Tensor:
@@ -188,5 +188,5 @@ class _AllGather(torch.autograd.Function):
             return products.finish(started) if needs_x else None, by_weight, None
 
 
-#: Collective -> differentiable function of x, weight and `_Chunked`, or what has its methods.
+#: Collective -> differentiable function of x, weight and `_Chunked`, or an object with its methods.
 FUNCTIONS: dict[str, Any] = {"all_reduce": _AllReduce, "all_gather": _AllGather, "reduce_scatter": _ReduceScatter}
