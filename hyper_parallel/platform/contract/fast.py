@@ -97,7 +97,7 @@ class Fast:
     def autograd_step(
         self, forward: Callable[[Any, Tensor], Tensor], backward: TensorFunction
     ) -> TensorFunction | None:
-        """`Platform.autograd_function` as ``apply(x)``, for functions that keep nothing for backward and are called often.
+        """`Platform.autograd_function` as ``apply(x)``, for frequent calls that keep nothing for backward.
 
         ``forward(ctx, x)`` has no use for ``ctx`` and returns a new tensor, no view. ``apply`` is called with
         interception off.

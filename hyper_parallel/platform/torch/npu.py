@@ -134,8 +134,8 @@ class _NpuFast(TorchFast):
 
     def __init__(self, platform: TorchNpuPlatform) -> None:
         super().__init__(platform)
-        # Not by itself: on Ascend 910B, HCCL allows such operators in one group of ranks only, and the time saved depends
-        # on the shapes.
+        # Not by itself: on Ascend 910B, HCCL allows such operators in one group of ranks only, and the time saved
+        # depends on the shapes.
         self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")
 
     def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Any:

@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint and DTensors.
 
 Its planners ask methods of a tensor for the parts that this rank writes and reads: the rectangles that it holds. A
-packed shard is several. ``load_state_dict(assign=True)`` of whole tensors makes DTensors of them. Whole state dicts are in
-`whole_states`.
+packed shard is several. ``load_state_dict(assign=True)`` of whole tensors makes DTensors of them. Whole state dicts are
+in `whole_states`.
 """
 
 from __future__ import annotations

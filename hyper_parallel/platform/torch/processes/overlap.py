@@ -94,8 +94,8 @@ class _Chunked:
         return None if other is None else out @ other, out
 
     def scatter(self, pieces: list[Tensor], other: Tensor) -> list[tuple[Tensor, Any, Any]]:
-        """Start the sums of ``pieces @ other``. Gives for each the pending result, the work to wait for, and the operand,
-        which must live until then."""
+        """Start the sums of ``pieces @ other``. Gives for each the pending result, the work to wait for, and the
+        operand, which must live until then."""
         started = []
         for piece in pieces:
             product = (piece @ other).contiguous()
