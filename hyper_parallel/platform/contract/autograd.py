@@ -16,8 +16,8 @@ Tensor = Any
 TensorFunction = Callable[[Tensor], Tensor]
 
 #: Empty unless an observer asks from which module the collectives of a backward come. The last wrapper is called with
-#: the backward of each function when that function is recorded. It returns the backward that runs
-#: instead while the list is not empty.
+#: the backward of each function when that function is recorded. It returns the backward that runs instead while the
+#: list is not empty.
 BACKWARD_WRAPPERS: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
 
 
@@ -153,7 +153,7 @@ class AutogradRole(ABC):
 
     def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> TensorFunction:
         """``view(x)``: the data of ``x``, not to be written to; its cotangent reaches ``x`` as
-        ``convert(x, cotangent)``. It is ``x`` itself where ``x`` requires no gradient. The view is the same each time
+        ``convert(x, cotangent)``. The view is ``x`` itself where that requires no gradient. It is the same each time
         under the conditions of `read_cache`; it is kept there under ``key``. ``convert`` is recorded when gradients of
         gradients are asked for. Called with interception off, as the view is used."""
 

@@ -74,11 +74,11 @@ class Core(CompiledLosses, Protocol):
 
     # ------------------------------------------------------------------------------------ gradients
     def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Convert the plain local gradient that reached a tensor of ``layout`` into one that is read as a DTensor.
+        """Convert the plain local gradient that reached a tensor of ``layout`` for a reader who sees it as a DTensor.
         Interception is off."""
 
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Do the reverse: return the local part of a given gradient, for the backward of the tensor."""
+        """Convert in the other direction: the local part of a user's gradient, for the backward of the tensor."""
 
     def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
         """Tell the other ranks of ``meshes``, on which a backward pass communicates, that it has failed here with
@@ -127,7 +127,7 @@ class Core(CompiledLosses, Protocol):
         fill: Callable[[Tensor], Tensor],
         x: Tensor,
         layout: Layout,
-        alike: bool = True,
+        shared: bool = True,
         by_counter: Callable[[Callable[..., Tensor]], Tensor] | None = None,
     ) -> Tensor:
         """This rank's part of the tensor that ``fill(whole)`` draws. ``whole`` is a plain tensor of ones with the shape
@@ -137,7 +137,7 @@ class Core(CompiledLosses, Protocol):
             fill: may write to the tensor, or return a new one.
             x: local tensor with the dtype, the device and the strides.
             layout: of the result.
-            alike: whether ranks draw the same numbers. False for constants, and for a generator of the program's own.
+            shared: whether ranks have to agree on the numbers. False for constants, and for a user's own generator.
             by_counter: ``by_counter(numbers)`` draws the same numbers for this rank's part alone, where the program has
                 asked for it. ``numbers(kind, dtype=None)`` gives numbers as `Platform.numbers_by_counter`, of the dtype
                 of ``x`` unless another is given. None for tensors that have to be drawn as a whole.

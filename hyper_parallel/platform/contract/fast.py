@@ -120,7 +120,7 @@ class Fast:
     ) -> Callable[[Tensor, Tensor], Tensor] | None:
         """``view(x, weight)``: the data of ``x`` for ``linear(view, weight, bias)`` alone. Its cotangent reaches ``x``
         as ``convert(cotangent)``, which may overwrite it. Where gradients of gradients are asked for, it arrives as
-        ``record(cotangent)``, which is differentiable. It is ``x`` itself where ``x`` requires no gradient. The view is
+        ``record(cotangent)``, which is differentiable. The view is ``x`` itself where that requires no gradient. It is
         the same each time under the conditions of `read_cache`; it is kept there under ``key``.
 
         A framework that has something cheaper for this than `Platform.autograd_function` brings it. The view has the

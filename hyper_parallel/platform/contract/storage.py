@@ -32,7 +32,7 @@ class StorageRole(ABC):
         return x
 
     def stand_for(self, xs: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """Prepare tensors ``xs`` that modules find in place of ``parameters`` for code that walks parameters."""
+        """Give ``xs``, which modules find in place of ``parameters``, the attributes that code reads of parameters."""
         return None
 
     def become(self, x: Tensor, values: Tensor) -> None:

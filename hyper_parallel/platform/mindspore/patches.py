@@ -117,7 +117,7 @@ PATCHES = PatchSet(
         _patch(
             "mindspore.ops.composite.base._pynative_func_grad_forward",
             "after an error within a function whose gradient is asked for, which may be raised on one rank alone, "
-            "MindSpore goes on recording: there, the next run counts as the inner one of two gradients",
+            "MindSpore goes on recording: there, later operations count as those of the inner one of two gradients",
             autograd.closed_forward,
             check=takes("fn args kwargs"),
         ),

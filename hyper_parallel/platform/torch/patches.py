@@ -267,7 +267,7 @@ PATCHES = PatchSet(
             check=takes(""),
             after=f"{_DYNAMO}.variables.torch",
         ),
-        # First the pattern: the last thing taken back is made of the list as it is then.
+        # First the pattern: the patch that is taken back last is made of the list as it is then.
         _patch(
             f"{_DYNAMO}.trace_rules.SKIP_DIRS_RE",
             _COMPILED_HANDLERS,

@@ -1,9 +1,8 @@
 """Stores at which ranks meet, and how ranks part that have met at one.
 
-mccl acknowledges a message after it has given the message to the collective. The acknowledgement
-contains the message, and waits in a buffer to be sent. It is lost when its rank ends, or closes its connections. The
-sender then fails after its time-out, although nothing was wrong. So ranks part when all have returned from their last
-collective.
+mccl acknowledges a message after it has given the message to the collective. The acknowledgement contains the message,
+and waits in a buffer to be sent. It is lost when its rank ends, or closes its connections. The sender then fails after
+its time-out, although nothing was wrong. So ranks part when all have returned from their last collective.
 """
 
 from __future__ import annotations

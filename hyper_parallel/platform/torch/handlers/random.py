@@ -83,9 +83,9 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         if x.is_meta:
             return x
         # A generator of the program's own is its own affair, and constants are equal by themselves.
-        alike = kwargs.get("generator") is None and func is not nn.init.constant_
+        shared = kwargs.get("generator") is None and func is not nn.init.constant_
         by_counter = _bound(_IN_PLACE.get(func.__name__), args, kwargs)
-        x.copy_(core.draw(lambda whole: func(whole, *args, **kwargs), x, layout, alike, by_counter))
+        x.copy_(core.draw(lambda whole: func(whole, *args, **kwargs), x, layout, shared, by_counter))
     core.after_write(x)
     return x
 
@@ -95,9 +95,9 @@ def draw_like(func: Any, args: tuple, kwargs: dict) -> Any:
     """``torch.randn_like(x)``, laid out like ``x``."""
     x = args[0] if args else kwargs["input"]
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "requires_grad")}
-    layout, alike = layout_of(x).cotangent, rest.get("generator") is None
+    layout, shared = layout_of(x).cotangent, rest.get("generator") is None
     with no_dispatch():
         by_counter = _bound(_LIKE.get(func), (), {"dtype": rest.get("dtype")})
-        local = State.core.draw(lambda whole: func(whole, *args[1:], **rest), x, layout, alike, by_counter)
+        local = State.core.draw(lambda whole: func(whole, *args[1:], **rest), x, layout, shared, by_counter)
         local.requires_grad_(kwargs.get("requires_grad", False))
     return wrap(local, layout)

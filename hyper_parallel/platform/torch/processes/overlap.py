@@ -1,5 +1,5 @@
-"""Linear layers whose collective goes on while they compute. It is cut into chunks: one is multiplied while another is
-on its way ("collective matmul").
+"""Linear layers whose collective goes on while they compute. Both are cut into chunks: one is multiplied while another
+is on its way ("collective matmul").
 
 The gathered or scattered tensor has a part for each rank along one dimension. A chunk takes a piece of every part. So
 each chunk is a collective of the ordinary kind, and together they move as many bytes as one would. Transfers are
