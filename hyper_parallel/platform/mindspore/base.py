@@ -70,7 +70,7 @@ class MindSporePlatform(
                 return local
             local = self.alias(local)
         if local._requires_grad and local.dtype in DISCRETE:
-            # MindSpore sets it on a mask made of a tensor that requires a gradient, unless it is empty: ranks would differ.
+            # MindSpore sets it on a mask of a tensor that requires a gradient, unless it is empty: ranks would differ.
             local = self.detach(local)
         local.__class__ = Classes.dtensor
         local._layout = layout
