@@ -1,8 +1,8 @@
 """A backend whose collectives send nothing: for one rank of a world whose other ranks are not there.
 
 `dry_platform` makes it of any backend. Groups are names, collectives give tensors of the shapes that they would have,
-and everything else is the backend's own: core runs on it as it runs on many processes. What the tensors hold means
-nothing; where the framework has tensors without data (`Platform.dry_class`), they hold nothing.
+and everything else is the backend's own: core runs on it as it runs on many processes. The values of tensors mean
+nothing; where the framework has tensors without data (`Platform.dry_class`), they have none.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SendsNothing:
         return False
 
     def tell_of_failure(self, groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there are no other ranks."""
 
     # ------------------------------------------------------------------------------------------------ collectives
     def all_reduce(self, local: Any, op: str, group: Any) -> Any:
@@ -131,11 +131,11 @@ class SendsNothing:
         return FINISHED
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
-        """Every rank has what this one has."""
+        """Every rank has the same value as this one."""
         return [value] * size
 
     def barrier(self, group: Any) -> None:
-        """Nobody is waited for."""
+        """Return at once: there are no other ranks."""
 
     def _need_world(self) -> _World:
         if self._world is None:
@@ -147,14 +147,14 @@ _PLATFORMS: dict[tuple[type, type, bool], Any] = {}
 
 
 def dry_platform(platform: Platform) -> Any:
-    """The backend that does what ``platform`` does and sends nothing, made once."""
+    """The backend that works as ``platform`` does and sends nothing, made once."""
     cls: Any = type(platform)
     if platform.dry_class is not None:
         module, _, name = platform.dry_class.partition(":")
         cls = getattr(importlib.import_module(module), name)
     key = cls, type(platform), platform.fast is None
     if key not in _PLATFORMS:
-        # What a backend does natively, and so which collectives there are, is that of the one that is stood for.
+        # The native collectives, and so the supported ones, are those of the backend that it stands for.
         own = {"name": f"dry-{platform.name}", "supports": staticmethod(platform.supports)}
         made = type(f"Dry{cls.__name__}", (SendsNothing, cls), own)()
         if platform.fast is None:

@@ -91,7 +91,7 @@ def _without_report(ranks: Sequence[int], reports: dict[int, str]) -> tuple[int,
 
 
 def _collect(store: Any, place: str, ranks: Sequence[int], reports: dict[int, str]) -> None:
-    """Add the reports that are there. ``get`` of what is not there waits for the store's time-out, so count first."""
+    """Add the reports that are there. ``get`` of a missing report waits for the store's time-out, so count first."""
     for rank in ranks:
         if store.add(f"{place}{rank}/count", 0) > 0:
             text = store.get(f"{place}{rank}")

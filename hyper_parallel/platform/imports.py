@@ -1,4 +1,4 @@
-"""Doing something as soon as somebody imports a module, which may be never, without importing it."""
+"""Doing something as soon as a module is imported, which may be never, without importing it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WhenImported(MetaPathFinder):
 
     Args:
         name: of a module that has not been imported yet.
-        call: what is called.
+        call: the function to call.
     """
 
     def __init__(self, name: str, call: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Indices of ``x[index]`` as hashable values: what a plan for indexing is cached under.
+"""Indices of ``x[index]`` as hashable values: keys for cached plans of indexing.
 
 An index is encoded as a tuple with one entry per item: an int, None, ``Ellipsis``, ``("slice", start, stop, step)``,
 or ``("tensor", i, ndim, is_bool)`` for the i-th tensor among the operands. No framework is named here.

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 
 __all__ = ["LOG", "VARIABLE", "set_up", "words"]
 
-#: Words with commas between: a level, and what else is to be watched.
+#: Words with commas between: a level, and further words for observers.
 VARIABLE = "HYPER_PARALLEL_LOG"
 LOG = logging.getLogger("hyper_parallel")
 
 _LEVELS = ("debug", "info", "warning", "error")
-#: What is watched from the beginning on: each collective is logged, or is a range of the profiler.
+#: Words that switch on an observer from the beginning: each collective is logged, or is a range of the profiler.
 _WATCHED = ("collectives", "ranges")
 
 
@@ -55,7 +55,7 @@ class _Handler(logging.StreamHandler):
 
 
 def set_up(rank: Callable[[], object]) -> None:
-    """Let the logger say what ``HYPER_PARALLEL_LOG`` asks for. Does nothing without it, and when done already.
+    """Set up the logger as ``HYPER_PARALLEL_LOG`` asks for. Does nothing without it, and when done already.
 
     Args:
         rank: gives that of this process.

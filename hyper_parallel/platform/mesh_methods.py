@@ -19,7 +19,7 @@ class MeshMethods(ABC):
     def from_torch(cls: type[_Mesh], torch_mesh: Any) -> _Mesh:
         """The mesh of the same ranks, names and process groups as a mesh of torch.distributed. Makes no groups.
 
-        A slice of a mesh gives the same slice of the mesh that is made of its root, so what belongs together stays so.
+        A slice of a torch mesh gives the slice of the mesh made of its root. So slices that belong together stay so.
         All ranks call it, in the same order as they make other meshes.
 
         Args:

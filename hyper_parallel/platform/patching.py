@@ -1,9 +1,9 @@
 """Patches of a framework: all of them installed or none, each checked before, and taken back on request.
 
-A framework has places where a DTensor is not noticed, or not served well enough. What the library puts there is listed
-in one module a backend, ``hyper_parallel/platform/<framework>/patches.py``, as a `PatchSet`, which is installed when
-the DTensor class is made: a process that never makes a DTensor has nothing patched. Replacements do for plain tensors
-what the originals do. docs/patches.md shows the lists. This module imports no framework.
+A framework has places where a DTensor is not noticed, or not served well enough. Each backend lists its replacements in
+one module, ``hyper_parallel/platform/<framework>/patches.py``, as a `PatchSet`. It is installed when the DTensor class
+is made: a process that never makes a DTensor has nothing patched. For plain tensors, replacements do the same as the
+originals. docs/patches.md shows the lists. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def takes(parameters: str) -> Callable[[Any], str | None]:
 
 
 def calling(function: Callable, **options: Any) -> Callable[[Any], Callable]:
-    """A ``make`` for `Patch`: what is put there calls ``function(original, ...)`` with the arguments that it gets, and
-    with ``options``.
+    """A ``make`` for `Patch`: the replacement calls ``function(original, ...)`` with its own arguments and
+    ``options``.
 
     Example:
         >>> double = calling(lambda original, x, times: original(x) * times, times=2)
@@ -77,22 +77,22 @@ class Patch:
     Attributes:
         targets: the places, by dotted name, all of which hold one and the same object. ``"torch.optim.Adam.step"`` is
             an attribute; ``"package.module.names[]"`` a further entry of a list or set, or several where ``make`` gives
-            a tuple; ``"package.module.table[key]"`` an entry of a dict; ``"package.module.function.__code__"`` what a
-            function runs, also where somebody holds it by another name.
-        reason: what would go wrong without it.
+            a tuple; ``"package.module.table[key]"`` an entry of a dict; ``"package.module.function.__code__"`` the code
+            that a function runs, also for callers that hold it by another name.
+        reason: the error or wrong result without it.
         versions: of the framework, with which it was tested.
-        make: the original -> what is put there; of an entry, the list, set or dict -> the entry. All are made before
+        make: the original -> its replacement; of an entry, the list, set or dict -> the entry. All are made before
             anything is replaced.
         held: how the attribute is found: in the module or class itself; in a class that it derives from; in either; or
-            not at all. `PatchSet.uninstall` puts back what was there itself, and deletes the others.
-        check: original -> what is wrong with it, or None.
+            not at all. `PatchSet.uninstall` puts back attributes that were there itself, and deletes the others.
+        check: original -> the reason why it does not fit, or None.
         required: without it results would be wrong, so that there are no DTensors where a target is not as expected.
             Others are left out, with a warning.
         everywhere: every loaded module of the framework that has the object, under any name, is a target too.
-        rewrapped: (what is there, original) -> what to put back where somebody has wrapped the replacement since. None
-            leaves it as it is, with a warning.
+        rewrapped: (present attribute, original) -> the attribute to put back where other code has wrapped the
+            replacement since. None leaves it as it is, with a warning.
         after: a module that holds a target and takes long to import: where it is not there yet, the patch waits until
-            somebody imports it.
+            it is imported.
     """
 
     targets: tuple[str, ...]
@@ -176,7 +176,7 @@ class PatchSet:
         """Install all patches; does nothing when they are installed.
 
         Raises:
-            RuntimeError: a target that must be there is not what is expected. Then nothing has been replaced.
+            RuntimeError: a target that must be there is missing or does not fit. Then nothing has been replaced.
         """
         if self._done is not None:
             return
@@ -220,7 +220,7 @@ class PatchSet:
 
         Args:
             abandon: go on when there are DTensors, and make them unusable, until `install`, as far as the framework
-                asks them: where it does not (that is what patches are for), their local data is what it takes.
+                asks them. Where it does not (that is why there are patches), it takes their local data.
 
         Raises:
             RuntimeError: there are DTensors, and they are not to be abandoned.
@@ -273,7 +273,7 @@ class PatchSet:
 
 
 def _inspected(patch: Patch) -> tuple[Any, str | None]:
-    """The original, and what is wrong with a target, if anything is."""
+    """The original, and the reason why a target does not fit, if any."""
     first: Any = ABSENT
     for i, target in enumerate(patch.targets):
         try:
@@ -296,7 +296,7 @@ def _inspected(patch: Patch) -> tuple[Any, str | None]:
 _HELD = {"own": "there itself", "inherited": "inherited", "either": "there or inherited", "absent": "not there"}
 
 
-# -------------------------------------------------------------------------------------------------- what is installed
+# -------------------------------------------------------------------------------------------------- installed patches
 def installed() -> dict[str, tuple[Patch, ...]]:
     """Return the patches of this process, by framework.
 

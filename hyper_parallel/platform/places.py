@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["ABSENT", "Attribute", "Entry", "Place", "place_of"]
 
-#: What stands for an attribute that is not there.
+#: Stands for an attribute that is not there.
 ABSENT: Any = object()
 
 
@@ -43,7 +43,7 @@ class Attribute:
         setattr(self._holder, self._name, value)
 
     def put_back(self, patch: Any, replacement: Any, original: Any) -> bool:
-        """Undo, unless somebody has put something else there and nothing is known about it."""
+        """Undo, unless other code has put an unknown object there."""
         found = self.original()
         if found is not replacement:
             if patch.rewrapped is None or patch.held not in ("own", "either"):
@@ -100,7 +100,7 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 class _Code:
-    """The code of a function, ``package.module.function.__code__``: what runs wherever somebody holds the function."""
+    """The code of a function, ``package.module.function.__code__``: it runs under every name of the function."""
 
     def __init__(self, target: str) -> None:
         self._function = _resolved(target.rpartition(".")[0])
@@ -115,7 +115,7 @@ class _Code:
         self._function.__code__ = value
 
     def put_back(self, patch: Any, replacement: Any, original: Any) -> bool:
-        """Undo, unless somebody has put other code there."""
+        """Undo, unless the function has got other code since."""
         if self._function.__code__ is not replacement:
             return False
         self._function.__code__ = original

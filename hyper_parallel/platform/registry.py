@@ -1,6 +1,6 @@
 """Registry of backends: which there are, which one is meant, and whether it can run here.
 
-Nothing is imported before a backend is asked for: the built-in ones are listed here by name and place, other packages
+Nothing is imported before a backend is asked for. The built-in ones are listed here by name and place. Other packages
 add theirs through the entry-point group ``hyper_parallel.platforms`` or `register_platform`.
 """
 
@@ -99,7 +99,7 @@ _FRAMEWORKS = ("torch", "mindspore")
 
 _lock = threading.RLock()
 _selected: Platform | None = None
-#: What stands in for the selected backend and for every device type, the innermost last; see `selected`.
+#: Stand-ins for the selected backend and for every device type, the innermost last; see `selected`.
 _stand_ins: list[Platform] = []
 _entry_points_read = False
 
@@ -110,7 +110,7 @@ def register_platform(
     """Make a backend known.
 
     Args:
-        name: what ``HYPER_PARALLEL_PLATFORM`` and `get_platform` call it; case does not matter.
+        name: its name in ``HYPER_PARALLEL_PLATFORM`` and `get_platform`; case does not matter.
         target: the `Platform` subclass, or ``"package.module:Class"`` to be imported at first use.
         aliases: further names.
         framework: top-level module of the framework, such as ``"torch"``: backends of one framework serve one
@@ -151,8 +151,9 @@ def available_platforms() -> dict[str, str | None]:
 def get_platform(name: str | None = None) -> Platform:
     """The backend called ``name``, or the selected one. It is always the same object.
 
-    The selected backend is decided when it is first needed, and kept. It is what ``HYPER_PARALLEL_PLATFORM`` names;
-    else that of the framework that the program has imported; else that of the only one installed; else torch.
+    The selected backend is decided when it is first needed, and kept. ``HYPER_PARALLEL_PLATFORM`` names it. Without the
+    variable it is that of the framework that the program has imported. If there is none, it is that of the only
+    framework installed, and else torch's.
 
     Args:
         name: a backend (``"torch-cpu"``, ``"torch-cuda"``, ``"torch-npu"``, ``"mindspore"``, or one that was

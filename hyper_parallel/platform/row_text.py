@@ -1,12 +1,12 @@
-"""Rows of an op table as text: what a native call takes, and what of that the canonical operation gets.
+"""Rows of an op table as text: the arguments of a native call, and those of the canonical operation.
 
     "input other/mat2 dim=-1 -> input other | dim 1"
 
 Before the arrow stand the arguments in the native order, with other spellings after a slash and the default after an
-equals sign. A star before the last one, as in ``"input *sizes"``, lets it take what is left of ``f(x, 2, 3)`` or
+equals sign. A star before the last one, as in ``"input *sizes"``, lets it take the rest of ``f(x, 2, 3)`` or of
 ``f(x, (2, 3))``. After the arrow stand the operands, and after the bar the static arguments, in the order of the
-canonical operation; what is no argument is a constant. Without an arrow, the first argument is the operand, and the
-others are static.
+canonical operation; a word that names no argument is a constant. Without an arrow, the first argument is the operand,
+and the others are static.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def ints(given: Any) -> tuple[int, ...]:
 
 
 def dims_of(given: Any) -> tuple[int, ...] | None:
-    """One dimension or several as a tuple; None for nothing given, or an empty tuple, which both mean all of them."""
+    """One dimension or several as a tuple. None and an empty tuple give None, which means all dimensions."""
     return None if given is None else ints(given) or None
 
 
@@ -66,7 +66,7 @@ class RowText:
 
     Args:
         spellings: argument -> further names that the framework's functions have for it, as words.
-        conversions: argument -> what its value becomes.
+        conversions: argument -> the function that converts its value.
         drops: whether arguments that a text does not name are left out, because they change nothing that is computed.
             Otherwise such a call is not covered by the row.
     """
@@ -128,7 +128,7 @@ class RowText:
         return lambda arrange: lambda func, args, kwargs: arrange(*unpack(args, kwargs))
 
     def arguments(self, text: str | Bind) -> Bind:
-        """Make the ``bind`` that a text declares; what is a function already is that."""
+        """Make the ``bind`` that a text declares; a function is one already."""
         if not isinstance(text, str):
             return text
         taken, arrow, made = text.partition("->")
@@ -147,7 +147,7 @@ class RowText:
 
     def repeated(self, text: str | Bind) -> Bind:
         """As `arguments`, of one operand, for `call_again`: the native call is made as it came. The static arguments
-        end with what else was given, by position and by name."""
+        end with the other arguments, by position and by name."""
         bind = self.arguments(text)
 
         def bind_all(func: Any, args: tuple, kwargs: dict) -> Bound:

@@ -1,4 +1,4 @@
-"""Names and messages as a terminal may get them: what would control it is written out."""
+"""Names and messages as a terminal may get them: control characters are written out."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def timeout_seconds(timeout: float | None, environ: Mapping[str, str] = os.envir
 
 
 def slowness() -> float:
-    """How many times longer than on an idle machine ranks may take now, by what waits for the processors."""
+    """How many times longer than on an idle machine ranks may take now, by the number of waiting processes."""
     try:
         waiting = os.getloadavg()[0]
     except (AttributeError, OSError):  # the system does not say

@@ -35,7 +35,7 @@ def _unusable_class(cls: Any, framework: str) -> type:
         raise _error(framework)
 
     def get(self: Any, name: str) -> Any:
-        if name in ("__class__", "__torch_function__", "__fallback__"):  # what `isinstance` and frameworks ask for
+        if name in ("__class__", "__torch_function__", "__fallback__"):  # `isinstance` and frameworks ask for these
             return object.__getattribute__(self, name)
         raise _error(framework)
 

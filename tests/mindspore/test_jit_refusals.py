@@ -192,7 +192,7 @@ SHAPES: dict[str, tuple[Callable[[], Any], Any, tuple[int, ...], Any, str]] = {
     ),
     "cut along what is normalized": (
         lambda: nn.LayerNorm([FEATURES]), SequenceParallel(sequence_dim=1, use_local_output=True), (4, FEATURES),
-        ms.float32, "ValueError: '0' in a graph: its input, of shape (4, 8), is cut along what it normalizes",
+        ms.float32, "ValueError: '0' in a graph: its input, of shape (4, 8), is cut along a normalized dimension",
     ),
     "other features": (
         dense, RowwiseParallel(input_layouts=Replicate()), (4, 6), ms.float32,

@@ -1,27 +1,27 @@
-"""The contract between ``hyper_parallel.core`` and a backend: what a `Platform` is, in roles, a file each.
+"""The contract between ``hyper_parallel.core`` and a backend: the base class `Platform`, in roles, a file each.
 
-A backend is one subclass of `Platform`. Core calls nothing of a framework but the verbs declared here. What a backend
+A backend is one subclass of `Platform`. Core calls no function of a framework but the verbs declared here. A backend
 must bring:
 
-* `modules` - which modules are linear, embedding or norm layers; walking and changing a tree of modules; hooks;
-* `groups` - starting, groups of ranks, lost ranks;
-* `collectives` - on plain local tensors, outside autograd; what the backend lacks is reported by `supports` and
-  emulated once, in `core.communication.collectives`;
-* `autograd` - one way to define a function with a forward and a backward;
-* `attention` - attention to a part of the keys, for sequences that are cut; optional;
-* `tensors` - types and checks, and the few local operations that redistribution and losses need;
-* `storage` - the memory of tensors: whose it is, whether it was written, and giving it back;
-* `interception` - a tensor class whose operations arrive at core's `Dispatch`, a guard that turns that off, and the
-  table that maps native operations to the canonical ones of `core.rules`, of the rows of `dispatch`;
-* `devices` - this rank's device, factories, random numbers;
-* `observation` - what is seen of the program around core;
-* `compiled` - what a compiler of the framework is told of styles; optional;
-* `state` - what of modules and optimizers belongs into a checkpoint;
-* `dry` - tensors that have shapes and no data, and what operations on them would cost.
+* `modules` - which modules are linear, embedding or norm layers; walking and changing a tree of modules; hooks.
+* `groups` - starting, groups of ranks, lost ranks.
+* `collectives` - on plain local tensors, outside autograd. `supports` reports those that the backend lacks, and core
+  emulates them in one place, `core.communication.collectives`.
+* `autograd` - one way to define a function with a forward and a backward.
+* `attention` - attention to a part of the keys, for sequences that are cut; optional.
+* `tensors` - types and checks, and the few local operations that redistribution and losses need.
+* `storage` - the memory of tensors: its owner, whether it was written, and freeing it.
+* `interception` - a tensor class whose operations arrive at core's `Dispatch`, and a guard that turns that off. A table
+  maps native operations to the canonical ones of `core.rules`; `dispatch` declares its rows.
+* `devices` - this rank's device, factories, random numbers.
+* `observation` - the modules and collectives of the program, for observers.
+* `compiled` - the facts about styles that a compiler of the framework needs; optional.
+* `state` - the parts of modules and optimizers that belong into a checkpoint.
+* `dry` - tensors with shapes and without data, and the cost of operations on them.
 
-`core` is the other direction: what core hands to the backend, which imports nothing of it. `fast` is optional: what is
-there for speed alone. `hyper_parallel.platform.torch.base` and `hyper_parallel.platform.mindspore.base` are the two to
-learn from.
+`core` is the other direction: the functions that core hands to the backend, which imports nothing of core. `fast` is
+optional: verbs for speed alone. `hyper_parallel.platform.torch.base` and `hyper_parallel.platform.mindspore.base` are
+the two examples to learn from.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Platform(
     name: ClassVar[str]
     #: Default communication backend, for example ``"gloo"``.
     comm_backend: ClassVar[str]
-    #: What is there for speed alone.
+    #: Verbs for speed alone.
     fast: Fast | None = None
 
     @classmethod

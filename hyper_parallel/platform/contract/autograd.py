@@ -15,15 +15,15 @@ Tensor = Any
 #: From one tensor to another.
 TensorFunction = Callable[[Tensor], Tensor]
 
-#: Empty unless somebody wants to know where backwards come from. The last one is called with the backward of each
-#: function that is recorded, when that is recorded, and gives what is to run in its place while there is one: so it is
-#: known from which module the collectives of a backward come.
+#: Empty unless an observer asks from which module the collectives of a backward come. The last wrapper is called with
+#: the backward of each function when that function is recorded. It returns the backward that runs instead while the
+#: list is not empty.
 BACKWARD_WRAPPERS: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
 
 
 def cached_view(platform: Any, make: TensorFunction, key: Any) -> Callable[..., Tensor]:
-    """``view(x)``: ``x`` itself where it requires no gradient, else ``make(x)``, the same each time under the
-    conditions of `Platform.read_cache`; it is kept there under ``key``. Further arguments of ``view`` are ignored."""
+    """``view(x)``: ``x`` itself where it requires no gradient, else ``make(x)``. The view is the same each time under
+    the conditions of `Platform.read_cache`. It is kept there under ``key``. ``view`` ignores further arguments."""
     requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
 
     def view(x: Tensor, *_: Any) -> Tensor:
@@ -39,8 +39,8 @@ def cached_view(platform: Any, make: TensorFunction, key: Any) -> Callable[..., 
 
 
 def named(name: str, function: Callable[..., Any]) -> Any:
-    """``function`` under a name of its own, for one that is given to `AutogradRole.autograd_function` and its like:
-    what frameworks call the node in graphs and profiles. A function that can be renamed is, and costs what it did.
+    """``function`` under its own name, for functions that are given to `AutogradRole.autograd_function` and its like:
+    frameworks show that name in graphs and profiles. A function whose name can be set is renamed, at no extra cost.
 
     Example:
         >>> named("AllGather", lambda ctx, x: x).__name__, named("Largest", max)(1, 2)
@@ -69,7 +69,7 @@ class AutogradRole(ABC):
         return False
 
     def backward_is_recorded(self) -> bool:
-        """Inside of a backward: whether what it computes is recorded, for gradients of gradients. A backend that cannot
+        """Inside a backward: whether its computation is recorded, for gradients of gradients. A backend that cannot
         know answers False."""
         return False
 
@@ -80,18 +80,18 @@ class AutogradRole(ABC):
         return None
 
     def after_backward(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` called when the pass that `backward_pass` stands for is complete, before whoever asked
-        for it goes on. Not where it fails."""
+        """Have ``callback()`` called when the pass that `backward_pass` stands for is complete, before the caller of
+        that pass continues. It is not called where the pass fails."""
         raise TypeError(f"{type(self).__name__} does not know when a backward pass ends, as its `backward_pass` says")
 
     #: Whether `before_backward` calls.
     tells_beginning: bool = False
 
     def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
-        """Have the bound method ``callback(runs)`` called at the beginning of each backward pass, inside of it, for as
-        long as its object lives. ``runs(ctx)`` says whether the pass will come to the function whose ``ctx`` it is: see
-        `autograd_function`. Data parallelism asks, to have parameters there when they are needed. A backend that cannot
-        know calls nothing; what would need it is refused then."""
+        """Have the bound method ``callback(runs)`` called at the beginning of each backward pass, inside of it, while
+        its object lives. ``runs(ctx)`` says whether the pass will reach the function whose ``ctx`` it is: see
+        `autograd_function`. Data parallelism gathers parameters in time with it. A backend that cannot know never
+        calls it; features that need it are refused then."""
         return
 
     @abstractmethod
@@ -100,17 +100,17 @@ class AutogradRole(ABC):
     ) -> Callable[..., Tensor]:
         """Make a differentiable ``apply(x, *static)`` of one differentiable operand.
 
-        ``forward(ctx, x, *static)`` runs outside autograd and returns a tensor that is not ``x`` itself (a view of it
-        is fine; the platform takes care that autograd does not treat it as one). ``backward(ctx, cotangent)`` returns
-        the cotangent of ``x`` and is itself recorded when gradients of gradients are asked for. ``ctx`` takes
-        attributes; a tensor that backward needs goes through ``ctx.save_for_backward(...)`` and comes back as
-        ``ctx.saved_tensors``. Interception is off in both. A framework whose graph shows names calls the node
-        ``forward.__name__``; see `named`.
+        ``forward(ctx, x, *static)`` runs outside autograd and returns a tensor that is not ``x`` itself. It may be a
+        view: the platform keeps autograd from treating it as one. ``backward(ctx, cotangent)`` returns the cotangent of
+        ``x``. It is itself recorded when gradients of gradients are asked for. ``ctx`` takes attributes. A tensor that
+        backward needs goes through ``ctx.save_for_backward(...)`` and comes back as ``ctx.saved_tensors``.
+        Interception is off in both. A framework whose graph shows names calls the node ``forward.__name__``; see
+        `named`.
         """
 
     #: ``differentiates_again(module)``: whether backward will compute the module again and differentiate that by
-    #: itself, by the parameters that it had when it was told to. None where a framework has no such thing: to fill in
-    #: again what forward has kept is none.
+    #: itself, by the parameters that it had when it was told to. None where a framework has no such thing. To fill in
+    #: again the tensors that forward has kept is no such thing.
     differentiates_again: Callable[[Any], bool] | None = None
 
     #: Whether a `joint_function` is told which of its results nothing was computed from.
@@ -119,14 +119,14 @@ class AutogradRole(ABC):
     def joint_function(
         self: Any, forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]]
     ) -> Callable[..., tuple[Tensor, ...]]:
-        """Make a differentiable ``apply(static, *xs)`` of several operands that gives a tuple of several results, whose
-        backward runs once, when the cotangents of all results are there. Called with interception off.
+        """Make a differentiable ``apply(static, *xs)`` of several operands that gives a tuple of several results.
 
-        ``forward(ctx, static, *xs)`` and ``ctx`` are as in `autograd_function`; ``backward(ctx, *cotangents)`` returns
-        a cotangent of each operand, or None for no gradient, which is one of zeros where a framework has no other. So
-        is the cotangent of a result that nothing was computed from. The operands have one floating point dtype, and the
-        results have one. Results share memory with what ``forward`` returned in a
-        backend that `frees_storage`. Unless a backend brings more, operands and results are joined to one vector each.
+        Its backward runs once, when the cotangents of all results are there. Called with interception off.
+        ``forward(ctx, static, *xs)`` and ``ctx`` are as in `autograd_function`. ``backward(ctx, *cotangents)`` returns
+        a cotangent of each operand, or None for no gradient. A framework without absent gradients uses zeros for None,
+        and for the cotangent of an unused result. The operands have one floating point dtype, and so have the results.
+        Results share memory with the return values of ``forward`` in a backend that `frees_storage`. By default,
+        operands and results are joined to one vector each.
         """
 
         def run_forward(ctx: Any, x: Tensor, static: Any, operands: list, results: list) -> Tensor:
@@ -153,9 +153,9 @@ class AutogradRole(ABC):
 
     def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> TensorFunction:
         """``view(x)``: the data of ``x``, not to be written to; its cotangent reaches ``x`` as
-        ``convert(x, cotangent)``. ``x`` itself where it requires no gradient, and the same view each time under the
-        conditions of `read_cache`; it is kept there under ``key``. ``convert`` is recorded when gradients of gradients
-        are asked for. Called with interception off, as the view is used."""
+        ``convert(x, cotangent)``. The view is ``x`` itself where that requires no gradient. It is the same each time
+        under the conditions of `read_cache`; it is kept there under ``key``. ``convert`` is recorded when gradients of
+        gradients are asked for. Called with interception off, as the view is used."""
 
         def forward(ctx: Any, x: Tensor) -> Tensor:
             ctx.x = x

@@ -1,8 +1,8 @@
 """Collectives on plain local tensors, outside autograd.
 
-Core calls them in the same order on all ranks of a group. A backend must be able to gather; the other collectives are
-composed of that in `core.communication.collectives` where a backend does not bring them, or denies them for
-some dtype in `CollectiveRole.supports`.
+Core calls them in the same order on all ranks of a group. A backend must be able to gather. The other collectives are
+composed of gathering in `core.communication.collectives` where a backend lacks them. The same holds for dtypes that a
+backend denies in `CollectiveRole.supports`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Work(Protocol):
     """A collective that was started. It may have ``is_completed()`` too, which says whether `wait` returns at once."""
 
     def wait(self) -> Any:
-        """Return when its result may be read by what this rank computes next, and its operand be overwritten."""
+        """Return when later computations of this rank may read the result, and the operand may be overwritten."""
 
 
 class _Finished:
@@ -29,18 +29,20 @@ class _Finished:
         """Nothing is under way."""
 
 
-#: The `Work` of what is done already.
+#: The `Work` of a collective that is complete already.
 FINISHED: Work = _Finished()
 
 
 class CollectiveRole(ABC):
-    """Gathering, and what is better than gathering."""
+    """Gathering, and collectives that are cheaper than gathering."""
 
     def supports(self, collective: str, op: str, local: Tensor) -> bool:
-        """Whether the verb ``collective`` (``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``,
-        ``"shift"``, ``"broadcast"``, ``"scatter"``) takes the dtype of ``local`` and, for reductions, the op ``op``
-        (``"sum"``, ``"avg"``, ``"max"``, ``"min"``, ``"product"``). Core emulates what is not supported. Unless a
-        backend says more, it is what it brings."""
+        """Whether the verb ``collective`` takes the dtype of ``local`` and, for reductions, the operation ``op``.
+
+        Verbs: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"shift"``, ``"broadcast"``,
+        ``"scatter"``. Operations: ``"sum"``, ``"avg"``, ``"max"``, ``"min"``, ``"product"``. Core emulates unsupported
+        ones. By default, a backend supports the verbs that it overrides.
+        """
         return getattr(type(self), collective) is not getattr(CollectiveRole, collective)
 
     def native_op(self, op: str) -> Any:
@@ -72,7 +74,7 @@ class CollectiveRole(ABC):
         Args:
             collective: ``"all_gather"``, from (n,) to (size * n,), ``"reduce_scatter"``, from (size * n,) to (n,),
                 ``"shift"``, of (n,), or ``"all_reduce"``, of (n,), where ``out`` may be ``local``.
-            out: what the result is written to.
+            out: the buffer for the result.
             local: the operand.
             op: of a reduction, as in `supports`; ``""`` for ``"all_gather"``.
             group: whose ranks take part.
@@ -103,7 +105,7 @@ class CollectiveRole(ABC):
         raise self._missing("all_to_all")
 
     def shift(self, local: Tensor, group: Group, size: int) -> Tensor:
-        """``local`` contiguous, of one shape on all ranks -> what the rank before gives; the first gets the last's."""
+        """Send ``local``, contiguous and of one shape on all ranks, to the next rank; return the previous rank's."""
         raise self._missing("shift")
 
     def broadcast(self, local: Tensor, src: int, group: Group) -> Tensor:
@@ -111,7 +113,7 @@ class CollectiveRole(ABC):
         raise self._missing("broadcast")
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Group) -> Tensor:
-        """Fill contiguous ``out`` with this rank's part of ``parts``, which global rank ``src`` gives; the parts are
+        """Fill contiguous ``out`` with this rank's part of ``parts``, which global rank ``src`` gives. The parts are
         contiguous and have one shape."""
         raise self._missing("scatter")
 

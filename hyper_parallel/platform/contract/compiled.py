@@ -1,8 +1,8 @@
 """Description of a styled module for a compiler that traces it: the second forward of a plan.
 
-Where a framework compiles what Python does, DTensors are in the way: a compiler sees local tensors that claim to be
-larger. So a backend with a compiler builds, of a style's data, a forward of plain local tensors, two autograd functions
-and collectives that the compiler can see. A backend without takes the data and does nothing.
+Where a framework compiles Python code, DTensors are in the way: a compiler sees local tensors that claim to be
+larger. So a backend with a compiler builds, from a style's data, a forward of plain local tensors. It also builds two
+autograd functions and collectives that the compiler can see. A backend without one takes the data and does nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 #: How a tensor lies on a 1-D mesh: the dimension that is cut into consecutive parts, or None where all have all of it.
 Cut: TypeAlias = "int | None"
 #: ``compare(module, shape)`` raises, on all ranks, where plain shards for a module differ in shape between them;
-#: ``module`` is what messages call it. Those that compare alike are equal.
+#: ``module`` is its name in messages. Functions that compare in the same way are equal.
 Comparison: TypeAlias = Callable[[str, tuple[int, ...]], None]
 
 
@@ -35,7 +35,7 @@ class CompiledForward:
     """A module as its style runs it.
 
     Attributes:
-        kind: what the module and its parameters are.
+            kind: the kind of the module and of its parameters.
 
             - ``"column"``: a linear layer, or an embedding, of which each rank has some output features. The input is
               whole, and each rank computes a part of its gradient.
@@ -78,7 +78,7 @@ class CompiledForward:
 
     @property
     def key(self) -> tuple:
-        """All that tells it from others on its mesh: alike modules have equal keys, and share what is made of it."""
+        """All that tells it from others on its mesh: equivalent modules have equal keys, and share compiled code."""
         shape = self.kind, self.given, self.wanted, self.local, self.sizes, self.packed, self.normalized
         return (*shape, self.partial_features, self.compare, tuple(self.layouts.items()))
 
@@ -151,8 +151,8 @@ class CompiledLosses(Protocol):
     """Questions of a backend with a compiler about losses of sharded logits; a part of `Core`."""
 
     def watch_losses_of_shards(self, watcher: Callable[[Callable[..., Any]], None]) -> None:
-        """``watcher`` is called with each function of the library that computes a loss of plain logits of which each
-        rank has some classes, now or when its module is imported."""
+        """Call ``watcher`` with each function of the library that computes a loss of sharded classes. Their logits are
+        plain, with some classes on each rank. It is called now, or when the function's module is imported."""
         ...
 
     def class_shards(
@@ -166,7 +166,7 @@ class CompiledLosses(Protocol):
             dim, vocab_size: arguments of such a loss.
 
         Returns:
-            None where some rank has none; what does not fit is for `ClassShards.compare` to say.
+            None where some rank has none; `ClassShards.compare` reports parts that do not fit.
         """
 
     def mesh_with_id(self, number: int) -> Any:
@@ -183,16 +183,16 @@ class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings n
     from it."""
 
     def set_compiled_forward(self, module: Any, how: CompiledForward | None) -> None:
-        """Let a compiler trace what ``how`` describes in place of the forward that `ModuleRole.replace_forward` gave
-        ``module``. With None nothing: the module stays outside of compiled code."""
+        """Let a compiler trace the forward that ``how`` describes in place of the one that `ModuleRole.replace_forward`
+        gave ``module``. With None the module stays outside of compiled code."""
         return
 
     def compiled_hook(self, hook: Callable, how: CompiledInputs | None) -> Callable:
-        """``hook``, which a style is about to register, or a hook that does what ``how`` describes where a compiler
-        traces it, and is the same otherwise. With None it is left outside of compiled code."""
+        """Return ``hook``, which a style is about to register, or a hook for compilers in its place. That one does the
+        work that ``how`` describes where a compiler traces it. With None, the hook stays outside of compiled code."""
         return hook
 
     def share_compiled_inputs(self, module: Any) -> None:
         """Inside of ``module`` several column-parallel modules may read one of its inputs: in compiled code one
-        collective is to sum what they give its gradient, as in eager mode."""
+        collective is to sum their parts of its gradient, as in eager mode."""
         return

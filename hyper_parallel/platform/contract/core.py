@@ -19,7 +19,7 @@ Mesh = Any
 class Core(CompiledLosses, Protocol):
     """Services of core for a backend.
 
-    Everything but `dispatch` is there for what a framework does with tensors besides operations: clipping, gradients,
+    Everything but `dispatch` serves uses of tensors in a framework besides operations: clipping, gradients,
     hooks, copies, its own collectives. A backend whose framework has less of that needs less.
     """
 
@@ -36,8 +36,8 @@ class Core(CompiledLosses, Protocol):
 
     # ------------------------------------------------------------------------------------ memory
     def before_write(self, x: Tensor) -> None:
-        """To be called before the backend itself writes to the DTensor ``x``. Raises ValueError, on all ranks, where
-        the write could not be made visible in the tensors that share memory with it on a single device."""
+        """Check a write; called before the backend itself writes to the DTensor ``x``. Raises ValueError on all ranks
+        if tensors that share memory with ``x`` on a single device would miss it."""
 
     def after_write(self, x: Tensor) -> None:
         """To be called after it, with interception on."""
@@ -62,8 +62,8 @@ class Core(CompiledLosses, Protocol):
         """
 
     def layout_of_cut(self, mesh: Mesh, cut: int | None, shape: Sequence[int]) -> Layout:
-        """The layout of a tensor of global ``shape`` of which ranks of the 1-D ``mesh`` have consecutive parts along
-        dimension ``cut``, or all with None."""
+        """The layout of a tensor of global ``shape`` on the 1-D ``mesh``. Ranks have consecutive parts along dimension
+        ``cut``; None means that each has the whole tensor."""
 
     def cut_of_layout(self, layout: Layout) -> tuple[Mesh, int | None]:
         """The mesh and the cut of which `layout_of_cut` makes ``layout``, where all ranks have equal parts; else (None,
@@ -74,11 +74,11 @@ class Core(CompiledLosses, Protocol):
 
     # ------------------------------------------------------------------------------------ gradients
     def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """The plain local gradient that reached a tensor of ``layout``, for somebody who reads it as a DTensor.
+        """Convert the plain local gradient that reached a tensor of ``layout`` for a reader who sees it as a DTensor.
         Interception is off."""
 
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """The other way round: the local part of a gradient that somebody gives, for the backward of the tensor."""
+        """Convert in the other direction: the local part of a user's gradient, for the backward of the tensor."""
 
     def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
         """Tell the other ranks of ``meshes``, on which a backward pass communicates, that it has failed here with
@@ -95,8 +95,8 @@ class Core(CompiledLosses, Protocol):
         order: float,
         norm_of: Callable[[Sequence[Tensor]], Tensor],
     ) -> tuple[Tensor, Mesh]:
-        """The norm of all elements of several tensors, by one all-reduce for each mesh dimension that shards some of
-        them; not differentiable. Interception is off.
+        """The norm of all elements of several tensors, not differentiable. It takes one all-reduce for each mesh
+        dimension that shards some of them. Interception is off.
 
         Args:
             tensors: plain local tensors, or plain tensors that are the same on all ranks.
@@ -112,7 +112,7 @@ class Core(CompiledLosses, Protocol):
     def norms_over_ranks(
         self, norms: Sequence[Tensor], layouts: Sequence[Layout | None], order: float
     ) -> Sequence[Tensor]:
-        """The norm of each whole tensor, from new ones of local tensors; a sum over ranks where ``order`` is 0 or 1."""
+        """The norm of each whole tensor, from new norms of local tensors: a sum over ranks if ``order`` is 0 or 1."""
 
     def largest_over_ranks(self, value: Tensor, layouts: Sequence[Layout | None]) -> Tensor:
         """The largest ``value``, which may be overwritten, over all ranks that share one of the sharded tensors."""
@@ -127,20 +127,20 @@ class Core(CompiledLosses, Protocol):
         fill: Callable[[Tensor], Tensor],
         x: Tensor,
         layout: Layout,
-        alike: bool = True,
+        shared: bool = True,
         by_counter: Callable[[Callable[..., Tensor]], Tensor] | None = None,
     ) -> Tensor:
-        """This rank's part of what ``fill(whole)`` draws, given a plain tensor of ones with the shape of the whole
-        tensor of ``layout``. Interception is off.
+        """This rank's part of the tensor that ``fill(whole)`` draws. ``whole`` is a plain tensor of ones with the shape
+        of the whole tensor of ``layout``. Interception is off.
 
         Args:
             fill: may write to the tensor, or return a new one.
             x: local tensor with the dtype, the device and the strides.
             layout: of the result.
-            alike: whether ranks agree on what is drawn. False for constants, and for a generator of the program's own.
-            by_counter: ``by_counter(numbers)`` draws the same of this rank's part alone, where the program has asked
-                for it: ``numbers(kind, dtype=None)`` gives numbers as `Platform.numbers_by_counter`, of the dtype of
-                ``x`` unless another is given. None for what has to be drawn as a whole.
+            shared: whether ranks have to agree on the numbers. False for constants, and for a user's own generator.
+            by_counter: ``by_counter(numbers)`` draws the same numbers for this rank's part alone, where the program has
+                asked for it. ``numbers(kind, dtype=None)`` gives numbers as `Platform.numbers_by_counter`, of the dtype
+                of ``x`` unless another is given. None for tensors that have to be drawn as a whole.
         """
 
     def take_part(self, drawn: Tensor, layout: Layout) -> Tensor:
@@ -152,8 +152,8 @@ class Core(CompiledLosses, Protocol):
 
     # ------------------------------------------------------------------------------------ refusals
     def refuse_part_of_classes(self, count: int, logits: Tensor | None = None) -> None:
-        """To be called where a loss of the framework takes plain logits of ``count`` classes; raises ValueError where
-        they may be one rank's part of the classes that a module gives, which the ``logits`` themselves can disprove."""
+        """Check plain logits of ``count`` classes that a loss of the framework takes. Raises ValueError where they may
+        be one rank's part of a module's classes. The ``logits`` themselves can disprove that."""
 
     def check_local_collective(
         self,
@@ -165,32 +165,32 @@ class Core(CompiledLosses, Protocol):
         apart: bool = False,
         parts: bool = False,
     ) -> None:
-        """Raise ValueError, on all ranks that take part, where a collective of the program's own over global ``ranks``
-        would be wrong on the local tensor of a DTensor.
+        """Check a collective of the program's own over global ``ranks``, on the local tensor of a DTensor. Raises
+        ValueError on all ranks that take part, if it would be wrong there.
 
         Args:
             name: of the collective, for the message.
             layout: of the DTensor.
             ranks: those that take part.
             linear: whether it moves, adds or averages values.
-            apart: whether what each rank gives stays apart from what others give, in plain tensors.
+            apart: whether the operands of the ranks stay apart, in plain tensors.
             parts: whether it leaves another result on each rank.
         """
 
     def check_rows(self, name: str, whole: Layout, part: Layout, count: int) -> None:
-        """Raise ValueError unless a DTensor with layout ``whole`` is ``count`` DTensors with layout ``part`` one after
-        the other along dimension 0, on local tensors as on global ones."""
+        """Raise ValueError unless a DTensor with layout ``whole`` is ``count`` DTensors with layout ``part`` in a row.
+        They follow each other along dimension 0, on local tensors as on global ones."""
 
     # ------------------------------------------------------------------------------------ copies
     def held_rectangles(self, layout: Layout) -> Sequence[Any]:
-        """The boxes of a tensor of ``layout`` that this rank holds, each with ``offsets`` and ``sizes`` in the whole
-        tensor and ``local_offsets`` in this rank's part. None where its part is empty, or it is not in the mesh."""
+        """The boxes of a tensor of ``layout`` that this rank holds: ``offsets`` and ``sizes`` in the whole tensor,
+        ``local_offsets`` in its part. None where the part is empty, or the rank is not in the mesh."""
 
     @property
     def restore(self) -> Callable:
-        """``restore(rebuild, layout, coordinate, *parts)``, the function to be pickled with a DTensor: gives
-        ``rebuild(layout, *parts)`` once the DTensor class is made, or raises RuntimeError where the layout means
-        another part of the tensor than it did at ``coordinate`` of the mesh."""
+        """``restore(rebuild, layout, coordinate, *parts)``, the function that is pickled with a DTensor: it returns
+        ``rebuild(layout, *parts)`` once the DTensor class is made. It raises RuntimeError where ``layout`` gives this
+        rank another part of the tensor than at ``coordinate`` of the mesh before."""
 
     @property
     def unpickling(self) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Random numbers as a function of a key and of an element's place in its tensor: a counter-based generator, in NumPy.
 
-Whoever computes the number of an element gets the same one, so each rank draws those of its own part and no others.
+Every rank that computes the number of an element gets the same one. So each rank draws the numbers of its part alone.
 
 Source: Philox-2x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -17,7 +17,7 @@ __all__ = ["BITS", "CHUNK", "MULTIPLIER", "ROUNDS", "WEYL", "blocks", "numbers",
 
 MULTIPLIER, WEYL, ROUNDS = 0xD256D193, 0x9E3779B9, 10
 _WORD = 0xFFFFFFFF
-#: Numbers are computed so many at a time: what is needed on the way takes some 3 MiB, however large the tensor.
+#: Numbers are computed so many at a time: intermediate results take some 3 MiB, however large the tensor.
 CHUNK = 1 << 16
 #: dtype -> how many bits a uniform number has, so that the largest one is below 1.
 BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
@@ -55,8 +55,8 @@ def words_of(key: np.ndarray) -> tuple[int, int]:
 
 
 def offsets(shape: Sequence[int], ranges: Ranges) -> tuple[np.ndarray, np.ndarray]:
-    """Where a part lies in its tensor: an element's place in row-major order is the sum of two numbers, one for its
-    index along all dimensions but the last (of these in row-major order), and one for the last."""
+    """Places of a part's elements in its tensor, in row-major order. A place is the sum of two numbers: one for the
+    index along all dimensions but the last, and one for the last."""
     parts = [np.zeros(1, np.int64)]
     for dim, pieces in enumerate(ranges):
         stride = math.prod(shape[dim + 1 :])
@@ -85,7 +85,7 @@ def numbers(kind: str, key: tuple[int, int], shape: Sequence[int], ranges: Range
         key: and salt.
         shape: of the whole tensor.
         ranges: the part.
-        dtype: one of `BITS`; what NumPy has no dtype for comes as float32, and loses nothing when it is converted.
+        dtype: one of `BITS`; numbers of a dtype that NumPy lacks come as float32, which loses nothing when converted.
     """
     rows, columns = offsets(shape, ranges)
     found = np.empty((len(rows), len(columns)), np.float64 if dtype == "float64" else np.float32)

@@ -21,7 +21,7 @@ class DeviceRole(ABC):
 
     #: Device type that a `DeviceMesh` on this platform has: ``"cpu"``, ``"cuda"``, ``"npu"``.
     device_type: ClassVar[str]
-    #: Whether every draw of a native operation changes what `get_rng_state` gives, which is a tensor then, so that core
+    #: Whether every draw of a native operation changes the result of `get_rng_state`, which is a tensor then. So core
     #: can see that an operation has drawn.
     watches_draws: bool = False
 
@@ -50,7 +50,7 @@ class DeviceRole(ABC):
         return 1
 
     def synchronize(self) -> None:
-        """Return when this rank's device has done what it was given, for measuring time. Nothing to do where the
+        """Return when this rank's device has finished its queued work, for measuring time. Nothing to do where the
         program waits for every operation anyway."""
         return
 
@@ -108,14 +108,14 @@ class DeviceRole(ABC):
         """Put a state from `get_rng_state` back."""
 
     def share_draws(self, modules: Iterable[Module], share: Callable[[Any], Any]) -> None:
-        """Let ``modules`` that draw random numbers draw the same on all ranks of a group, which all call this with the
-        same model; ``share`` gives the picklable value that the first of the ranks gives. Their generators are in the
-        same state: nothing to do where modules draw from these."""
+        """Let ``modules`` that draw random numbers draw the same on all ranks of a group. All ranks call this with the
+        same model. ``share`` returns the picklable value of the first rank. The default generators are in the same
+        state on all ranks: modules that draw from these need nothing."""
         return
 
     def get_host_rng_state(self) -> Any:
-        """State of a further default generator that the framework has for the host, picklable; None where the
-        generator of this rank's device is the only one."""
+        """State of a further default generator that the framework has for the host, picklable. None where the generator
+        of this rank's device is the only one."""
         return None
 
     def set_host_rng_state(self, state: Any) -> None:

@@ -49,5 +49,5 @@ class Dispatch(Protocol):
         """The same for one row, as ``run(func, args, kwargs)``."""
 
     def result_shapes(self, name: str, shapes: tuple, static_args: Any) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the results of a canonical operation on tensors of these shapes (None for an operand that is no
-        tensor), as its rule gives them: for backends whose kernels fail for tensors without elements."""
+        """Shapes of the results of a canonical operation, as its rule gives them. ``shapes`` has None for an operand
+        that is no tensor. It serves backends whose kernels fail for tensors without elements."""

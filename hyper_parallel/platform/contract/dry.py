@@ -1,4 +1,4 @@
-"""Dry runs: what a framework has for computing with shapes alone. All of it is optional."""
+"""Dry runs: functions of a framework for computing with shapes alone. All of it is optional."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Usage:
         operations: (name, floating point operations, bytes that it reads and writes, bytes of an element) -> how
             often it was called. A multiplication and an addition are two operations.
         live: bytes of the storages that were made inside and still exist.
-        timeline: for each operation, and each change of a storage's size, what it was (a number that is equal for equal
-            ones) and the most that has lived since the one before.
+        timeline: an entry for each operation, and each change of a storage's size. It has a number for the kind of
+            event, equal for equal ones, and the most bytes that have lived since the entry before.
     """
 
     operations: Counter[tuple[str, int, int, int]] = field(default_factory=Counter)
@@ -38,9 +38,9 @@ class Usage:
 
 
 class DryRole:
-    """Tensors that have shapes and no data, and what operations on them would cost."""
+    """Tensors with shapes and without data, and the cost of operations on them."""
 
-    #: Whether what is computed needs the values of tensors: not in a dry run, where the framework has tensors without.
+    #: Whether computations need the values of tensors: not in a dry run, where the framework has tensors without.
     needs_values: bool = True
 
     #: ``"module:class"`` of the platform for dry runs of this framework, with a device on which tensors have no data;
@@ -60,8 +60,8 @@ class DryRole:
         return nullcontext()
 
     def differentiate(self, call: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Call ``call``, which returns a scalar, and give its gradients with respect to ``parameters``, DTensors or
-        plain ones, as a training loop of the framework does."""
+        """Call ``call``, which returns a scalar, and return its gradients as a training loop of the framework does.
+        They are with respect to ``parameters``, DTensors or plain ones."""
         raise TypeError(f"{type(self).__name__} does not say how it differentiates")
 
     def recompute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,12 +78,12 @@ class DryRole:
         raise TypeError(f"{type(self).__name__} makes no models: give one, as package.module:function")
 
     def usage(self) -> AbstractContextManager[Usage] | None:
-        """Context manager that gives the `Usage` of what runs inside, forward and backward; None where the framework
-        does not tell of its operations."""
+        """Context manager that gives the `Usage` of the operations inside, forward and backward. None where the
+        framework does not tell of its operations."""
         return None
 
     def optimizer_bytes(self, parameters: Any, optimizer: str) -> int | None:
-        """Bytes of the state that the framework's optimizer of that name (``"AdamW"``, ``"SGD"``, ...) with its
-        defaults keeps for ``parameters``, DTensors or plain ones, of this rank. None where the framework has none of
-        that name, or makes no state for tensors without data."""
+        """Bytes of the state that an optimizer of the framework keeps for ``parameters`` of this rank. ``optimizer`` is
+        its name (``"AdamW"``, ``"SGD"``, ...), with its defaults. Parameters are DTensors or plain. None where the
+        framework has none of that name, or makes no state for tensors without data."""
         return None

@@ -1,8 +1,8 @@
 """Verbs that only make things faster: `Platform.fast`, an object that a backend may have. Without it, results are the
 same.
 
-Every method may answer "no" (None or False), which is what those of `Fast` itself do; core takes the general way then.
-With the environment variable ``HYPER_PARALLEL_FAST=0`` every platform is without.
+Every method may answer "no" (None or False), as those of `Fast` itself do. Core takes the general way then. With the
+environment variable ``HYPER_PARALLEL_FAST=0`` no platform has such an object.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Fast:
     #: Whether `linear_with_collective` is asked for native operations outside `overlap_collectives` too.
     fuses_linear: bool = False
 
-    #: Whether backward, of all that it could run next on a device, runs what was recorded last.
+    #: Whether backward, of all nodes that it could run next on a device, runs the one recorded last.
     backward_in_order: bool = False
 
     def is_plain_linear(self, module: Module) -> bool:
@@ -84,20 +84,20 @@ class Fast:
         raise TypeError(f"{type(self).__name__} has no plain linear layers")
 
     def norm_call(self, module: Module) -> Callable[[Module, Tensor, Mapping[str, Tensor | None]], Tensor] | None:
-        """``call(module, x, parameters)``: the forward of a norm of the framework's own class with these parameters in
-        place of its own, where that costs less than calling the module. None where it does not."""
+        """``call(module, x, parameters)``: the forward of a norm of the framework's own class with other parameters.
+        None where that costs no less than calling the module."""
         return None
 
     def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor | None:
-        """`linear` without bias and a collective that overlap, or None, having done nothing, where the backend cannot
-        overlap them for these operands. Differentiable in ``x`` and ``weight``. All ranks must get the same answer, so
-        core asks only where their operands have the same shapes."""
+        """`linear` without bias, overlapped with a collective. Differentiable in ``x`` and ``weight``. Returns None,
+        having done nothing, where the backend cannot overlap the two for these operands. All ranks must get the same
+        answer, so core asks only where their operands have the same shapes."""
         return None
 
     def autograd_step(
         self, forward: Callable[[Any, Tensor], Tensor], backward: TensorFunction
     ) -> TensorFunction | None:
-        """`Platform.autograd_function` as ``apply(x)``, for what keeps nothing for backward and is called often.
+        """`Platform.autograd_function` as ``apply(x)``, for frequent calls that keep nothing for backward.
 
         ``forward(ctx, x)`` has no use for ``ctx`` and returns a new tensor, no view. ``apply`` is called with
         interception off.
@@ -118,10 +118,10 @@ class Fast:
         key: Any,
         otherwise: TensorFunction,
     ) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """``view(x, weight)``: the data of ``x`` for ``linear(view, weight, bias)`` alone; its cotangent reaches ``x``
-        as ``convert(cotangent)``, which may overwrite it; where gradients of gradients are asked for as
-        ``record(cotangent)``, which is differentiable. ``x`` itself where it requires no gradient, and the same view
-        each time that ``x`` comes, under the conditions of `read_cache`; it is kept there under ``key``.
+        """``view(x, weight)``: the data of ``x`` for ``linear(view, weight, bias)`` alone. Its cotangent reaches ``x``
+        as ``convert(cotangent)``, which may overwrite it. Where gradients of gradients are asked for, it arrives as
+        ``record(cotangent)``, which is differentiable. The view is ``x`` itself where that requires no gradient. It is
+        the same each time under the conditions of `read_cache`; it is kept there under ``key``.
 
         A framework that has something cheaper for this than `Platform.autograd_function` brings it. The view has the
         shape of ``x``, or is 2-D: its leading dimensions as one. The operation must keep it until its backward; where
@@ -133,7 +133,7 @@ class Fast:
         """``apply(y)``: ``y`` with the values that ``write(data)`` returns outside autograd, which may overwrite the
         data. The cotangent is left as it is; where gradients of gradients are asked for it is ``record(cotangent)``.
 
-        For a new ``y`` whose operation does not need its value in backward: it stands for what was written, without a
+        For a new ``y`` whose operation does not need its value in backward: it stands for the written tensor, without a
         node in the graph. None where a framework has no hooks for that. Called with interception off.
         """
         return None
@@ -145,20 +145,20 @@ class Fast:
         return False
 
     def add_to_gradients(self, parameters: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
-        """Add to the gradient that each parameter has a plain tensor, which nobody else writes to, or make it that;
-        None adds nothing. After `can_delay_gradient` said yes. Called with interception off."""
+        """Add a plain tensor to the gradient of each parameter, or make the tensor its gradient. No other code writes
+        to the tensor; None adds nothing. Called after `can_delay_gradient` said yes, with interception off."""
         raise TypeError(f"{type(self).__name__} does not accumulate gradients in parameters")
 
     def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
-        """``x`` as another tensor, for which it can stand in every use, writes among them. Backward calls ``call`` when
-        the cotangent of that tensor is there; a framework that has nothing cheap for it returns ``x`` and never does.
+        """Return ``x`` as another tensor, which can replace it in every use, including writes. Backward calls ``call``
+        when the cotangent of that tensor is there. A framework that has no cheap way returns ``x`` and never calls it.
         Called with interception off."""
         return x
 
     def move_to_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
         """Move the data of the parameters ``xs`` into a new 1-D tensor, one after the other, and return that. Each has
-        the first of ``lengths[i]`` elements of its own; the others are zero. What was taken of a parameter before has
-        its old memory, so core asks only where nobody can have taken anything. None where they cannot be moved. Called
+        the first of ``lengths[i]`` elements of its own; the others are zero. Tensors that alias a parameter from before
+        keep its old memory. So core asks only where there cannot be any. None where the data cannot be moved. Called
         with interception off."""
         return None
 
@@ -169,13 +169,13 @@ class Fast:
         return None
 
     def pack_rows(self, xs: Sequence[Tensor], size: int) -> Tensor | None:
-        """(``size``, n): each of ``xs`` cut along dimension 0 into ``size`` equal parts, after zeros were added where
-        needed; row i has the i-th part of each, one after the other. None where this is nothing faster than cutting and
-        joining."""
+        """Pack ``xs`` into a (``size``, n) tensor: row i has the i-th part of each, one after the other. Each tensor is
+        cut along dimension 0 into ``size`` equal parts, after zeros were added where needed. None where this is no
+        faster than cutting and joining."""
         return None
 
     def cut(self, shapes: Sequence[tuple[int, ...]]) -> Callable[[Tensor], list[Tensor]] | None:
-        """``cut(x)``: tensors of these shapes, one after the other in a 1-D ``x`` that is all of its storage, which may
+        """``cut(x)``: tensors of these shapes, one after the other in a 1-D ``x``. ``x`` is all of its storage and may
         have more elements. None where `Platform.part` is as good."""
         return None
 
@@ -185,7 +185,7 @@ class Fast:
         return None
 
     def run_soon(self, x: Tensor) -> None:
-        """Let backward run the function that gave ``x`` as soon as it can, before others that it could run as well.
+        """Let backward run the function that gave ``x`` as soon as it can, before others that are ready.
         Data parallelism sends gradients there. Called with interception off."""
         return
 

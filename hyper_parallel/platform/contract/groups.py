@@ -1,4 +1,4 @@
-"""How ranks find one another: starting, groups of ranks, and what is known of a rank that is lost."""
+"""How ranks find one another: starting, groups of ranks, and reports about lost ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NativeGroup:
     Attributes:
         ranks: global ranks, in its order.
         group: as `GroupRole.new_group` gives it.
-        key: what is equal for the same group alone.
+        key: equal for the same group alone.
     """
 
     ranks: tuple[int, ...]
@@ -51,13 +51,13 @@ class GroupRole(ABC):
 
     @abstractmethod
     def init_process_group(self, timeout: float | None = None) -> None:
-        """Initialise the default group from the launcher's environment (torchrun's ``RANK``, ``WORLD_SIZE``,
-        ``MASTER_ADDR``, ``MASTER_PORT`` or msrun's ``MS_*``), and select this rank's device. Without a launcher: a
-        world of one rank. Does nothing when there is a default group already.
+        """Initialise the default group from the launcher's environment, and select this rank's device.
 
-        ``timeout`` is how many seconds ranks wait for each other, when they meet and in each collective of this and
-        of all other groups, before they raise; None is the environment variable ``HYPER_PARALLEL_TIMEOUT``, or
-        where that is not set, the framework's own. See `hyper_parallel.platform.timeout.timeout_seconds`.
+        The variables are torchrun's ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, or msrun's ``MS_*``.
+        Without a launcher: a world of one rank. Does nothing when there is a default group already. ``timeout`` is how
+        many seconds ranks wait for each other before they raise. It applies when they meet, and in each collective of
+        all groups. None is the environment variable ``HYPER_PARALLEL_TIMEOUT``, or else the framework's own time. See
+        `hyper_parallel.platform.timeout.timeout_seconds`.
         """
 
     @abstractmethod
@@ -75,9 +75,9 @@ class GroupRole(ABC):
 
     @abstractmethod
     def new_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None, options: Any = None) -> Group:
-        """Make one group for each list of ranks and return the one that this rank is in, None if in none. Called with
+        """Make one group for each list of ranks. Returns the one that this rank is in, None if in none. Called with
         the same lists on every rank of the world. A list of all ranks in ascending order may give the default group.
-        Collectives take the ranks in the order of the list; a backend that cannot do so raises ValueError.
+        Collectives take the ranks in the order of the list. A backend that cannot do so raises ValueError.
 
         Args:
             rank_lists: global ranks; none is in two of the lists.
@@ -91,8 +91,7 @@ class GroupRole(ABC):
         return group
 
     def describe_group(self, native: Any) -> NativeGroup:
-        """The other way round: what there is to know of a group of the framework's own. Raises TypeError for what is
-        none."""
+        """Do the reverse: describe a group of the framework's own. Raises TypeError for any other object."""
         raise TypeError(f"{type(self).__name__} takes no groups that others have made")
 
     def native_mesh(
@@ -110,12 +109,13 @@ class GroupRole(ABC):
         raise TypeError(f"{type(self).__name__} has no meshes of its own")
 
     def describe_native_mesh(self, native: Any) -> NativeMesh:
-        """The other way round. Makes no groups. Raises TypeError for what is no mesh of the framework's."""
+        """Do the reverse. Makes no groups. Raises TypeError for an object that is no mesh of the framework's."""
         raise TypeError(f"{type(self).__name__} has no meshes of its own")
 
     def describe_native_placement(self, native: Any) -> tuple[Any, ...] | None:
-        """The name of core's class and its arguments, such as ``("Shard", 0)``, for a placement of the framework's own
-        DTensors that core has a counterpart of. None for everything else, and where a framework has none."""
+        """Describe a placement of the framework's own DTensors that has a counterpart in core. The description is the
+        name of core's class and its arguments, such as ``("Shard", 0)``. None for everything else, and where a
+        framework has none."""
         return None
 
     def is_communication_failure(self, error: Exception) -> bool:
@@ -129,10 +129,10 @@ class GroupRole(ABC):
     ) -> tuple[dict[int, str], tuple[int, ...]] | None:
         """Find out who is missing after a collective on ``group`` failed.
 
-        Make the ranks fail that wait in the group, leave ``report`` for the other ranks of the world, and wait a few
-        seconds for theirs. Returned are reports by rank, and the ranks that did not fail in this group; of those, a
-        report tells where else they failed. The group may be unusable afterwards. Never raises; None where ranks have
-        no way to find out.
+        Make the ranks that wait in the group fail. Leave ``report`` for the other ranks of the world, and wait a few
+        seconds for theirs. Returns the reports by rank, and the ranks that did not fail in this group. A report of
+        these tells where else they failed. The group may be unusable afterwards. Never raises; None where ranks have no
+        way to find out.
 
         Args:
             group: of the failed collective.
@@ -142,8 +142,8 @@ class GroupRole(ABC):
         return None
 
     def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
-        """Leave ``text`` for ``ranks`` where the ranks of the world have met, and wait for theirs, at most as long as a
-        collective waits. No collective is needed, so other ranks may wait in one. Returned are the texts by rank. None
+        """Leave ``text`` for ``ranks`` where the ranks of the world have met, and wait for theirs. The wait is at most
+        that of a collective. No collective is needed, so other ranks may wait in one. Returns the texts by rank. None
         where ranks have no such place: then they are taken to have the same text.
 
         Args:
@@ -156,14 +156,14 @@ class GroupRole(ABC):
     def tell_of_failure(self, groups: Sequence[Group], ranks: Sequence[int], report: str) -> None:
         """Tell ``ranks`` that this one has failed outside a collective, and does not come to the next one.
 
-        Wait a few seconds for all of them to call this too: then they have failed alike, and nothing is to be done.
-        Otherwise leave ``report`` where `find_missing_ranks` finds it, and make the ranks fail that wait in
-        ``groups``, which may be unusable afterwards. Never raises. A backend that cannot do so does nothing: the others
+        Wait a few seconds for all of them to call this too: then all have failed in the same way, and no more is done.
+        Otherwise leave ``report`` where `find_missing_ranks` finds it, and make the ranks that wait in ``groups``
+        fail. The groups may be unusable afterwards. Never raises. A backend that cannot do so does nothing: the others
         wait for the time-out.
 
         Args:
             groups: those through which ``ranks`` communicate.
             ranks: global ranks, the same on all of them.
-            report: what this rank was doing, and what it raised.
+            report: what this rank was doing, and the error that it raised.
         """
         return None

@@ -27,12 +27,12 @@ class InterceptionRole(ABC):
     @abstractmethod
     def make_dtensor_class(self, mixin: type, core: Core) -> type:
         """The DTensor class of this platform: a subclass of ``mixin`` (core's public methods) and of ``Tensor`` with
-        the global shape as its shape. Every native operation on an instance arrives at ``core.dispatch``. What else
-        the backend needs of core is in ``core`` too. Called once."""
+        the global shape as its shape. Every native operation on an instance arrives at ``core.dispatch``. ``core`` also
+        has all else that the backend needs of core. Called once."""
 
     @abstractmethod
     def wrap(self, local: Tensor, layout: Layout) -> Any:
-        """Make a DTensor of a plain tensor that nobody else holds. Its ``_layout`` is ``layout``.
+        """Make a DTensor of a plain tensor that no other code holds. Its ``_layout`` is ``layout``.
 
         Under `no_dispatch` the DTensor is its local tensor, part of the autograd graph: operations on it compute on the
         local data, and gradients land on it. So changing the class of ``local`` is the natural way.
@@ -52,22 +52,22 @@ class InterceptionRole(ABC):
         return ()
 
     def is_compiling(self) -> bool:
-        """Whether a compiler of the framework is tracing the caller: then what Python does besides calling operations
-        is no part of what will run. False for a framework without a compiler, or where DTensors are kept from it."""
+        """Whether a compiler of the framework is tracing the caller: then Python code besides calls of operations is no
+        part of the compiled code. False for a framework without a compiler, or where DTensors are kept from it."""
         return False
 
     def in_loss_parallel(self) -> bool:
-        """Whether the caller is inside a context of the framework's own in which losses of distributed logits take
-        plain targets, as inside `hyper_parallel.loss_parallel`. Asked only where a loss has plain targets."""
+        """Whether the caller is inside the framework's own counterpart of `hyper_parallel.loss_parallel`. Inside of it,
+        losses of distributed logits take plain targets. Asked only where a loss has plain targets."""
         return False
 
     def other_names(self, function: Any) -> Sequence[Any]:
-        """Further native operations that compute what ``function`` does, of the same arguments, and that have no row:
+        """Further native operations that compute the same as ``function``, of the same arguments, and that have no row:
         they get its rule too, where users register one."""
         return ()
 
     def meta_tensor(self, shape: Sequence[int], dtype: Any) -> Tensor | None:
-        """A plain tensor of that shape and dtype without data, on which operations give such tensors; None in a
+        """A plain tensor of that shape and dtype without data, on which operations give such tensors. None in a
         framework that has none."""
         return None
 

@@ -11,9 +11,9 @@ __all__ = ["TensorMembers"]
 class TensorMembers(Protocol):
     """The members of a plain tensor, and of a DTensor, that core uses.
 
-    Besides these, a tensor takes attributes and weak references, its hash is that of the object, and it has Python's
-    operators: arithmetic, comparisons element by element, ``&``, ``|`` and ``~`` of booleans, and ``+=``, ``-=`` and
-    ``*=`` in place. They broadcast as NumPy's do and carry gradients.
+    Besides these, a tensor takes attributes and weak references, and its hash is that of the object. It has Python's
+    operators: arithmetic, comparisons element by element, ``&``, ``|`` and ``~`` of booleans. ``+=``, ``-=`` and ``*=``
+    work in place. They broadcast as NumPy's do and carry gradients.
     """
 
     @property

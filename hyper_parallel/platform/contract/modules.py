@@ -1,7 +1,7 @@
 """Modules: layers that a plan can shard, and how a tree of modules is walked, read and changed.
 
-A backend brings the classes of its linear layers, embeddings and norms (`ModuleRole.linear_kinds` and the like), walks
-its modules parents first, puts hooks around a forward and other code in place of it.
+A backend brings the classes of its linear layers, embeddings and norms: `ModuleRole.linear_kinds` and the like. It
+walks its modules parents first, puts hooks around a forward, and replaces forwards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Layout = Any
 
 @dataclass(frozen=True)
 class ModuleKind:
-    """Where the modules of one class keep what the styles shard.
+    """Attributes under which the modules of one class keep the parameters that styles shard.
 
     Attributes:
         weight: attribute of the weight.
@@ -117,7 +117,7 @@ class ModuleRole(ABC):
     def register_norm_module(self, cls: type, *, dims: int = 1) -> None:
         """Let `SequenceParallel` treat ``cls`` as a norm over the last ``dims`` dimensions, which costs less.
 
-        Each position of the dimensions before them must be computed alone, and the parameters be read as attributes of
+        Each position of the dimensions before them must be computed alone. The parameters must be read as attributes of
         the module. Classes derived from ``cls`` are not meant. Raises TypeError when ``cls`` is no class, ValueError
         for a number of dimensions below 1.
 
@@ -150,8 +150,8 @@ class ModuleRole(ABC):
     @abstractmethod
     def own_parameters(self, module: Module) -> MutableMapping[str, Tensor | None]:
         """The parameters that ``module`` itself holds, by name, in a table that the framework keeps anyway. One that a
-        parametrization has replaced is not there. What is written to the table, which need not be a parameter, the
-        forward of ``module`` finds in place of its parameter."""
+        parametrization has replaced is not there. The forward of ``module`` finds a tensor that is written to the table
+        in place of its parameter. It need not be a parameter."""
 
     @abstractmethod
     def set_buffer(self, module: Module, name: str, value: Tensor) -> None:
@@ -161,35 +161,35 @@ class ModuleRole(ABC):
     def set_distributed_parameter(self, module: Module, name: str, local: Tensor, layout: Layout) -> None:
         """Turn the parameter ``module.<name>`` into a distributed one that holds ``local`` and has ``layout``.
 
-        Name, ``requires_grad`` and, where the framework allows it, the identity of the parameter object stay, so that
-        live optimizers and tied modules keep seeing it. A parameter that already is distributed is replaced too.
+        Name and ``requires_grad`` stay. The parameter object stays too, where the framework allows it, so that live
+        optimizers and tied modules keep seeing it. A parameter that already is distributed is replaced too.
         """
 
     def register_forward_pre_hook(
         self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
-        """Call ``hook(module, args)`` before forward, or with ``with_kwargs`` ``hook(module, args, kwargs)``, which
-        returns None, or the new args, or ``(args, kwargs)``; ``prepend``: before the hooks that are there."""
+        """Call ``hook(module, args)`` before forward, or ``hook(module, args, kwargs)`` with ``with_kwargs``. It
+        returns None, or the new args, or ``(args, kwargs)``. ``prepend``: before the hooks that are there."""
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def register_forward_hook(
         self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """Call ``hook(module, args, output)`` after forward (``hook(module, args, kwargs, output)`` with
-        ``with_kwargs``); what it returns, unless None, replaces the output. By default it is the module's method."""
+        ``with_kwargs``). Its result, unless None, replaces the output. By default it is the module's method."""
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def show_styles(self, module: Module) -> None:
-        """Let the text of ``module``, as ``print`` shows it, have what `platform.module_text.text_of_plan` adds."""
+        """Add the text of `platform.module_text.text_of_plan` to that of ``module``, as ``print`` shows it."""
         return
 
     @abstractmethod
     def replace_forward(self, module: Module, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
-        """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)`` in place of ``forward(module, *args,
-        **kwargs)``, that of its class, or what replaces it already. Hooks run around it as before. A copy of the module
-        runs it on itself. It stays an instance of its class, and becomes one of ``mixin``, which goes first. Where the
-        framework gives all parameters below other memory (another dtype or device), it does so inside of the context
-        that a method ``_moving()`` of ``mixin`` returns, where there is one."""
+        """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)``. ``forward`` is that of its class, or
+        the one that replaces it already. Hooks run around it as before. A copy of the module runs it on itself. The
+        module stays an instance of its class, and becomes one of ``mixin``, which goes first. A framework may move all
+        parameters below to other memory (another dtype or device). It does so inside of the context that a method
+        ``_moving()`` of ``mixin`` returns, if there is one."""
 
 
 def _kind_of(module: Module, kinds: Mapping[type, ModuleKind]) -> ModuleKind | None:

@@ -25,7 +25,7 @@ class Observer(Protocol):
         """Backward has come to the outputs of a module."""
 
     def backward_before(self, module: Module) -> None:
-        """Backward has come to what the inputs of a module were computed by."""
+        """Backward has reached the operation that computed the inputs of ``module``."""
 
     def collective(self, kind: str, tensors: list[Tensor]) -> None:
         """The program issues a collective by itself, on plain tensors or on the local tensors of DTensors.
@@ -41,14 +41,14 @@ class ObservationRole:
     """Events of the program around core that a backend can report."""
 
     def observe(self, observer: Observer) -> AbstractContextManager[Any]:
-        """Inside, ``observer`` is told of modules and collectives, but not of those that this backend issues for core,
-        which core knows. It must change nothing of what is computed or communicated. A backend that sees neither tells
+        """Inside, ``observer`` is told of modules and collectives. Collectives that this backend issues for core are
+        left out: core knows those. It must not change computations or communication. A backend that sees neither tells
         nothing."""
         return nullcontext()
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
-        """Begin a range that the framework's profiler, or the device's, shows under ``name``; gives what ends it, to be
-        called in any order of several. None, having done nothing, where there is no such thing."""
+        """Begin a range that the framework's profiler, or the device's, shows under ``name``. Returns the function that
+        ends it; several ranges may end in any order. None, having done nothing, where there is no such thing."""
         return None
 
     def collective_kind(self, native: Any) -> str | None:

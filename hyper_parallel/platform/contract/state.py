@@ -1,5 +1,5 @@
 """State that a training job saves: the tensors of modules, and the state of optimizers. All backends share torch's
-names, so that one framework can load what another has saved."""
+names, so that one framework can load the checkpoints of another."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class OptimizerState:
         parameters: of each group, in order.
         options: of each group: learning rate, betas, ..., as numbers, strings, None, and tuples of these.
         state: of each parameter, over all groups, by name: tensors of one element or more (distributed ones where the
-            parameter is), the optimizer's own; and plain numbers, floats for what the framework may keep as a tensor
-            without dimensions. Empty before the first step, where a framework makes the state then.
+            parameter is), the optimizer's own; and plain numbers, floats for values that the framework may keep as a
+            tensor without dimensions. Empty before the first step, where a framework makes the state then.
     """
 
     parameters: list[list[Tensor]]
@@ -42,14 +42,14 @@ class StateRole:
 
     def saved_tensors(self: Any, module: Module) -> Iterator[tuple[str, Tensor]]:
         """(path, tensor) of the parameters and buffers of a module and of all below it that belong into a checkpoint.
-        What is tied comes under each of its paths."""
+        A tied tensor comes under each of its paths."""
         for path, submodule in self.named_modules(module):
             for name, x in [*self.named_parameters(submodule), *self.named_buffers(submodule)]:
                 yield f"{path}.{name}" if path else name, x
 
     def give_memory(self, x: Tensor) -> None:
-        """Give a parameter or buffer without values (`TensorRole.is_meta`) memory on this rank's device, of a
-        distributed one for this rank's part. It stays the same object, of the same layout, and has any values."""
+        """Give a parameter or buffer without values (`TensorRole.is_meta`) memory on this rank's device. A distributed
+        one gets memory for this rank's part. It stays the same object, of the same layout, and has any values."""
         raise TypeError(f"{type(self).__name__} gives tensors without values no memory")
 
     def is_optimizer(self, x: Any) -> bool:
@@ -70,9 +70,9 @@ class StateRole:
         return memoryview(self.bytes_of(x))
 
     def from_bytes(self, values: Any, shape: Sequence[int], dtype: Any) -> Tensor:
-        """A new plain tensor on this rank's device of the bytes that `bytes_of` gave of one of that shape and dtype, as
-        any object that lends its memory. The tensor may keep that memory, which its owner forgets. Checkpoints are read
-        with it; a backend without it reads none."""
+        """Make a plain tensor of that shape and dtype, on this rank's device, from bytes as `bytes_of` gives them.
+        ``values`` is any object that lends its memory. The tensor may keep that memory, which its owner forgets.
+        Checkpoints are read with it; a backend without it reads none."""
         raise TypeError(f"{type(self).__name__} makes no tensors of bytes")
 
     def write_bytes(self: Any, x: Tensor, size: int, fill: Callable[[memoryview], None]) -> None:

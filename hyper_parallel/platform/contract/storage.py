@@ -22,34 +22,35 @@ class StorageRole(ABC):
     counts_writes: bool = True
 
     def counted_apart(self, x: Tensor) -> Tensor:
-        """``x``, which autograd knows nothing of, as another tensor with its memory, whose ``_version`` counts what is
-        written to it and not what is written to ``x``. Called with interception off."""
+        """Return another tensor with the memory of ``x``, of which autograd knows nothing. Its ``_version`` counts
+        writes to itself and not those to ``x``. Called with interception off."""
         return x
 
     def as_parameter(self, x: Tensor, in_buffer: bool = False) -> Tensor:
-        """``x``, a new tensor, with what modules call of a parameter and tensors do not have, to write to it.
+        """``x``, a new tensor, with the writing methods that modules call on a parameter and tensors lack.
         ``in_buffer``: it is a view of a buffer."""
         return x
 
     def stand_for(self, xs: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """Give tensors that modules find where ``parameters`` are what code that walks parameters asks of them."""
+        """Give ``xs``, which modules find in place of ``parameters``, the attributes that code reads of parameters."""
         return None
 
     def become(self, x: Tensor, values: Tensor) -> None:
-        """Give the plain tensor ``x``, which is no parameter and stays the same object, the shape and the values of
-        ``values``. Called without gradients."""
+        """Give ``x`` the shape and the values of ``values``. ``x`` is a plain tensor, no parameter, and stays the same
+        object. Called without gradients."""
         raise TypeError(f"{type(self).__name__} cannot give a tensor another shape")
 
-    #: Whether `free_storage` gives memory back. Where it does not, core keeps what it would have freed until the graph
-    #: is gone that needs it, and neither verb is called.
+    #: Whether `free_storage` gives memory back. Where it does not, core keeps the tensors that it would have freed as
+    #: long as a graph needs them, and neither verb is called.
     frees_storage: bool = False
 
     def free_storage(self, x: Tensor) -> None:
-        """Give back the memory of ``x``, a plain tensor that is all of its storage. ``x``, its views and what autograd
-        keeps of them stay the same objects, and are not read until `refill_storage`."""
+        """Give back the memory of ``x``, a plain tensor that is all of its storage. ``x``, its views and the
+        tensors that autograd keeps of them stay the same objects. They are not read until `refill_storage`."""
         raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
 
     def refill_storage(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
-        """Give ``x``, which is 1-D, memory again, if it was freed, and write there what `join` makes of ``pieces``, of
-        its dtype: all views of it have these values, and to autograd nothing has changed. Called without gradients."""
+        """Give ``x``, which is 1-D, memory again, if it was freed. Write the values there that `join` makes of
+        ``pieces``, of its dtype. All views of it have these values, and to autograd nothing has changed. Called without
+        gradients."""
         raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")

@@ -1,4 +1,4 @@
-"""Plain local tensors: what can be asked of one, and the few operations that redistribution and losses need."""
+"""Plain local tensors: questions about one, and the few operations that redistribution and losses need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TensorRole(ABC):
     Tensor: Any
     Parameter: Any
     Size: Any
-    #: What the framework calls its usual layout of tensors in memory, where it has a name for it.
+    #: The framework's name of its usual layout of tensors in memory, where it has one.
     dense_layout: Any = None
     #: Whether the largest and the smallest of numbers with a NaN among them are NaN, wherever the NaN stands.
     extremes_keep_nan: bool = True
@@ -36,9 +36,10 @@ class TensorRole(ABC):
         return isinstance(x, self.Tensor)
 
     def foreign_tensor(self, x: Any) -> str | None:
-        """Return the description of ``x`` for messages, and its remedy, if it cannot be, or meet, the local part of
-        a DTensor. Such tensors compute in a way of their own, or are stored in another way than as one dense array.
-        The description is like "a tensor of the class ..., of torch.distributed.tensor". Other values give None."""
+        """Return the description of ``x`` for messages, and its remedy, if it cannot be the local part of a DTensor.
+        The same goes for a tensor that cannot meet one. Such tensors compute in a way of their own, or are not stored
+        as one dense array. The description is like "a tensor of the class ..., of torch.distributed.tensor". Other
+        values give None."""
         return None
 
     @abstractmethod
@@ -49,13 +50,13 @@ class TensorRole(ABC):
         """Whether ``x`` has a shape and dtype but no data."""
         return False
 
-    #: Whether what is detached, sliced or copied of a tensor without values has none either. Otherwise a parameter
+    #: Whether a detached tensor, slice or copy of a tensor without values has none either. Otherwise a parameter
     #: without values gets memory when it is distributed, for the rank's part, and is NaN until it is loaded.
     keeps_meta: bool = True
 
     def has_values(self, x: Tensor) -> bool:
         """Whether the values of a plain tensor can be read with `bytes_of` and replaced with `write`: not where there
-        are none (`is_meta`), nor in a format other than the usual one. Decided from what all ranks share."""
+        are none (`is_meta`), nor in a format other than the usual one. Decided from facts that all ranks share."""
         return not self.is_meta(x)
 
     @abstractmethod
@@ -68,8 +69,8 @@ class TensorRole(ABC):
         the same object, on its device. Called without gradients."""
 
     def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:
-        """To be called before the native ``operation`` gets a plain tensor. Gives ``how()``, which says what has been
-        written to the tensor since: ``""`` for nothing, ``"recorded"`` for a change that gradients pass through, else
+        """To be called before the native ``operation`` gets a plain tensor. Gives ``how()``, which reports later writes
+        to the tensor: ``""`` for nothing, ``"recorded"`` for a change that gradients pass through, else
         ``"values"``. Unless a framework counts writes, values are compared."""
         before = self.bytes_of(self.detach(x))
         return lambda: "" if self.bytes_of(self.detach(x)) == before else "values"

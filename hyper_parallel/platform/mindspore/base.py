@@ -65,12 +65,12 @@ class MindSporePlatform(
 
     def wrap(self, local: Tensor, layout: Any) -> Any:
         if isinstance(local, (InterceptedTensor, Parameter)):
-            # An operation gave back what it was given: that object has its own layout.
+            # An operation gave its argument back: that object has its own layout.
             if getattr(local, "_layout", None) is layout:
                 return local
             local = self.alias(local)
         if local._requires_grad and local.dtype in DISCRETE:
-            # MindSpore says so of a mask made of what requires a gradient, unless it is empty: ranks would differ.
+            # MindSpore sets it on a mask of a tensor that requires a gradient, unless it is empty: ranks would differ.
             local = self.detach(local)
         local.__class__ = Classes.dtensor
         local._layout = layout

@@ -1,7 +1,7 @@
-"""Graphs of what a function does as it runs, and of its bytecode: DTensors are kept out of them.
+"""Graphs made from the run of a function, and from its bytecode: DTensors are kept out of them.
 
 They would read a shard as if it were the whole tensor. Each kind is entered at one place, where everything is looked
-through that the function can reach: arguments, closures, names of modules, attributes. What is found later, while the
+through that the function can reach: arguments, closures, names of modules, attributes. A DTensor found later, while the
 function runs to be recorded, is an error there. Graphs made from the source are in `compiled.parsing`.
 """
 
@@ -20,7 +20,7 @@ from hyper_parallel.platform.mindspore.tensors.tensor import NoDispatch, is_disp
 __all__ = ["allowed_again", "checked_begin", "checked_enter", "checked_preparation"]
 
 _FROM_BYTECODE = (
-    ", or use capture_mode='ast'. 'bytecode' runs what it cannot compile as PyNative mode does, and does not say so"
+    ", or use capture_mode='ast'. 'bytecode' runs code that it cannot compile as PyNative mode does, without a message"
 )
 _FROM_RUN = (
     ", or use capture_mode='ast'. 'trace' loses the bprop of cells, without which the gradients of collectives are "
@@ -33,7 +33,7 @@ _original_enter = NoDispatch.__enter__
 
 
 def _refuse_operations(what: str, about: str, clean_up: Callable[[], None] = lambda: None) -> None:
-    """While a graph is made of what runs in this thread, whatever works on local tensors is an error."""
+    """Make operations on local tensors an error while a graph is made from the run of this thread."""
     thread = threading.get_ident()
 
     def enter(guard: NoDispatch) -> None:

@@ -1,6 +1,6 @@
 """Operations on plain local tensors, factories and random state.
 
-Shards may be empty: what MindSpore gets wrong for empty tensors is caught here.
+Shards may be empty: MindSpore's errors for empty tensors are caught here.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LocalVerbs:
         ms.manual_seed(seed)  # the generator of the newer operations, which `set_seed` leaves alone
 
     # Operations of the old kind (dropout, rand) take their numbers from the global seed and a counter for each of them.
-    # Without a seed they draw what they like on every rank, so one is chosen.
+    # Without a seed they draw different numbers on every rank, so one is chosen.
     def get_rng_state(self) -> Any:
         seed = ms.get_seed()
         if seed is None:

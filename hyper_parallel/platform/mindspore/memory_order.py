@@ -12,7 +12,7 @@ from hyper_parallel.platform.mindspore.processes.collectives import copied
 
 
 class _WithStrides(AutogradFunction):
-    """One node, because MindSpore loses gradients of gradients through views of what was computed."""
+    """One node, because MindSpore loses gradients of gradients through views of computed tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, strides: tuple[int, ...], behind: bool) -> Tensor:

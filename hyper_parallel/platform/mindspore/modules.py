@@ -61,7 +61,7 @@ class ModuleVerbs:
     def as_parameter(self, x: Any, in_buffer: bool = False) -> Any:
         # MindSpore writes to no view, and one without dimensions is one also where it is all of its buffer.
         if not x._requires_grad and is_dense(x) and (x.ndim or not in_buffer):
-            # Of `Tensor.data` to which a forward writes, backward may read what was there before.
+            # Where a forward writes to `Tensor.data`, backward may read the values from before.
             x = ops.stop_gradient(x)
         elif not x._requires_grad and (x.ndim < 2 or device_target() == "CPU"):
             # Counters and running statistics; on CPU, where no operation writes to a view, all that is not trained.
@@ -140,13 +140,13 @@ class ModuleVerbs:
     share_compiled_inputs: Any = staticmethod(share_compiled_inputs)
     share_draws: Any = staticmethod(share_draws)
 
-    #: What MindSpore puts there is a cell or a function, by `Cell.recompute`'s ``use_reentrant``.
+    #: MindSpore puts a cell or a function there, by `Cell.recompute`'s ``use_reentrant``.
     differentiates_again: Any = staticmethod(lambda module: isinstance(module._recompute_cell, nn.Cell))
 
 
 def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Callable:
     """``make(forward)``, where ``forward`` alone is cast as `Cell.to_float` has told the cell. MindSpore would cast
-    what is around it too, such as parameters that are gathered."""
+    tensors around it too, such as gathered parameters."""
 
     def cast(module: Any, *args: Any, **kwargs: Any) -> Any:
         kind = module.mixed_precision_type
@@ -190,7 +190,7 @@ def _class_with_replaced_forward(cls: type, mixin: type | None) -> type:
 
 @cache
 def _class_with_styles(cls: type) -> type:
-    """A subclass under the same name whose text says what the plan has made of a cell."""
+    """A subclass under the same name whose text shows the effect of the plan on a cell."""
 
     def extend_repr(self: Any) -> str:
         return text_of_plan(self, self._params, cls.extend_repr(self))  # type: ignore[attr-defined]

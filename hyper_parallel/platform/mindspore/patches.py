@@ -35,7 +35,7 @@ _TESTED = "2.10"
 _IN_A_GRAPH = "a compiled graph takes this rank's part of a DTensor for the whole tensor"
 _NORM_OF_A_PART = "a plain local gradient is clipped by the norm of this rank's part"
 _PLAIN_LIKE = "a plain tensor of the global shape takes the place of a DTensor"
-_STALE = "what was kept in one recording of gradients is used in the next, where it is stale"
+_STALE = "tensors cached in one recording of gradients are used in the next, where they are stale"
 
 
 def _patch(target: str, reason: str, make: Callable[[Any], Any], **more: Any) -> Patch:
@@ -92,7 +92,7 @@ def _optimizer(base: str) -> Patch:
 def _watched(name: str) -> Patch:
     return _patch(
         f"mindspore.mint.distributed.distributed.{name}",
-        "`CommDebugMode` does not count what the program issues by itself",
+        "`CommDebugMode` does not count collectives that the program issues by itself",
         calling(observation.watched_collective, name=name),
         everywhere=True,
         required=False,
@@ -117,7 +117,7 @@ PATCHES = PatchSet(
         _patch(
             "mindspore.ops.composite.base._pynative_func_grad_forward",
             "after an error within a function whose gradient is asked for, which may be raised on one rank alone, "
-            "MindSpore goes on recording: there, what runs next counts as the inner one of two gradients",
+            "MindSpore goes on recording: there, later operations count as those of the inner one of two gradients",
             autograd.closed_forward,
             check=takes("fn args kwargs"),
         ),
@@ -313,7 +313,7 @@ PATCHES = PatchSet(
 )
 
 
-#: There while somebody watches, inside `CommDebugMode`, and not otherwise.
+#: There while a program is watched, inside `CommDebugMode`, and not otherwise.
 WATCHING = PatchSet(
     "MindSpore, watched",
     mindspore.__version__,

@@ -132,7 +132,7 @@ def _local(x: Any) -> Any:
 
 
 def _shared(optimizer: Any) -> dict[str, float]:
-    """The numbers that all parameters share: how many steps there were, and what is kept beside that."""
+    """The numbers that all parameters share: the number of steps, and others that the optimizer keeps."""
     found: dict[str, float] = {}
     if type(optimizer).__name__ in UNCOUNTED:
         found["step"] = 0.0

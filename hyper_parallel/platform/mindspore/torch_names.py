@@ -1,7 +1,7 @@
 """Torch's names of the parameters of MindSpore's cells and of the state of its optimizers: data alone.
 
-Where a name is missing here, both frameworks have the same. All of it lies in the same layout on both, (out, in) for
-linear layers too; kernels of 1-D convolutions have a dimension of size 1 more here.
+Where a name is missing here, both frameworks have the same. All parameters have the same layout on both, (out, in) for
+linear layers too. Kernels of 1-D convolutions have a dimension of size 1 more here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Moment(NamedTuple):
     option: str | None = None
 
 
-#: Attribute of optimizers -> what it is to torch.
+#: Attribute of optimizers -> torch's name for it.
 STATE: dict[str, Moment] = {
     "moment1": Moment("exp_avg"),
     "moments1": Moment("exp_avg"),
@@ -82,7 +82,7 @@ FIRST_STEP = "stat"
 MOMENTUM = ("accum", "momentum_buf")
 #: Attributes that count steps; torch has one counter for each parameter, "step".
 COUNTERS = ("state_step", "step_t", "global_step")
-#: What a counter holds before the first step, where that is not 0.
+#: Values of counters before the first step that are not 0.
 FIRST_COUNT: dict[type, int] = {mint.optim.AdamW: -1}
 #: Classes, by name, that count no steps. Torch's do, and nothing depends on it.
 UNCOUNTED = ("RMSprop", "Adadelta")

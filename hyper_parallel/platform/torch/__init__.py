@@ -1,4 +1,4 @@
-"""The torch backends: shared code here, what differs between devices in `cpu`, `cuda` and `npu`."""
+"""The torch backends: shared code here, differences between devices in `cpu`, `cuda` and `npu`."""
 
 import importlib.util
 import os

@@ -136,13 +136,13 @@ class TorchPlatform(
     frees_storage = True
 
     def free_storage(self, x: torch.Tensor) -> None:
-        """See `Platform.free_storage`. What NumPy looks at, too, torch does not free."""
+        """See `Platform.free_storage`. Torch does not free memory that NumPy shares."""
         storage = x.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
 
     def refill_storage(self, x: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        """See `Platform.refill_storage`. Autograd does not count what is written to ``data``."""
+        """See `Platform.refill_storage`. Autograd does not count writes to ``data``."""
         storage = x.untyped_storage()
         if storage.nbytes() != x.nbytes and storage.resizable():  # torch takes new memory also for the same size
             storage.resize_(x.nbytes)
@@ -151,7 +151,7 @@ class TorchPlatform(
         torch._foreach_copy_([part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)], pieces)
 
     def watch(self, x: torch.Tensor, operation: str) -> Callable[[], str]:
-        """See `Platform.watch`. Torch does not count what is written to running statistics, nor in inference mode."""
+        """See `Platform.watch`. Torch does not count writes to running statistics, nor any in inference mode."""
         if operation.endswith(_UNCOUNTED) or torch.is_inference_mode_enabled() or x.is_inference():
             return super().watch(x, operation)
         version, node = x._version, x.grad_fn

@@ -14,8 +14,8 @@ __all__ = ["TorchCpuPlatform"]
 
 
 class TorchCpuPlatform(TorchPlatform):
-    """`torch-cpu`. What gloo supports was measured with torch 2.13: every collective fails for int16, uint16, uint32,
-    fp8 and gathering also for complex numbers, averages of integers too."""
+    """`torch-cpu`. The dtypes that gloo supports were measured with torch 2.13. Every collective fails for int16,
+    uint16, uint32 and fp8, gathering also for complex numbers, and averages for integers too."""
 
     name = "torch-cpu"
     device_type = "cpu"

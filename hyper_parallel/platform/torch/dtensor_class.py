@@ -1,12 +1,12 @@
 """The DTensor class of torch: a tensor that carries a layout, and whose operations are intercepted.
 
-What torch does below Python sees an ordinary tensor of the local shape. What it does in Python arrives at
+Below Python, torch sees an ordinary tensor of the local shape. Functions called in Python arrive at
 ``__torch_function__``, which looks the function up once:
 
-* `tensor.HANDLERS` holds what torch needs from a tensor besides computing: metadata, ``.grad``, backward, hooks,
-  optimizers' kernels, random initialisation (the modules of `platform.torch.handlers`);
-* `op_table.OP_TABLE` holds the operations, which go to core's dispatch with their row;
-* everything else goes to core's dispatch without a row, which gathers the operands.
+* `tensor.HANDLERS` holds the handlers for calls other than operations: metadata, ``.grad``, backward, hooks.
+  Optimizers' kernels and random initialisation are there too (the modules of `platform.torch.handlers`).
+* `op_table.OP_TABLE` holds the operations, which go to core's dispatch with their row.
+* Everything else goes to core's dispatch without a row, which gathers the operands.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _local_property(name: str, base: Any) -> property:
 
 
 def _complex_part(name: str) -> property:
-    """``x.real`` and ``x.imag``, which torch lets nobody intercept when they are set."""
+    """``x.real`` and ``x.imag``. Torch has no interception point for setting them."""
     read = getattr(Tensor, name).__get__
 
     def set_part(self: Any, value: Any) -> None:
@@ -62,7 +62,7 @@ def make_dtensor_class(mixin: type, core: Core, base: type = Tensor) -> type:
     """See `Platform.make_dtensor_class`. All torch platforms share the class; the first call makes it.
 
     ``base`` is the class of local tensors. It is another one where torch's own tensors are a subclass that computes by
-    ``__torch_dispatch__``, which retagging must not take away: the tests with fake tensors give ``FakeTensor``.
+    ``__torch_dispatch__``. Retagging must not take that away: the tests with fake tensors give ``FakeTensor``.
     """
     if State.tensor_class is not None:
         if not issubclass(State.tensor_class, mixin):

@@ -124,7 +124,7 @@ class TorchFast(Fast):
                 return False
         if graph_task() in ADDING:
             return True
-        # What runs now is the function's own backward; next to it are the nodes that accumulate.
+        # The node that runs now is the function's own backward; next to it are the nodes that accumulate.
         node = current_node()
         edges = () if node is None else node.next_functions
         if len(edges) != len(parameters):

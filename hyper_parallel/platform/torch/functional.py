@@ -1,6 +1,6 @@
 """Functions of `torch.nn.functional` that are Python around one native function.
 
-torch hands such a function over with all its arguments named, and calling it again on the local tensors takes the same
+torch hands such a function over with all its arguments named. Calling it again on the local tensors would take the same
 way through Python once more. The native function that it would call in the end is dispatched in its place.
 """
 
@@ -42,11 +42,11 @@ def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
 
 def calls_in_place(table: Table, handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
     """Handlers for the element-wise functions that take ``inplace``: with it they are operations in place, which write
-    the tensor itself or are refused. By their own row they would write into what a partial sum was reduced to.
+    the tensor itself or are refused. By their own row they would write into the reduced copy of a partial sum.
 
     Args:
         table: the op table.
-        handlers: what serves the functions without ``inplace``.
+        handlers: those of the functions without ``inplace``.
     """
     written = handlers[torch.relu_]
     names = [name for name in vars(F) if not name.startswith("__")]

@@ -1,8 +1,8 @@
 """Linear layers and the collective before or after them in one operator of torch_npu, which overlaps the two.
 
-Each is differentiable, by the other one: the backward of what sums and scatters gathers, and the other way round. The
-limits in `applies` are those that torch_npu 2.13 documents for npu_mm_all_reduce_base, npu_all_gather_base_mm and
-npu_mm_reduce_scatter_base, in their plain form without quantisation.
+Each is differentiable, by the other one: the backward of the operator that sums and scatters gathers, and vice versa.
+The limits in `applies` are those that torch_npu 2.13 documents for the plain forms without quantisation. The operators
+are npu_mm_all_reduce_base, npu_all_gather_base_mm and npu_mm_reduce_scatter_base.
 
 Source: ``torch_npu/_op_plugin_docs.py``; Megatron-LM's sequence parallelism (Korthikanti et al. 2022).
 """
@@ -37,7 +37,7 @@ _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def applies(x: Tensor, weight: Tensor, how: LinearCollective, chip: int) -> bool:
-    """Whether an operator does it. What this looks at is the same on every rank, if shards are equal.
+    """Whether an operator does it. The facts are the same on every rank, if shards are equal.
 
     Args:
         x, weight, how: as for `Fast.linear_with_collective`.
@@ -53,7 +53,7 @@ def applies(x: Tensor, weight: Tensor, how: LinearCollective, chip: int) -> bool
         return False
     if how.collective == "all_reduce":
         return True
-    # What is gathered and scattered are rows of a matrix, so the dimension must be the outermost.
+    # Rows of a matrix are gathered and scattered, so the dimension must be the outermost.
     outermost = math.prod(x.shape[: how.dim]) == 1 and how.dim < x.dim() - 1
     divided = how.collective == "all_gather" or x.shape[how.dim] % how.size == 0
     return outermost and divided and all(n in _SUMMED for n in weight.shape)

@@ -146,7 +146,7 @@ class TorchMetaPlatform(TorchCpuPlatform):
         return UsageMode()
 
     def optimizer_bytes(self, parameters: Any, optimizer: str) -> int | None:
-        """See `Platform.optimizer_bytes`: what its first step leaves behind."""
+        """See `Platform.optimizer_bytes`: the state after its first step."""
         cls = getattr(torch.optim, optimizer, None)
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             return None

@@ -33,14 +33,14 @@ _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 _ALL_REDUCED = dict.fromkeys(
     ("sum", "max", "min", "product"), _FLOATS | _INTEGERS | frozenset({torch.uint8, torch.bool})
 )
-#: HCCL's codes for a time-out, a connection that failed or a peer that did: what is left when a rank is lost.
+#: HCCL's codes for a time-out, a failed connection or a failed peer: the signs of a lost rank.
 _LOST = re.compile(r"Hccl\w+, error code is (9|11|12|13|14|19|21)\b")
 _REDUCE_SCATTERED = dict.fromkeys(("sum", "max", "min", "product"), _FLOATS | _INTEGERS)
 
 
 class TorchNpuPlatform(TorchPlatform):
-    """`torch-npu`. What HCCL supports was read off torch_npu 2.13: no reductions of float64, uint16, uint32 and fp8,
-    reduce_scatter also not of uint8, bool and complex64; moving data takes every dtype.
+    """`torch-npu`. The facts about HCCL were read off torch_npu 2.13: it has no reductions of float64, uint16, uint32
+    and fp8. Its reduce_scatter also lacks uint8, bool and complex64. Moving data takes every dtype.
 
     Ascend 910A and 310P have no bfloat16: there it is refused wherever a tensor is distributed, made or communicated.
     """
@@ -134,8 +134,8 @@ class _NpuFast(TorchFast):
 
     def __init__(self, platform: TorchNpuPlatform) -> None:
         super().__init__(platform)
-        # Not by itself: on Ascend 910B, HCCL allows such operators in one group of ranks only, and what they save is up
-        # to the shapes.
+        # Not by itself: on Ascend 910B, HCCL allows such operators in one group of ranks only, and the time saved
+        # depends on the shapes.
         self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")
 
     def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Any:

@@ -1,8 +1,8 @@
 """Python operators of the DTensor class, and the methods that compute.
 
-They are defined on the class instead of being left to `torch.Tensor`: its own entry into ``__torch_function__`` takes
-longer, a third of what a view costs, and turns every TypeError inside an operator into "unsupported operand type(s)",
-whatever the error said.
+They are defined on the class instead of being left to `torch.Tensor`. Its own entry into ``__torch_function__`` takes
+longer, a third of the time of a view. It also turns every TypeError inside an operator into "unsupported operand
+type(s)", whatever the error said.
 """
 
 from __future__ import annotations

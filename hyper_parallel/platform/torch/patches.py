@@ -81,14 +81,14 @@ def _loss(name: str) -> Patch:
 
 def _transform(target: str, function: Callable) -> Patch:
     reason = (
-        "`torch.func` and forward-mode AD give wrong numbers: what they wrap is a plain local tensor, and collectives "
+        "`torch.func` and forward-mode AD give wrong numbers: they wrap a plain local tensor, and collectives "
         "see no tangents"
     )
     return _patch(target, reason, calling(function))
 
 
 def _whole_states(name: str, function: Callable, parameters: str) -> Patch:
-    reason = "``set_optimizer_state_dict`` with ``full_state_dict=True`` leaves whole plain state beside shards"
+    reason = "``set_optimizer_state_dict`` with ``full_state_dict=True`` leaves whole plain state next to shards"
     check = takes(parameters)
     return _patch(f"{_STATES}.{name}", reason, calling(function), check=check, everywhere=True, after=_STATES)
 
@@ -99,7 +99,7 @@ PATCHES = PatchSet(
     [
         _patch(
             "torch.autograd.Function.apply",
-            "``backward`` of a user's function gets plain local gradients beside distributed saved tensors",
+            "``backward`` of a user's function gets plain local gradients together with distributed saved tensors",
             functions.hooked_apply,
         ),
         _optional(
@@ -267,7 +267,7 @@ PATCHES = PatchSet(
             check=takes(""),
             after=f"{_DYNAMO}.variables.torch",
         ),
-        # First the pattern: what is taken back last is made of the list as it is then.
+        # First the pattern: the patch that is taken back last is made of the list as it is then.
         _patch(
             f"{_DYNAMO}.trace_rules.SKIP_DIRS_RE",
             _COMPILED_HANDLERS,

@@ -15,7 +15,7 @@ from hyper_parallel.platform.torch.handlers.optimizers import COUNTERS
 
 __all__ = ["StateVerbs"]
 
-#: What wraps a module under a name of its own, which is no part of the names in a checkpoint: torch.compile and
+#: Names under which wrappers hold a module, which are no part of the names in a checkpoint: those of torch.compile and
 #: checkpoint_wrapper.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _NAMES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
@@ -46,7 +46,7 @@ class StateVerbs(Platform):
         """See `Platform.give_memory`."""
         with no_dispatch(), torch.no_grad():
             memory = torch.empty_like(x.detach().as_subclass(Tensor), device=self.device())
-            # What is below the Python object is exchanged: its class, attributes and weak references to it stay.
+            # The implementation below the Python object is exchanged: class, attributes and weak references to it stay.
             swap_implementation(x, memory.requires_grad_(x.requires_grad))
 
     def is_optimizer(self, x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Dtypes by what they can do."""
+"""Dtypes by their abilities."""
 
 import mindspore as ms
 

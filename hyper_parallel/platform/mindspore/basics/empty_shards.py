@@ -1,10 +1,10 @@
 """Results of operations on empty shards.
 
-With uneven sharding a rank may hold no elements, and MindSpore's CPU kernels then often leave the result, or the
-gradient of another operand, uninitialised: a matrix product that contracts a dim of size 0, the gradient of what is
-broadcast to an empty tensor, the bias of an empty batch. `safe_when_empty` wraps the call of a row: with an empty
-operand the result is zeros of the shape that core's rule gives. They stay differentiable by every operand, because the
-collectives of backward must run on every rank.
+With uneven sharding a rank may hold no elements. MindSpore's CPU kernels then often leave the result, or the gradient
+of another operand, uninitialised. Examples are a matrix product that contracts a dim of size 0, and the bias of
+an empty batch. A third is the gradient of an operand that is broadcast to an empty tensor. `safe_when_empty` wraps the
+call of a row. With an empty operand the result is zeros of the shape that core's rule gives. They stay differentiable
+by every operand, because the collectives of backward must run on every rank.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> An
 def _zeros(
     op: NativeOp, func: Any, operands: tuple, static_args: Any, inputs: tuple | None = None, inside: float = 0
 ) -> Any:
-    """Zeros, which are sums of nothing. What is no sum (a maximum) comes here for results without elements only.
+    """Zeros, for sums of no elements. Other operations (a maximum) come here for results without elements only.
 
-    The dtypes, and whether there are several results, are those that the operation gives for zeros of which empty
-    dims have size 1. ``inputs``: what the zeros have as inputs, if not all operands. ``inside``: what stands for zero
-    where numbers are floats, for kernels that refuse zero.
+    Dtypes and the number of results are found by a call on zeros, whose empty dims have size 1. ``inputs``: the
+    tensors that the zeros depend on, if not all operands. ``inside``: the number used in place of zero for floats, for
+    kernels that refuse zero.
     """
 
     def stand_in(x: Any) -> Tensor:
@@ -226,14 +226,14 @@ _ZERO = """
     index_select embedding one_hot repeat stack unbind
     cross_entropy nll_loss
 """
-#: Canonical operation -> what is done for empty operands; `_connected` for others.
+#: Canonical operation -> its function for empty operands; `_connected` for others.
 _WHEN_EMPTY: dict[str, Callable[[NativeOp, Any, tuple, Any], Any]] = {
     **dict.fromkeys(_ZERO.split(), _zeros),
     # MindSpore records no gradient of a quotient that it rounds.
     "div": lambda op, func, operands, static_args: (_flat if static_args and static_args[0] is not None else _zeros)(
         op, func, operands, static_args
     ),
-    # Ones or zeros have no gradient by what they are like, on no rank.
+    # Ones or zeros have no gradient with respect to the tensor that they are like, on any rank.
     "like": lambda op, func, operands, static_args: op.call(func, operands, static_args),
     **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _in_place),
     **dict.fromkeys(("expand", "getitem", "attention", "take", "masked_select"), nothing_taken),

@@ -1,8 +1,8 @@
 """Private parts of MindSpore that the backend uses: the only place that names them.
 
-Each is looked at when this module is imported. None has another way, so one that is missing or not what is expected
-makes the import of the backend fail, with an error that names MindSpore's version and the tested one. What patches of
-MindSpore need is checked where they are made.
+Each is looked at when this module is imported. None has another way. If one is missing or does not fit, the
+import of the backend fails. The error names MindSpore's version and the tested one. The parts that patches of
+MindSpore need are checked where the patches are made.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _has(*names: str) -> Callable[[Any], bool]:
 AutogradFunction: Any = _take("common._grad_function", "_Function", _has("apply"))
 FunctionBase: Any = _take("_c_expression", "FunctionBase", lambda base: "apply" in base.__dict__)
 TensorPy: Any = _take("_c_expression", "TensorPy", _has("data", "_grad_node"))
-#: What is recorded of a tensor: the operation that made it, or its place among the inputs. None for nothing.
+#: The record of a tensor: the operation that made it, or its place among the inputs. None if nothing is recorded.
 grad_node: Callable[[Any], Any] = TensorPy._grad_node.__get__
 #: A plain tensor for the same memory to which nothing leads. `ops.stop_gradient` gives one too, in up to 50 us.
 untracked: Callable[[Any], Any] = TensorPy.data.__get__
@@ -68,12 +68,12 @@ untracked: Callable[[Any], Any] = TensorPy.data.__get__
 NoFallbackGuard: Any = _take("_c_expression", "NoFallbackGuard", _has("__enter__", "__exit__"))
 no_grad: Any = _take("common.api", "_no_grad", _has("__enter__", "__exit__"))
 _executor: Any = _take("common.api", "_pynative_executor", lambda it: callable(it.requires_grad) and it.clear_res)
-#: Whether operations are recorded for gradients; and what drops recordings that an error has cut short.
+#: Whether operations are recorded for gradients; and the function that drops recordings cut short by an error.
 is_recording: Callable[[], bool] = _executor._executor.requires_grad
 drop_recordings: Callable[[], None] = _executor.clear_res
-#: What a cell does in its first call, ``_init_check`` and ``_self_check``, wants parameters where it finds any.
+#: The checks of a cell in its first call, ``_init_check`` and ``_self_check``, need parameters where they find any.
 CheckedCell: Any = _take("nn", "Cell", _has("_init_check", "_self_check"))
-#: Makes what a cell calls in place of its ``construct`` once it is to be computed again in backward.
+#: Makes the function that a cell calls in place of its ``construct`` once it is to be computed again in backward.
 RECOMPUTE: Any = _take("common._register_for_recompute", "recompute_registry", lambda it: callable(it.get))
 _MixedPrecisionType: Any = _take("_c_expression", "MixedPrecisionType", lambda kinds: hasattr(kinds, "NOTSET"))
 
@@ -105,7 +105,7 @@ class Casts:
         _executor.set_mixed_precision_type(self.NONE, False)
 
 
-#: (positions, weights, gradients) -> the gradients, each with what it is the gradient of, for `mindspore.get_grad`.
+#: (positions, weights, gradients) -> the gradients, each with the tensor that it belongs to, for `mindspore.get_grad`.
 with_ids: Callable[..., tuple] = _take("ops.composite.base", "_combine_with_ids", callable)
 #: Whether communication is initialised, and the group of all ranks.
 GlobalComm: Any = _take("communication._comm_helper", "GlobalComm", _has("INITED", "WORLD_COMM_GROUP"))

@@ -1,9 +1,9 @@
 """Where MindSpore's random operations of the old kind take their numbers from.
 
-A function such as `ops.dropout` makes a new primitive for each call, with the global seed and a counter of its kind,
-which it moves on. A cell such as `nn.Dropout` makes one primitive when it is made; its kernel then keeps a stream of
-numbers of its own, one for each shape that it meets. Without a global seed both have the seeds (0, 0), which let every
-process draw what it likes.
+A function such as `ops.dropout` makes a new primitive for each call. Its seeds are the global one and a counter of its
+kind, which the call moves on. A cell such as `nn.Dropout` makes one primitive when it is made. The kernel of that
+primitive keeps a stream of numbers of its own, one for each shape that it meets. Without a global seed both have the
+seeds (0, 0), with which every process draws other numbers.
 
 The stream of a kernel on a CPU does not repeat: after `REPEATED_CALLS` calls MindSpore tries other numbers of threads,
 which take their numbers from one generator, and keeps the fastest. So two ranks, or two runs of one program, go apart,
@@ -59,11 +59,11 @@ def is_of_one_call(primitive: Any) -> bool:
 
 
 class Stream:
-    """The numbers of one layer of dropout, which depend on its seeds, the shape and the number of the call alone.
+    """The numbers of one layer of dropout. They depend on its seeds, the shape and the number of the call alone.
 
-    The first `REPEATED_CALLS` calls of a shape, and all calls on other devices than CPUs, draw from the kernel's
-    stream, as the unsharded layer does. Each later call has a kernel of its own, with seeds made of the layer's and the
-    number of the call.
+    The kernel's stream gives the numbers of the first `REPEATED_CALLS` calls of a shape, as in the unsharded layer. On
+    other devices than CPUs it gives those of all calls. Each later call has a kernel of its own. Its seeds are made of
+    the layer's and the number of the call.
 
     Args:
         keep_prob: of an element.
@@ -96,8 +96,8 @@ def drop_channels(x: Any, p: float) -> Any:
 
 
 def layer_stream(primitive: Any, mesh: Any, of_first_rank: Callable[[Any, Any], Any]) -> Any:
-    """The dropout that stands for that of a layer on a mesh: with the layer's seeds as the mesh's first rank has them,
-    and a stream that begins anew, so that all ranks draw the same, and what the unsharded layer draws.
+    """The dropout that stands for that of a layer on a mesh. It has the layer's seeds as the mesh's first rank has
+    them, and a stream that begins anew. So all ranks draw the same numbers as the unsharded layer.
 
     Args:
         primitive: the layer's.

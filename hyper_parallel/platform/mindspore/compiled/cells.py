@@ -24,7 +24,7 @@ __all__ = [
     "stand_in",
 ]
 
-#: By cell: what it was made of, the cell that stands for it, and its number.
+#: By cell: the description that it was made of, the cell that stands for it, and its number.
 _made: weakref.WeakKeyDictionary[nn.Cell, tuple[Any, GraphCell, int]] = weakref.WeakKeyDictionary()
 _numbers = count()
 
@@ -32,7 +32,7 @@ _numbers = count()
 def set_compiled_forward(module: nn.Cell, how: CompiledForward | None) -> None:
     """See `CompilerRole.set_compiled_forward`."""
     how = None if how is None or how.kind == "distributed" else how
-    # A function, which copies of the module share: what it has is not to be copied.
+    # A function, which copies of the module share: the description in it is not to be copied.
     object.__setattr__(module, "_graph_form", lambda: how)
 
 

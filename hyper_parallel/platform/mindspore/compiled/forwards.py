@@ -1,7 +1,7 @@
 """Styled modules as MindSpore's graphs have them: cells of plain local tensors and collectives.
 
-Made of a style's data (`CompiledForward`). Such a cell holds the very parameters of its module, under names that nobody
-else uses: only here the parser is given a distributed parameter, which is then its local tensor.
+Made of a style's data (`CompiledForward`). Such a cell holds the very parameters of its module, under names that no
+other code uses: only here the parser is given a distributed parameter, which is then its local tensor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GraphCell(nn.Cell):
 
     Attributes:
         original: that cell, where its other attributes may be read.
-        owned: the names of that cell's parameters, which whoever else reads gets no answer for.
+        owned: the names of that cell's parameters. Other readers of these names get no answer.
     """
 
     original: nn.Cell | None = None
@@ -209,7 +209,7 @@ def _embedding_table(self: Any) -> Any:
     return self.read_embedding_table()
 
 
-#: What reads a parameter of that name. Functions of their own, because the parser reads their source.
+#: The readers of a parameter of that name. They are functions of their own, because the parser reads their source.
 _READERS: dict[str, Callable] = {
     "weight": _weight,
     "bias": _bias,

@@ -1,13 +1,13 @@
 """Collectives inside of MindSpore's graphs, in pairs of forward and backward, on plain local tensors.
 
-Cells, because a graph takes its backward from `bprop`, and MindSpore parses the source of both: ``self`` must be called
-so, and what is decided in Python is an attribute. As in `core.communication.transitions`, cotangents are whole
-for what all ranks have and parts for parts; those ending on ``ForParts`` have consumers each of which returns a
-summand.
+They are cells, because a graph takes its backward from `bprop`. MindSpore parses the source of both methods: ``self``
+must have that name, and values decided in Python are attributes. As in `core.communication.transitions`, the cotangent
+of a tensor that all ranks have is whole. Parts have parts as cotangents. The cells ending on ``ForParts`` have
+consumers each of which returns a summand.
 
 On CPU graphs have all-reduce, of single and half precision, and all-gather, among all ranks only. So a smaller group
-gathers, and parts of unequal sizes are gathered, by adding up the parts between zeros; and to reduce and scatter is to
-add up and take one's part, as in PyNative mode.
+gathers. Parts of unequal sizes are gathered by adding up the parts between zeros. To reduce and scatter is to add up
+and take one's part, as in PyNative mode.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _ReduceScatter(nn.Cell):
 
 
 class ReadForParts(_Reducing):
-    """Megatron's f: what all ranks have, for consumers that each return a summand of the cotangent."""
+    """Megatron's f: a tensor that all ranks have, for consumers that each return a summand of the cotangent."""
 
     def construct(self, x: Tensor) -> Tensor:
         return x

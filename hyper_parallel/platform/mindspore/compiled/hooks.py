@@ -48,7 +48,7 @@ class _Conversion(GraphCell):
 
 
 class _Surrounded(GraphCell):
-    """A cell between the conversions of its inputs and outputs, and what several of its layers share to read them."""
+    """A cell between the conversions of its inputs and outputs, and the readers that several of its layers share."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ def make_surrounded(module: nn.Cell, columns: Mapping[str, CompiledForward]) -> 
 
     Args:
         module: the cell.
-        columns: by name of its attribute, the column-parallel linear layers directly below it that may share what sums
-            up the gradient of their input.
+        columns: by name of its attribute, the column-parallel linear layers directly below it that may share the sum
+            of the gradient of their input.
 
     Raises:
         NotTracedError: where there is none.

@@ -1,8 +1,8 @@
-"""Graphs made from the source, by ``jit`` and in graph mode: what the parser is given where it comes across DTensors.
+"""Graphs made from the source, by ``jit`` and in graph mode: answers for the parser where it comes across DTensors.
 
-For cells that have styles it is given others (`forwards`, `hooks`), which alone may hold distributed parameters. All
-else that is distributed is an error: what the function can reach before anything is parsed, and what is not seen then,
-such as a name that is computed, where the parser comes across it.
+In place of cells that have styles it gets others (`forwards`, `hooks`), which alone may hold distributed parameters.
+All other distributed tensors are an error. Those that the function can reach raise before anything is parsed. Others,
+such as the value of a computed name, raise where the parser comes across them.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def checked_compile(original: Callable, executor: Any, cell: Any, *args: Any, **
 
 
 def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
-    """Stands for what the parser asks for a name: an attribute of an object, or a name of a module or a closure."""
+    """Stands for the function that resolves names for the parser: attributes, and names of modules or closures."""
     if not is_dispatching():
         return original(namespace, name)
     owner = namespace.dicts[0] if isinstance(namespace, ClassMemberNamespace) else None
@@ -180,7 +180,7 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
 
 
 def checked_answer(original: Callable, *args: Any) -> Any:
-    """Stands for other functions of its own that MindSpore asks for what the parser comes across."""
+    """Stands for other functions of MindSpore's that answer questions of the parser."""
     answer = original(*args)
     if is_dispatching():
         found = next(_tensors_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)

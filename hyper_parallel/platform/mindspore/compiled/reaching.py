@@ -17,7 +17,7 @@ from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, 
 
 __all__ = ["GRADIENTS", "REMEDY", "Refused", "graph_error", "reachable", "refuse"]
 
-#: Functions of these packages are looked through for what they were given, not for what their modules hold.
+#: Functions of these packages are searched for their arguments, not for the contents of their modules.
 _LIBRARIES = ("mindspore", "numpy", "hyper_parallel")
 #: The module of the functions that MindSpore makes for gradients.
 GRADIENTS = "mindspore.ops.composite.base"
@@ -55,11 +55,12 @@ def refuse(what: str, about: str, *roots: Any) -> None:
 def reachable(root: Any, stand_ins: list[nn.Cell] | None = None) -> Iterator[Any]:
     """The DTensors that a function, a cell or any other object leads to.
 
-    With a list of ``stand_ins``, cells for which others stand are added to it in place of what they hold; a `Refused`
-    is given for one that has a style and for which none can stand.
+    With a list of ``stand_ins``, cells that have stand-ins are added to it, and their contents are left out. A
+    `Refused` is given for a cell that has a style and can have no stand-in.
 
-    Of a function: its defaults, what it closes over, the names of its module that it uses, and their attributes that it
-    names, in functions that it calls too. Of a cell: its parameters, what it holds, and its ``construct``.
+    A function leads to its defaults, its closure, and the names of its module that it uses. It leads to the attributes
+    that it names of these, in functions that it calls too. A cell leads to its parameters, its attributes, and its
+    ``construct``.
     """
     return _walk(root, frozenset(), set(), stand_ins)
 
@@ -102,7 +103,7 @@ def _parts_beside_styles(cell: nn.Cell, stand_ins: list[nn.Cell]) -> Iterable[An
 
 
 def _parts(x: Any, names: frozenset[str]) -> Iterable[Any]:
-    """None of them is made here: what is known by its id must stay."""
+    """Return the objects that ``x`` holds. None of them is made here: an object known by its id must stay."""
     if isinstance(x, (tuple, list, set, frozenset)):
         return x
     if isinstance(x, dict):

@@ -21,8 +21,8 @@ _FACTS = ("shape", "dtype", "ndim")
 
 
 def shared_inputs(cls: type, layers: frozenset[str]) -> dict[int, frozenset[str]]:
-    """By position of an input of ``construct``: those of the ``layers``, which are names of attributes, that read it,
-    where they are at least two, nothing else reads it, and they read nothing else."""
+    """By position of an input of ``construct``: those of the ``layers``, names of attributes, that read it. They must
+    be at least two and read nothing else, and nothing else may read the input."""
     try:
         construct = _Method(cls, "construct")
         found = {i: _Readers(cls, layers).of(construct, name) for i, name in enumerate(construct.inputs)}
@@ -40,7 +40,7 @@ class _Method:
         assert isinstance(self.tree, ast.FunctionDef)
         given = self.tree.args
         self.me, *self.inputs = [a.arg for a in (*given.posonlyargs, *given.args)]
-        #: What each expression is part of.
+        #: The expression around each expression.
         self.around = {id(part): node for node in ast.walk(self.tree) for part in ast.iter_child_nodes(node)}
 
     def uses(self, name: str) -> Iterator[tuple[ast.Name, ast.AST]]:

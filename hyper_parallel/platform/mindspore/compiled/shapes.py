@@ -16,7 +16,7 @@ __all__ = ["ShapeCheck", "pending_comparisons"]
 #: Comparisons of plain shards that the graphs being made have asked for.
 pending_comparisons: list[tuple[Comparison, str, tuple[int, ...]]] = []
 _NUMBERS = count()
-#: What graphs on CPU reduce.
+#: Dtypes that graphs on CPU reduce.
 _REDUCED = (ms.float32, ms.float16)
 
 
@@ -25,8 +25,8 @@ def ShapeCheck(module: Any, how: Any, output: int | None = None, output_dims: in
 
     Args:
         module: which it is.
-        how: `CompiledForward` or what `ConversionCheck` gives it.
-        output: the dimension along which the output is cut, of what all ranks have or have summands of.
+        how: a `CompiledForward`, or the facts that `ConversionCheck` gives.
+        output: the dimension along which the output is cut, which all ranks have, or have summands of.
         output_dims: how many dimensions the output has more than the input.
     """
     label = getattr(module, "_hyper_parallel_path", "") or type(module).__name__
@@ -51,7 +51,7 @@ def ShapeCheck(module: Any, how: Any, output: int | None = None, output_dims: in
             raise ValueError(f"{label!r} takes an input that is cut along {given}, got one of shape {shape}")
         cut = None if given is None else given % ndim
         if kind == "parts" and (cut is None or cut >= ndim - normalized):
-            raise ValueError(f"{label!r} in a graph: its input, of shape {shape}, is cut along what it normalizes")
+            raise ValueError(f"{label!r} in a graph: its input, of shape {shape}, is cut along a normalized dimension")
         if kind == "row" and given is None and features is not None and shape[-1] != features:
             raise ValueError(f"{label!r} takes {features} features, got an input of shape {shape}")
         if output is not None:

@@ -40,8 +40,8 @@ __all__ = [
 class _Recording:
     """State of the gradient recording that is going on.
 
-    MindSpore begins one with ``new_graph`` and ends it with ``end_graph``; nothing says which one a tensor belongs to,
-    and ``_version`` does not count most in-place changes. So what was cached in a recording is dropped when it ends or
+    MindSpore begins one with ``new_graph`` and ends it with ``end_graph``. Nothing says which one a tensor belongs to,
+    and ``_version`` does not count most in-place changes. So values cached in a recording are dropped when it ends or
     another one begins.
     """
 
@@ -51,12 +51,12 @@ class _Recording:
     backwards = 0
     #: How many functions whose gradients are asked for run, one within the other.
     functions = 0
-    #: What is to be called after each of the backwards that run.
+    #: The functions to call after each of the backwards that run.
     callbacks: ClassVar[dict[int, list[Callable[[], None]]]] = {}
 
     @classmethod
     def forget(cls) -> None:
-        """Drop what was cached."""
+        """Drop cached values."""
         for ref in cls.holders:
             holder = ref()
             if holder is not None:
@@ -65,7 +65,7 @@ class _Recording:
 
 
 def forget_recordings() -> None:
-    """Drop what was cached, and what was counted."""
+    """Drop cached values, and counts."""
     _Recording.forget()
     _Recording.forwards = _Recording.backwards = 0
 
@@ -90,10 +90,10 @@ def counted_end(plain: Callable, executor: Any, function: Any, output: Any, *arg
 def closed_forward(plain: Callable) -> Callable:
     """Wrap the forward of a function or cell whose gradient is asked for.
 
-    After an error of one of its operations MindSpore ends the recording, after any other error (ours among them) it
-    goes on recording: what runs next counts as the inner one of two gradients, for which some operations have other
-    kernels and some have none. One rank may meet an error that the others do not, and would then compute otherwise
-    than they do for good.
+    After an error of one of its operations MindSpore ends the recording. After any other error (ours among them) it
+    goes on recording. Later operations then count as those of the inner one of two gradients. For these, some
+    operations have other kernels and some have none. One rank may meet an error that the others do not meet. It would
+    then compute in another way than they do, from there on.
     """
 
     @functools.wraps(plain)
@@ -103,7 +103,7 @@ def closed_forward(plain: Callable) -> Callable:
         try:
             return plain(function, *args, **kwargs)
         except BaseException:
-            # Not of an inner one, nor within a backward: somebody may catch the error while the outer one goes on.
+            # Not of an inner one, nor within a backward: a caller may catch the error while the outer one goes on.
             if _Recording.functions == 1 and not _Recording.backwards:
                 drop_recordings()
                 _Recording.forget()
@@ -119,8 +119,8 @@ def closed_forward(plain: Callable) -> Callable:
 
 
 def _reduced(output: Any) -> Any:
-    """The outputs that backward begins with. Not every rank's value of an average, an extreme value or a product
-    receives the gradient, or not all of it: there backward begins with the reduced one."""
+    """The outputs that backward begins with. Of an average, an extreme value or a product, some ranks' parts receive no
+    gradient, or only some of it. There backward begins with the reduced tensor."""
     if isinstance(output, (tuple, list)):
         new = [_reduced(y) for y in output]
         return output if all(a is b for a, b in zip(new, output, strict=True)) else type(output)(new)
@@ -177,7 +177,7 @@ class DelayedGradients:
     To be used as a context around `mindspore.grad` or `mindspore.value_and_grad`; `complete` adds them to the result.
 
     Args:
-        weights: what gradients are asked of.
+        weights: the tensors whose gradients are asked for.
     """
 
     #: The contexts that are open, the innermost last.
@@ -188,7 +188,7 @@ class DelayedGradients:
     def __init__(self, weights: Any) -> None:
         self._sums: dict[int, Tensor] = {}
         self._waits = frozenset(map(id, weights if isinstance(weights, (tuple, list)) else (weights,)))
-        # What is recorded for a gradient of the gradient must contain the collective.
+        # The recorded operations for a gradient of the gradient must contain the collective.
         core = None if is_recording() else InterceptedTensor._core
         self._block: AbstractContextManager | None = None if core is None else core.open_block()
 
@@ -224,7 +224,7 @@ class DelayedGradients:
         sums[key] = sums[key] + gradient if key in sums else gradient
 
     def complete(self, gradients: Any, sources: Any) -> Any:
-        """``gradients`` of ``sources``, nested in the same way, with what was all-reduced."""
+        """``gradients`` of ``sources``, nested in the same way, with the all-reduced ones."""
         if not self._sums:
             return gradients
         if isinstance(gradients, (tuple, list)):
@@ -242,7 +242,7 @@ class AutogradVerbs:
     """The group "autograd" of the contract."""
 
     def requires_grad(self, x: Any) -> bool:
-        # Of a mask made of what requires a gradient MindSpore says that it does too, unless it is empty.
+        # Of a mask made of a tensor that requires a gradient MindSpore says that it does too, unless it is empty.
         return is_recording() and x._requires_grad and x.dtype not in DISCRETE
 
     def is_made_with(self, x: Any, parameter: Any) -> bool | None:
@@ -315,7 +315,7 @@ class AutogradVerbs:
         if not self.requires_grad(x):
             return untracked(x)
         with NoDispatch():
-            # Of the gradient of what was computed and then viewed MindSpore says that its gradient is zero.
+            # MindSpore takes gradients of gradients of a view of a computed tensor for zero.
             return x.view(tuple(x.shape)) if _Recording.forwards < 2 and x.is_contiguous() else _identity(x)
 
     def strides(self, x: Any) -> tuple[int, ...]:
@@ -352,7 +352,7 @@ class FastAutograd:
     ) -> Callable[[Any, Any], Any]:
         platform = self.platform
 
-        # For linear layers alone, because nobody else holds the cotangents that they return.
+        # For linear layers alone, because no other code holds the cotangents that they return.
         def backward(ctx: Any, cotangent: Any) -> Any:
             return (record if platform.requires_grad(cotangent) else convert)(cotangent)
 

@@ -1,6 +1,6 @@
 """Gradients of functions with distributed parameters and inputs, as DTensors: what `hyper_parallel.mindspore` calls.
 
-MindSpore's own `mindspore.value_and_grad` works on such functions too and is what runs here. It gives plain local
+MindSpore's own `mindspore.value_and_grad` works on such functions too and runs here. It gives plain local
 tensors, of which these functions make DTensors placed as the gradient contract says: as the parameter, with
 ``Replicate`` for ``Partial``.
 """
@@ -104,8 +104,8 @@ def wrap_gradients(gradients: Any, sources: Any) -> Any:
     """Make DTensors of the gradients of distributed tensors.
 
     Args:
-        gradients: what `mindspore.grad` or `mindspore.value_and_grad` gave: a tensor or nested tuples.
-        sources: what they are gradients of, in the same nesting.
+        gradients: the result of `mindspore.grad` or `mindspore.value_and_grad`: a tensor or nested tuples.
+        sources: the tensors that they are gradients of, in the same nesting.
     """
     if isinstance(gradients, (tuple, list)):
         sources = sources if isinstance(sources, (tuple, list)) else (sources,)
@@ -115,7 +115,7 @@ def wrap_gradients(gradients: Any, sources: Any) -> Any:
         return gradients
     platform = layout.mesh.platform
     if gradients.dtype != sources.dtype:
-        # MindSpore gives zeros in single precision for what was not used.
+        # MindSpore gives zeros in single precision for unused tensors.
         gradients = gradients.astype(sources.dtype)
     if layout.summed_mesh_dims:
         with platform.no_dispatch():

@@ -1,9 +1,9 @@
 """Plain gradients of distributed parameters, which MindSpore's own functions give: each rank's part.
 
-Nothing tells such a tensor from another, and its norm is not that of the gradient. So what the last backward gave is
-marked, which lets functions that need whole gradients find out what it is a part of. What was computed from it has no
-mark. A tensor that could be that, by its shape, is refused there; all ranks decide alike, because the shapes of all
-ranks' parts count.
+Nothing tells such a tensor from another, and its norm is not that of the gradient. So the gradients of the last
+backward are marked. Functions that need whole gradients find the whole gradient's layout by the mark. Tensors computed
+from marked ones have no mark. A tensor whose shape could be that of such a result is refused there. All ranks make the
+same decision, because the shapes of all ranks' parts count.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LocalGradients:
         for gradient, layout in zip(found, layouts, strict=True):
             if isinstance(gradient, Tensor):
                 mine = None if layout is None else layout.cotangent
-                # One tensor may be the gradient of two parameters; of which one, nobody can tell then.
+                # One tensor may be the gradient of two parameters; which of them it belongs to is unknown then.
                 if _MARK in gradient.__dict__ and gradient.__dict__[_MARK] is not mine:
                     del gradient.__dict__[_MARK]
                 else:
@@ -53,7 +53,7 @@ class LocalGradients:
 
     @classmethod
     def expect(cls, sources: Iterable[Any]) -> list[Any]:
-        """Layouts of what gradients may be of, which plain tensors of the program may be parts of from now on."""
+        """Layouts of the gradients of ``sources``. From now on, plain tensors of the program may be their parts."""
         layouts = [getattr(source, "_layout", None) for source in sources]
         cls.parts = tuple(dict.fromkeys(x.cotangent for x in layouts if x is not None and is_part(x.cotangent)))
         return layouts
@@ -65,15 +65,15 @@ class LocalGradients:
 
     @classmethod
     def tell(cls, operation: Any) -> None:
-        """Warn, once, of what ``operation`` gives to the program, if it is `mindspore.grad` or `value_and_grad`."""
+        """Warn, once, of the gradients that `mindspore.grad` or `value_and_grad` gives to the program."""
         if not cls.told and cls.parts and isinstance(operation, _Grad) and operation.get_by_list:
             cls.told = True
             name = "value_and_grad" if operation.get_value else "grad"
             warnings.warn(
                 f"mindspore.{name} gives this rank's parts of the gradients of sharded parameters, as plain tensors. A "
-                "norm or a sum that the program computes of them is another one on each rank, and parameters that "
-                f"ranks hold alike drift apart. {name} of hyper_parallel.mindspore gives DTensors, of which it is that "
-                "of the whole; ops.clip_by_global_norm and optimizers take both",
+                "norm or a sum that the program computes of them is another one on each rank, and replicated "
+                f"parameters drift apart. {name} of hyper_parallel.mindspore gives DTensors, whose norm or sum is that "
+                "of the whole gradient; ops.clip_by_global_norm and optimizers take both",
                 stacklevel=4,
             )
 
@@ -95,6 +95,6 @@ def is_part(layout: Any) -> bool:
 
 
 def layout_of_gradient(gradient: Any) -> tuple[bool, Any]:
-    """Whether a tensor is what a backward gave, and the layout of the distributed gradient that it is a part of."""
+    """Whether a backward gave the tensor, and the layout of the distributed gradient that it is a part of."""
     marks = gradient.__dict__
     return _MARK in marks, marks.get(_MARK)

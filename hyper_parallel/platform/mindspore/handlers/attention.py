@@ -28,9 +28,9 @@ v_proj_weight static_k static_v average_attn_weights is_causal k_is_v q_is_k dty
 def attention_by_heads(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Stands for ``multi_head_attention_forward``: the projections, attention for each head, and the projection back.
 
-    Where weights are DTensors. Projections in whose weight query, key and value are packed (`PackedShard`) and an
-    output projection sharded along its input give heads on shards and a partial sum, as `ColwiseParallel` and
-    `RowwiseParallel` do. Biases of keys and values, dropout in training and masks of each head stay with MindSpore's
+    Where weights are DTensors. A weight in which query, key and value are packed (`PackedShard`) gives heads on shards,
+    as `ColwiseParallel` does. An output projection sharded along its input then gives a partial sum, as
+    `RowwiseParallel` does. Biases of keys and values, dropout in training and masks of each head stay with MindSpore's
     function.
     """
     if not is_dispatching():

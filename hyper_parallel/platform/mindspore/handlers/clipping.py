@@ -1,7 +1,7 @@
 """Clipping gradients by their norm, and looking for infinities in them: what needs the gradients of all ranks.
 
-DTensors say what they are. Plain local gradients are known by `LocalGradients`; what may have been computed from one is
-refused where its norm counts.
+DTensors carry their layout. `LocalGradients` knows plain local gradients. A tensor that may have been computed from one
+is refused where its norm counts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def clipping(plain: Callable, *args: Any, name: str, place: int, **kwargs: Any) 
     layouts = [_layout_of(t, name) for t in tensors]
     if all(layout is None for layout in layouts) and not any(isinstance(t, InterceptedTensor) for t in tensors):
         return plain(*args, **kwargs)
-    # What is not distributed is whole on every rank.
+    # A tensor that is not distributed is whole on every rank.
     own = [_own_layout(t) or known for t, known in zip(tensors, layouts, strict=True)]
     joined = InterceptedTensor._core.on_joined_meshes(own)
     whole = [_distributed(t, layout) for t, layout in zip(tensors, joined, strict=True)]
@@ -98,7 +98,7 @@ def _layout_of(tensor: Any, name: str = "") -> Any:
     """The layout of the gradient that a plain tensor is a part of, None where it is none.
 
     Raises:
-        ValueError: in a function called ``name``, for what may have been computed from such a part.
+        ValueError: in a function called ``name``, for a tensor that may have been computed from such a part.
     """
     if not isinstance(tensor, Tensor) or isinstance(tensor, InterceptedTensor):
         return None
@@ -131,8 +131,8 @@ def _distributed(tensor: Any, layout: Any) -> Any:
 
 
 def _as_given(clipped: Any, given: Any, layout: Any, joined: Any) -> Any:
-    """The clipped gradient as it was given: the norm is distributed, and so is what it divides. ``joined`` is the
-    layout that it was clipped with, for the ``layout`` that it has."""
+    """The clipped gradient as it was given: the norm is distributed, and so are the gradients that it divides.
+    ``joined`` is the layout that it was clipped with, for the ``layout`` that it has."""
     if not isinstance(clipped, InterceptedTensor):
         return clipped
     if isinstance(given, InterceptedTensor):

@@ -35,7 +35,7 @@ def call_on_sequence(original: Callable, primitive: Any, *args: Any, distributed
 
     Args:
         original: MindSpore's.
-        primitive: what is called.
+        primitive: the called primitive.
         args: tensors, or one sequence of them.
         distributed: (primitive, tensors) -> result, where one of the tensors is a DTensor.
     """
@@ -92,8 +92,9 @@ _PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
 
 # -------------------------------------------------------------------- cells that write their own backward
 def gathered_bprop(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the call of a cell with a ``bprop``, such as `ops.nanmean` makes one. MindSpore gives that one what it
-    recorded, this rank's part, so such a cell runs on gathered operands, as any function without a rule."""
+    """Stands for the call of a cell with a ``bprop``, such as `ops.nanmean` makes one. MindSpore would give the
+    ``bprop`` the recorded tensors, this rank's parts. So such a cell runs on gathered operands, as any function without
+    a rule."""
     found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
     if found is None:
         return original(cell, *args, **kwargs)
@@ -123,7 +124,7 @@ def gathered_apply(original: Any) -> classmethod:
     return classmethod(functools.wraps(original.__func__)(apply))
 
 
-# -------------------------------------------------------------------- plain parameters beside DTensors
+# -------------------------------------------------------------------- plain parameters and DTensors
 #: Operator -> the one that the right operand has for it.
 REFLECTED = {
     **{f"__{n}__": f"__r{n}__" for n in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")},
@@ -132,8 +133,8 @@ REFLECTED = {
 
 
 def reflected_operator(original: Callable, x: Any, other: Any, reflected: str) -> Any:
-    """Stands for an operator of parameters. In ``parameter * distributed`` Python does not ask the right operand first,
-    as it does for other plain tensors, of whose class DTensors are subclasses; MindSpore then looks at the left one
+    """Stands for an operator of parameters. Python asks the right operand first where its class derives from the left
+    one's. That holds for plain tensors, but not in ``parameter * distributed``. MindSpore then looks at the left one
     only."""
     if isinstance(other, InterceptedTensor) and is_dispatching():
         return getattr(other, reflected)(x)

@@ -19,14 +19,14 @@ from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, 
 
 __all__ = ["DRAWS", "NEW_METHODS", "draw_like", "full_like"]
 
-#: What can be drawn by counter.
+#: Functions whose numbers can be drawn by counter.
 _KINDS = {"rand": "uniform", "randn": "normal"}
 #: functions of ``mindspore.ops.function.random_func``
 DRAWS = tuple(f"{name}_like{ext}" for name in ("rand", "randn", "randint") for ext in ("", "_ext"))
 
 
 def draw_like(plain: Callable, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for a function of `DRAWS`. Every rank draws the whole tensor and keeps its part, or, on request, draws
+    """Stands for a function of `DRAWS`. Every rank draws the whole tensor and keeps its part. On request, it draws
     uniform and normal numbers for its part alone."""
     if not isinstance(input, InterceptedTensor) or not is_dispatching():
         return plain(input, *args, **kwargs)

@@ -2,8 +2,8 @@
 
 ``ops.cross_entropy`` runs some twenty primitives. Each is right on DTensors, but together they gather the classes. So
 the functions are replaced (`platform.mindspore.patches`): DTensors go to core as one operation, and for plain tensors
-nothing changes. A name that a program has imported from MindSpore before the first DTensor was made stays what it was:
-right, but with gathered classes.
+nothing changes. A name that a program imported from MindSpore before the first DTensor was made keeps the original
+function: right, but with gathered classes.
 """
 
 from __future__ import annotations

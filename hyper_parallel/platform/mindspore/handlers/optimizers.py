@@ -1,9 +1,9 @@
 """Optimizers on distributed parameters.
 
 MindSpore's optimizers update each element by itself, with few exceptions: they step on the local tensors, compiled, at
-the speed of plain ones. `nn.AdaFactor`, and classes that are not MindSpore's own, of which nothing is known, run
-operation by operation through dispatch. Of the others that need more than an element, none has a kernel on CPU that
-could have shown it right, so they are refused.
+the speed of plain ones. `nn.AdaFactor` runs operation by operation through dispatch. So do classes that are not
+MindSpore's own, because nothing is known about them. Other optimizers that need more than an element have no kernel on
+CPU that could have shown it right. They are refused.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _check_state(optimizer: Any) -> None:
     """Raise ValueError for state that was made before a parameter was sharded, and has its whole shape."""
     shapes = {p.name: p._layout for p in _sharded_parameters(optimizer)}
     for state in optimizer.get_parameters() if shapes else ():
-        # Named after what it is and the parameter: "moment1.layers.0.weight".
+        # Named after its kind and the parameter: "moment1.layers.0.weight".
         layout = shapes.get(state.name.partition(".")[2])
         if layout is None or layout.mesh.size() == 1:
             continue
@@ -156,7 +156,7 @@ def _written_in_operations(optimizer: Any) -> Iterator[None]:
 def run_compiled_step(original: Any, executor: Any, args: tuple, kwargs: dict) -> Any:
     """The compiled ``construct`` of one of MindSpore's optimizers, called while interception is on.
 
-    Either the optimizer goes operation by operation, then its function is called as it is written, or a class derived
+    Either the optimizer goes operation by operation, then its function is called as it is written. Or a class derived
     from an element-wise one called ``super().construct``, which steps on the local tensors.
     """
     if isinstance(executor.obj, nn.AdaFactor):

@@ -1,6 +1,6 @@
 """Functions of MindSpore that make plain tensors inside, from sizes and numbers: a tensor of zeros to compare with,
 the indices of a slice. They are the same on all ranks, so the bodies run as they are, with such tensors taken for
-replicated. What the caller gives must be distributed as ever."""
+replicated. Tensors that the caller gives must be distributed as ever."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Plain tensors that meet DTensors, where MindSpore would fail without an explanation or take this rank's part.
 
-Where a plain tensor comes first, as in ``plain.mul(distributed)``, MindSpore sees that a tensor of another class takes
-part and asks the plain one for ``__fallback__``. `Fallback` answers, for plain tensors and nothing else: a parameter
-that had the attribute would count as a tensor of another class itself, in every operation.
+Where a plain tensor comes first, as in ``plain.mul(distributed)``, MindSpore sees a tensor of another class. It asks
+the plain one for ``__fallback__``. `Fallback` answers for plain tensors alone. A parameter with the attribute would
+count as a tensor of another class itself, in every operation.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Whole:
 
 
 def whole_values(original: Callable, save_obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the function that collects what ``save_checkpoint`` writes: whole values of distributed parameters,
+    """Stands for the function that collects the entries of ``save_checkpoint``: whole values of distributed parameters,
     one parameter after the other. All ranks of their meshes must call it."""
     entries = original(save_obj, *args, **kwargs)
     if not is_dispatching():
@@ -90,7 +90,7 @@ class Fallback:
 
     def __get__(self, tensor: Any, owner: type | None = None) -> Any:
         if tensor is None:
-            return self  # MindSpore lists what the class has, to compile from bytecode
+            return self  # MindSpore lists the attributes of the class, to compile from bytecode
         if type(tensor) is not Tensor:
             raise AttributeError("__fallback__")
         return _of_distributed

@@ -18,7 +18,7 @@ from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, 
 __all__ = ["attention_calls", "scaled_dot_product_attention"]
 
 _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("hyper_parallel_attention_of_parts", default=None)
-#: What a hidden score is before the softmax: finite, so that a query that sees no key gets zeros.
+#: The value of a hidden score before the softmax: finite, so that a query that sees no key gets zeros.
 _HIDDEN = -1e30
 
 

@@ -1,8 +1,8 @@
 """MindSpore's primitives and the canonical operations that they are: the table that interception looks up.
 
-Keys are names of primitives as ``__fallback__`` sees them, on CPU and on Ascend; names in lower case are operations
-of Python's (indexing) that `tensor` intercepts itself. Where one primitive is several operations, `VARIANTS` picks
-the row by the arguments.
+Keys are names of primitives as ``__fallback__`` sees them, on CPU and on Ascend. Names in lower case are operations of
+Python's (indexing) that `tensor` intercepts itself. Where one primitive is several operations, `VARIANTS` picks the row
+by the arguments.
 """
 
 from __future__ import annotations

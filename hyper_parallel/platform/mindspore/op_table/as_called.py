@@ -1,5 +1,5 @@
-"""Rows for primitives that are called again as they were, whatever arguments they have, with the local tensors in the
-places of the distributed ones; and the shapes of what they give, found by a call on small tensors."""
+"""Rows for primitives that are called again as they were, whatever arguments they have. Local tensors take the places
+of the distributed ones. The shapes of the results are found by a call on small tensors."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def shapes_of(
         given: the call.
         shapes: of the operands, None for one that is not given.
         native: makes the call.
-        facts: what ``native`` gets before the last three static arguments.
+        facts: the arguments of ``native`` before the last three static ones.
     """
     which = given.func if hasattr(given.func, "prim") else given.func.name
     dtypes = tuple(x.dtype if isinstance(x, Tensor) else None for x in given.operands)

@@ -1,9 +1,9 @@
 """Rows of the op table: how a native call is brought into canonical form, and how the canonical form runs natively.
 
 The same primitive arrives in several shapes: ``mint.sum(x, 1)`` gives ``SumExt`` with all arguments by position,
-``x.sum(dim=1)`` the arguments as the user wrote them. A row says what arguments there are and what becomes of them in
-one text, see `platform.row_text`, which evens the shapes out. What is computed from the arguments is a function
-decorated with `binds`.
+``x.sum(dim=1)`` the arguments as the user wrote them. A row names the arguments and their use in one text. The text
+evens the shapes out, see `platform.row_text`. A function decorated with `binds` computes further values from the
+arguments.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _call_elementwise(func: Any, operands: tuple, static_args: Any) -> Any:
 
 
 def _call_inplace(func: Any, operands: tuple, static_args: Any) -> Any:
-    """On CPU most primitives that should write in place return a new tensor and write nothing, and those that write
-    lose what is written to a view."""
+    """Run a primitive that writes in place. On CPU most of these return a new tensor and write nothing. Those that do
+    write lose a write to a view."""
     target = operands[0]
     if not is_dense(target):
         value = _call_inplace(func, (mint.add(target, 0), *operands[1:]), static_args)

@@ -50,7 +50,7 @@ def _choose_element_wise(row: NativeOp, place: int) -> Choose:
 
 
 def _reduced_loss(function: Callable, place: int) -> Composition:
-    """``function(*args, reduction="none")`` gives what is to be reduced; the argument at ``place`` says how."""
+    """``function(*args, reduction="none")`` gives the tensor to reduce; the argument at ``place`` says how."""
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
         return _total(function(*args[:place], reduction="none"), _REDUCTIONS[args[place]])

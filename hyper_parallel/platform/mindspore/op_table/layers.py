@@ -1,4 +1,4 @@
-"""Layers by their signatures: convolutions, pools, resampling, and what else works on whole pictures.
+"""Layers by their signatures: convolutions, pools, resampling, and others that work on whole pictures.
 
 See the canonical operation ``labelled``. Sizes of results are those of a call on small tensors, in which batches and
 channels have size 1.
@@ -39,7 +39,7 @@ def labelled(
 
     Args:
         text: arguments and operands, see `as_called`.
-        sign: makes the signature, or is it. One result in it stands for several that are alike.
+        sign: makes the signature, or is it. One result in it stands for several with the same labels.
         native: makes the call; the static arguments begin with the signature, shapes of results and the number of
             groups on this rank.
         groups: gives the number of groups of channels, which is 1 where that is not given.
@@ -222,7 +222,7 @@ GIVEN_STATISTICS = labelled("x weight bias mean variance -> x weight bias mean v
 
 # -------------------------------------------------------------------- others
 def _crossed(given: Given) -> str | None:
-    """Whole along the dimension of the vectors, without a word the first of size 3; what is stretched is whole."""
+    """Whole along the dimension of the vectors, the first of size 3 by default; broadcast dimensions are whole."""
     shapes = given.shapes
     ndim = max(map(len, shapes))
     common = [max(((1,) * (ndim - len(s)) + s)[d] for s in shapes) for d in range(ndim)]

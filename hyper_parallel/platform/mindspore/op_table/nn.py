@@ -176,7 +176,7 @@ VARIANTS: dict[str, Choose] = {
     "FlashAttentionScore": _choose_flash_attention,
 }
 
-#: primitives with more results than the canonical operation has: how the one becomes what MindSpore's wrapper takes
+#: primitives with more results than the canonical operation has: a function from the one to those of the primitive
 RESULTS: dict[str, Callable[[Any], Any]] = {
     "NLLLoss": lambda y: (y, None),
     "SoftmaxCrossEntropyWithLogits": lambda y: (y, None),

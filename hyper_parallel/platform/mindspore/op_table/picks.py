@@ -44,7 +44,7 @@ _CONSECUTIVE = row("unique_in_order", lambda func, args, kwargs: (args[:1], args
 
 
 def _unique_consecutive(func: Any, args: tuple, kwargs: dict) -> Any:
-    """MindSpore looks at what was asked for and leaves the others alone."""
+    """MindSpore looks at the results that were asked for and leaves the others alone."""
     x, places, counts, dim = args
     found = _dispatch(_CONSECUTIVE, func, (x,), dim, bool(places), bool(counts))
     remaining = iter(found if isinstance(found, tuple) else (found,))
@@ -76,7 +76,7 @@ def is_mask(item: Any) -> bool:
 
 
 def without_masks(index: tuple) -> tuple:
-    """An index with the places of what is true in place of each distributed mask."""
+    """An index with the places of the true elements in place of each distributed mask."""
     found: list[Any] = []
     for item in index:
         found += _nonzero_columns(None, (item,), {}) if is_mask(item) else [item]

@@ -1,4 +1,4 @@
-"""Rows of the op table for what draws random numbers, and what draws without a row."""
+"""Rows of the op table for operations that draw random numbers, and others that draw without a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DRAWS", "OPS", "RESULTS", "drawn_by_first_rank", "refuse_draw"]
 # -------------------------------------------------------------------- dropout
 def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> Bound:
     """``Dropout(x, keep_prob, seed, seed)``. `ops.dropout` has drawn the seeds before it arrives here, and `_dropout`
-    calls it again; a layer has drawn them once for all."""
+    calls it again. A layer has drawn them once for all."""
     x, keep, *seeds = args
     if is_of_one_call(func.prim):
         given, stream = undo_draw("dropout", (seeds[0], seeds[1])), None

@@ -14,7 +14,7 @@ from hyper_parallel.platform.mindspore.processes.collectives import copied
 
 __all__ = ["OPS", "VARIANTS"]
 
-#: How the generated code counts what a scatter does with what is there.
+#: The generated code's numbers for how a scatter treats the values that are there.
 _HOW = {0: "replace", 1: "add", "none": "replace", "add": "add"}
 _BATCH = "abdefklm"
 
@@ -35,7 +35,7 @@ def _nothing(given: Given) -> tuple:
 
 # -------------------------------------------------------------------- indices of several dimensions
 def _at_points(terms: str, adds: bool = False) -> NativeOp:
-    """``x[index[t, 0], index[t, 1], ...] = updates[t]``, or combined in another way. What is added may be split."""
+    """``x[index[t, 0], index[t, 1], ...] = updates[t]``, or combined in another way. Updates that add may be split."""
 
     def sign(given: Given) -> str | None:
         x, index, updates = given.shapes

@@ -192,7 +192,7 @@ def _setitem(func: Any, operands: tuple, static_args: tuple) -> Any:
         written_nothing(x, operands[1])
         return x  # MindSpore fails where there is nothing to write
     if len(operands) > 2 and not _is_recorded(x, operands[1]):
-        # For an index of tensors as well. What a slice writes reaches the base.
+        # For an index of tensors as well. A write to a slice reaches the base.
         result = x.copy()
         func(result, index[0] if len(index) == 1 else index, operands[1])
         func(x, (slice(None),) * x.ndim, result)

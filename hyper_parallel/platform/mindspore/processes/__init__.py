@@ -1,1 +1,1 @@
-"""Processes and what they send: launch, stores, groups, collectives, lost ranks."""
+"""Processes and their messages: launch, stores, groups, collectives, lost ranks."""

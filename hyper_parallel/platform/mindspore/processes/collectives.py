@@ -1,8 +1,8 @@
-"""Collectives on plain local tensors. What the communication library lacks, core emulates: see `supports`.
+"""Collectives on plain local tensors. Core emulates those that the communication library lacks: see `supports`.
 
 On CPU (mccl) there are all_reduce, all_gather and broadcast; reduce_scatter, all_to_all and scatter exist on Ascend.
-In-place collectives silently leave alone what is not contiguous, and on CPU also what is part of a larger storage;
-`dense` copies these.
+In-place collectives silently leave non-contiguous tensors alone. On CPU they also leave parts of a larger storage
+alone. `dense` copies these.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hyper_parallel.platform.mindspore.processes.launch import device_target, wa
 __all__ = ["CollectiveVerbs", "copied", "dense", "is_dense"]
 
 _CPU_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int32, ms.int64}
-#: what travels as another dtype
+#: dtypes that travel as another one
 _AS_BYTES = {ms.bool_: ms.int8, ms.int16: ms.int32}
-#: what neither mccl nor hccl knows; gathered as bytes, broadcast through bytes on the host
+#: dtypes that neither mccl nor hccl knows; gathered as bytes, broadcast through bytes on the host
 _UNKNOWN = {ms.uint16, ms.uint32, ms.uint64, ms.complex64, ms.complex128}
 _CPU_MOVE = {*_CPU_REDUCE, *_AS_BYTES, ms.uint8, ms.float64}
 _CPU_OPS = {"sum", "max"}

@@ -1,6 +1,6 @@
 """Collectives of MindSpore that a program calls on DTensors by itself: they act on the local tensors.
 
-All-reduce, reduce and broadcast, whose result has the shape of what they are given. The others join or cut tensors, and
+All-reduce, reduce and broadcast, whose result has the shape of the operand. The others join or cut tensors, and
 are refused.
 """
 
@@ -39,7 +39,7 @@ def run_collective(name: str, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run a collective on the local tensor of its first argument. Interception is off.
 
     Returns:
-        what MindSpore returns, with a tensor as a DTensor of the same layout.
+        MindSpore's result, with a tensor as a DTensor of the same layout.
 
     Raises:
         TypeError: for one that joins or cuts tensors.
@@ -70,7 +70,7 @@ def run_collective(name: str, func: Any, args: tuple, kwargs: dict) -> Any:
     local = dense(x)
     result = func(local, *args[1:], **kwargs)
     if local is not x:
-        # MindSpore leaves alone what is not contiguous, or part of a larger storage; `copy_` does so too.
+        # MindSpore leaves a tensor alone that is not contiguous, or part of a larger storage; `copy_` does so too.
         if isinstance(result, tuple) and len(result) > 1 and hasattr(result[1], "wait"):
             result[1].wait()
         x.assign_value(local)

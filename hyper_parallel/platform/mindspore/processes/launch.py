@@ -39,7 +39,7 @@ from hyper_parallel.platform.timeout import timeout_seconds
 
 __all__ = ["GroupVerbs", "World", "device_target", "wait_for_group"]
 
-#: Seconds, where nobody says how long to wait.
+#: Seconds to wait, where the program gives no time-out.
 _TIMEOUT = 300.0
 #: Seconds that a rank waits for the others before it destroys its groups, where a collective has failed.
 _AFTER_FAILURE = 5.0
@@ -85,12 +85,12 @@ class World:
     process: int = field(default_factory=os.getpid)
 
     def leave(self) -> None:
-        """Return when all ranks leave, or those that do not are lost. Until then they may need what this one sends."""
+        """Return when all ranks leave, or those that do not are lost. Until then they may need this rank's messages."""
         atexit.unregister(self._end)
         if self.store is None and not self.failed and "MS_SCHED_HOST" in os.environ:
             with suppress(RuntimeError):  # a rank is lost
                 self.store = store_of_msrun(self.rank, self.size, self.group, timedelta(seconds=_TIMEOUT))
-        if self.store is None:  # nobody can be asked, and mccl has sent what it could after a moment
+        if self.store is None:  # no rank can be asked, and mccl has sent its messages after a moment
             time.sleep(_MOMENT)
         else:
             wait_for_leaving(self.store, self.size, _AFTER_FAILURE if self.failed else seconds_in_collectives())
@@ -183,7 +183,7 @@ class GroupVerbs:
             )
         mine = next((tuple(ranks) for ranks in rank_lists if world.rank in ranks), None)
         if options is not None:
-            world.with_options += 1  # on all ranks, so that they call the groups alike
+            world.with_options += 1  # on all ranks, so that they give the groups the same names
         if mine is None:
             return None
         if options is not None and len(mine) > 1:
@@ -212,7 +212,7 @@ class GroupVerbs:
         return NativeGroup(ranks, native, native)
 
     def native_group(self, group: str | None) -> str | None:
-        """Groups are named; a group of one rank is made when somebody asks for its name."""
+        """Return the name of a group. A group of one rank is made when its name is first asked for."""
         world = self._need_world()
         if world.group is not None and group == _self_group(world.rank) and group not in world.subgroups.values():
             communication.create_group(group, [world.rank])

@@ -14,7 +14,7 @@ __all__ = ["GRACE", "Lost", "check_group", "find_missing_ranks", "is_communicati
 #: time-out by then, each since it came to the collective.
 GRACE = 5.0
 
-#: Name of a group -> what `find_missing_ranks` gives of it: groups with ranks that were missing in a collective. Each
+#: Name of a group -> the result of `find_missing_ranks`: groups with ranks that were missing in a collective. Each
 #: further collective with them would wait for mccl's time-out again.
 Lost = dict[str, tuple[dict[int, str], tuple[int, ...]]]
 
@@ -24,7 +24,7 @@ _FAILURES = re.compile(
 
 
 def is_communication_failure(error: Exception) -> bool:
-    """Whether a collective lost a rank, rather than refused what it was given."""
+    """Whether a collective lost a rank, rather than refused its arguments."""
     return _FAILURES.search(str(error)) is not None
 
 
@@ -46,7 +46,7 @@ def find_missing_ranks(
         ranks: global ranks of the group.
         report: what this rank was doing.
         groups: the name of each group of this rank -> its global ranks.
-        lost: what is known, which is added to.
+        lost: the known results by group; this call may add one.
     """
     if store is None or group in lost:
         return lost.get(group)

@@ -1,8 +1,8 @@
 """Stores at which ranks meet, and how ranks part that have met at one.
 
-mccl acknowledges a message, with all that was in it, from a buffer, after it has given the message to the collective. A
-rank that then ends, or closes its connections, takes the acknowledgement with it. The rank that has sent then fails
-after its time-out, although nothing was wrong. So ranks part when all have returned from their last collective.
+mccl acknowledges a message after it has given the message to the collective. The acknowledgement contains the message,
+and waits in a buffer to be sent. It is lost when its rank ends, or closes its connections. The sender then fails after
+its time-out, although nothing was wrong. So ranks part when all have returned from their last collective.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "wait_for_leaving",
 ]
 
-#: Seconds that mccl's collectives wait for the other ranks, where nobody says how long, and the variable that says it.
+#: Seconds that mccl's collectives wait for the other ranks by default, and the variable that changes them.
 #: It is read once.
 SECONDS, _VARIABLE = 30.0, "MS_CPU_COMM_OP_TIMEOUT"
 #: Where ranks are counted that have met, and that leave.
@@ -133,7 +133,7 @@ def wait_for_leaving(store: Any, size: int, seconds: float) -> None:
 
 
 def _count(store: Any, place: str, size: int, seconds: float) -> int | None:
-    """Count this rank, wait for the others, and return how many came in so many seconds; None where the store is gone.
+    """Count this rank, wait for the others, and return how many came in time. None where the store is gone.
 
     Rank 0, which serves it, goes when it has seen all, or when it is lost.
     """

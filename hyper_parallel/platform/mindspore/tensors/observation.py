@@ -1,4 +1,4 @@
-"""Watching a program of MindSpore: cells and collectives, by what stands in their place (`patches`)."""
+"""Watching a program of MindSpore: cells and collectives, by their replacements (`patches`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hyper_parallel.platform.watching import is_called_from, tensors_in
 
 __all__ = ["COLLECTIVES", "ObservationVerbs", "watched_call", "watched_collective"]
 
-#: Function of MindSpore -> what core calls it, and which argument this rank gives.
+#: Function of MindSpore -> core's name for it, and which argument this rank gives.
 COLLECTIVES: dict[str, tuple[str, int]] = {
     "all_reduce": ("all_reduce", 0),
     "all_gather": ("all_gather", 1),
@@ -31,7 +31,7 @@ COLLECTIVES: dict[str, tuple[str, int]] = {
     "reduce": ("reduce", 0),
 }
 _PROCESSES = "hyper_parallel.platform.mindspore.processes"
-#: This backend's own collectives: core has recorded what is called from there already.
+#: This backend's own collectives: core has recorded calls from there already.
 _OWN = frozenset({f"{_PROCESSES}.collectives", f"{_PROCESSES}.launch"})
 _OBSERVERS: list[Observer] = []
 

@@ -49,7 +49,7 @@ class DistributedParameter:
     def set_data(self: Any, data: Any, slice_shape: bool = False) -> Any:
         """Give the parameter new values, which are copied.
 
-        The values go where the old ones are, so that what was taken of the parameter stays the parameter.
+        The values go where the old ones are, so that views of the parameter stay views of it.
 
         Args:
             data: the whole tensor, an initializer of one, or a DTensor placed as the parameter is.
@@ -69,7 +69,7 @@ class DistributedParameter:
         return self
 
     def assign_value(self: Any, value: Any) -> Any:
-        """As `set_data`: what is below, in C++, would take whatever shape the value has."""
+        """As `set_data`: the code below, in C++, would take a value of any shape."""
         if not is_dispatching() or not isinstance(value, Tensor):
             return Tensor.assign_value(self, value)
         _write(self, local_value(self, value), value.dtype)
@@ -78,7 +78,7 @@ class DistributedParameter:
     def _replace(self: Any, value: Any) -> None:
         (self.assign_value if is_dispatching() else partial(Tensor.data.__set__, self))(value)
 
-    #: Assigned to, it takes what `assign_value` takes.
+    #: Assigned to, it takes the values that `assign_value` takes.
     data = property(Tensor.data.__get__, _replace)
 
     def copy(self: Any) -> Any:
@@ -147,7 +147,7 @@ def _wrong_shape(parameter: Any, shape: tuple[int, ...], is_part: bool = False) 
 
 
 def _initialized(parameter: Any, lazy: Tensor) -> Tensor:
-    """This rank's part of what an initializer gives for the whole parameter: ranks agree on the numbers drawn."""
+    """This rank's part of an initializer's values for the whole parameter: ranks agree on the numbers drawn."""
     layout = parameter._layout
     if isinstance(lazy.init, (Zero, One, Constant)):
         # No rank needs the whole tensor. Of one without elements MindSpore makes none.

@@ -19,7 +19,7 @@ _HELD = "_hp_parameter_tuples"
 
 
 def read_from_table(cell: Any) -> None:
-    """Let the attributes of a cell that are tuples of its parameters give what stands in its table."""
+    """Let the attributes of a cell that are tuples of its parameters give the entries of its table."""
     attributes = [name for name, value in vars(cell).items() if isinstance(value, ParameterTuple) and value]
     for name in attributes:
         names = _names_in_table(cell, vars(cell)[name])

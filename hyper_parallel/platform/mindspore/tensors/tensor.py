@@ -1,12 +1,12 @@
 """The distributed tensor of MindSpore: a `mindspore.Tensor` whose operations arrive at core's dispatcher.
 
-A DTensor **is** its local tensor: `wrap` changes the class of the tensor that an operation returned, so the object
-stays the one that the autograd graph knows. That makes gradients with respect to a DTensor, and of a DTensor, work as
-for any tensor, and costs a tenth of a microsecond. (A second tensor object made with ``Tensor._make_subclass`` costs
-1.4 us and is a tensor of its own to ``value_and_grad`` when it is a leaf.)
+A DTensor **is** its local tensor: `wrap` changes the class of the tensor that an operation returned. So the object
+stays the one that the autograd graph knows. Gradients with respect to a DTensor, and of a DTensor, work as for any
+tensor. That costs a tenth of a microsecond. A second tensor object made with ``Tensor._make_subclass`` costs 1.4
+us. When it is a leaf, it is a tensor of its own to ``value_and_grad``.
 
-MindSpore calls ``__fallback__`` for most operations on a subclass. It does not for indexing, iteration, ``stack`` and
-a few more; those are overridden here, otherwise they would silently compute on the shard.
+MindSpore calls ``__fallback__`` for most operations on a subclass. It does not for indexing, iteration, ``stack`` and a
+few more. Those are overridden here, otherwise they would silently compute on the shard.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _WRITE_FIRST_OPERAND = frozenset(
 
 
 class Unknown(Function):
-    """A primitive without a row. Compares by name, so that core reports each once; the name of one that writes in
+    """A primitive without a row. Compares by name, so that core reports each once. The name of one that writes in
     place ends in an underscore, which core refuses for sharded operands."""
 
     __slots__ = ()
@@ -249,7 +249,7 @@ class InterceptedTensor(Tensor):
             raise TypeError("len() of a 0-d tensor")
         return shape[0]
 
-    # ---------------------------------------------------------------- what __fallback__ does not see
+    # ---------------------------------------------------------------- methods that __fallback__ does not see
     __getitem__ = _dispatched("getitem", Tensor.__getitem__)
     __setitem__ = _dispatched("setitem_", Tensor.__setitem__)
     contiguous = _dispatched("Contiguous", Tensor.contiguous)
@@ -283,7 +283,7 @@ class InterceptedTensor(Tensor):
         return self.asnumpy() if dtype is None else self.asnumpy().astype(dtype)
 
     def _whole(self) -> Tensor:
-        """A plain tensor of what is to be read: the whole tensor, or under the guard the local one."""
+        """The plain tensor to read: the whole tensor, or under the guard the local one."""
         if _STATE.depth or self._layout is None:
             return Tensor._make_subclass(Tensor, self)
         return self.full_tensor()
@@ -322,6 +322,6 @@ def distributed_in(tree: Any) -> Iterator[Any]:
 
 def copy_of(x: Tensor) -> Tensor:
     """A plain leaf tensor with a copy of the local data. MindSpore's own deepcopy shares memory until an operation
-    writes, and what `copy_` writes arrives in both."""
+    writes, and values that `copy_` writes arrive in both."""
     with NoDispatch():
         return Tensor(Tensor.asnumpy(Tensor._make_subclass(Tensor, x)), x.dtype)

@@ -64,7 +64,7 @@ def _block(kind: str, places: Tensor, key: Tensor, salt: Tensor, dtype: torch.dt
 
 
 def _philox(places: Tensor, key: Tensor, salt: Tensor) -> tuple[Tensor, Tensor]:
-    """Words of 32 bits as int64. Their products do not fit; what overflows is what is cut off anyway."""
+    """Words of 32 bits as int64. Their products do not fit; only the bits that are cut off anyway overflow."""
     first, second = places & _WORD, (places >> 32) ^ salt
     for _ in range(ROUNDS):
         product = first * MULTIPLIER

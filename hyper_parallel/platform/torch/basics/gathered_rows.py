@@ -28,7 +28,7 @@ class GatheredRows(Rows):
         return self._rows
 
     def unpack(self) -> None:
-        """See `Rows.unpack`. Autograd does not count what is written to ``data``."""
+        """See `Rows.unpack`. Autograd does not count writes to ``data``."""
         if self._stored.nbytes() != self._size and self._stored.resizable():
             self._stored.resize_(self._size)
         torch.cat(self._pieces, out=self._whole)

@@ -19,7 +19,7 @@ from hyper_parallel.platform.watching import is_called_from, tensors_in
 
 __all__ = ["ObservationVerbs", "unobserved"]
 
-#: Operation -> what core calls it, and which argument this rank gives.
+#: Operation -> core's name for it, and which argument this rank gives.
 _KINDS: dict[str, tuple[str, int]] = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -51,7 +51,7 @@ _KINDS: dict[str, tuple[str, int]] = {
 }
 _NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 _PROCESSES = "hyper_parallel.platform.torch.processes"
-#: Of this backend: what is called from there core has recorded already.
+#: Modules of this backend: core has recorded the collectives that they call already.
 _OWN = frozenset({f"{_PROCESSES}.collectives", f"{_PROCESSES}.overlap"})
 
 
@@ -122,8 +122,8 @@ _OPEN: list[Any] = []
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Inside, what the program issues is not seen, unless there are modes of others too: for functions of torch that
-    compile themselves, which torch refuses where a mode looks on."""
+    """Inside, collectives of the program are not seen, unless there are modes of others too: for functions of torch
+    that compile themselves. Torch refuses these where a mode looks on."""
     left = list(_OPEN) if dispatch_modes() == len(_OPEN) else []
     for mode in reversed(left):
         mode.__exit__(None, None, None)
@@ -145,8 +145,8 @@ def _after(observer: Observer, active: list[bool], module: Any, output: Any) -> 
 
 
 def _when_backward_comes(values: Any, active: list[bool], tell: Callable[[], None]) -> None:
-    """Call ``tell()`` before backward runs what has computed a tensor in ``values``. A hook of the node, which leaves
-    the graph as it is; those of modules would put functions between."""
+    """Call ``tell()`` before backward runs the node that computed a tensor in ``values``. It is a hook of the node,
+    which leaves the graph as it is. Those of modules would put functions between."""
     with no_dispatch():
         for x in tensors_in(values, Tensor):
             if x.grad_fn is not None:

@@ -1,12 +1,12 @@
 """Private parts of torch that the backends use: the only place that names them.
 
-Each is looked at when this module is imported, before anything relies on it. One that is missing, or not of the kind
-that is expected, is replaced by a public way that is slower, where there is one (`REPLACED` lists those). Without one,
-importing the backend fails, with an error that names torch's version and those that are tested. The other modules
-import plain names from here, so that using one costs what using torch's own does.
+Each is looked at when this module is imported, before anything relies on it. One that is missing or of an unexpected
+kind is replaced by a public, slower way, where there is one. `REPLACED` lists those. Without one, importing the backend
+fails, with an error that names torch's version and those that are tested. The other modules import plain names from
+here, so that using one costs the same as using torch's own.
 
-What patches of torch need is checked where they are made. ``torch._C.DisableTorchFunctionSubclass`` is public, whatever
-it is called: torch documents it for subclasses of tensors.
+The parts that patches of torch need are checked where the patches are made. ``torch._C.DisableTorchFunctionSubclass``
+is public, in spite of its name: torch documents it for subclasses of tensors.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class UnknownTorchError(RuntimeError):
     """This torch lacks something private that a backend cannot do without."""
 
 
-#: What this torch does not have as expected, and is done in another way here.
+#: Parts that this torch does not have as expected, and that are replaced here.
 REPLACED: list[str] = []
 
 _NO_OTHER_WAY: Any = object()
@@ -167,7 +167,7 @@ current_node: Callable[[], Any] = _take("_C._current_autograd_node", lambda f: f
 will_execute: Callable[[Any], bool] = _take("_C._will_engine_execute_node", callable, lambda _: False)
 #: -1 outside of backward.
 graph_task: Callable[[], int] = _take("_C._current_graph_task_id", _returns(int))
-#: Called inside of backward, what it is given is called when the pass is complete.
+#: Called inside of backward with a function, which is called when the pass is complete.
 queue_callback: Callable[[Callable[[], None]], None] = _take(
     "autograd.Variable._execution_engine.queue_callback", callable
 )
@@ -213,7 +213,7 @@ with torch.enable_grad(), torch.inference_mode(False):
 
 
 def _check_tensors() -> None:
-    """Nodes get their hooks as one table for many, and some facts about tensors are read that torch keeps to itself."""
+    """Nodes get their hooks as one table for many. Some facts about tensors are read that torch keeps to itself."""
     for name in ("_backward_hooks", "_base", "_grad", "_is_view", "_post_accumulate_grad_hooks", "_version"):
         _take(f"Tensor.{name}", lambda _: True)
     with torch.enable_grad(), torch.inference_mode(False):
@@ -256,7 +256,7 @@ nested_left_aligned: Any = _take("_nested_tensor_from_mask_left_aligned", inspec
 
 
 def _chunk_and_cat(xs: Any, dim: int, count: int) -> Tensor:
-    """Each of ``xs`` in ``count`` parts along dimension 0, zeros added; what is the i-th part of any, in row i."""
+    """Each of ``xs`` in ``count`` parts along dimension 0, zeros added. Row i has the i-th parts."""
     padded = [F.pad(x.reshape(len(x), -1), (0, 0, 0, -len(x) % count)) for x in xs]
     return torch.cat([x.reshape(count, -1) for x in padded], 1)
 
@@ -269,15 +269,15 @@ chunk_cat: Callable[[Any, int, int], Tensor] = _take("_chunk_cat", inspect.isbui
 same_implementation: Callable[[Any, Any], bool] = _take(
     "_has_compatible_shallow_copy_type", callable, lambda x, y: x.device.type == y.device.type and x.layout == y.layout
 )
-#: Exchanges what is below two tensors that nothing else holds, as the last step of `torch.utils.swap_tensors`.
+#: Exchanges the implementations of two tensors that no other code holds: the last step of `torch.utils.swap_tensors`.
 swap_implementation: Callable[[Tensor, Tensor], None] = _take("_C._swap_tensor_impl", callable)
 #: None where nothing is being traced.
 tracer: Callable[[], Any] = _take("_C._get_tracing_state", callable, lambda: torch.jit.is_tracing() or None)
 
 
 def is_or_disables(found: Any, function: Callable) -> bool:
-    """Whether ``found`` is ``function``, or what ``torch.compile`` has put around that to trace nothing inside of it,
-    as it does with methods of torch's optimizers. Where torch marks that in another way, the answer is no."""
+    """Whether ``found`` is ``function``, or the wrapper with which ``torch.compile`` keeps it untraced. Methods of
+    torch's optimizers have it. Where torch marks that in another way, the answer is no."""
     return found is function or (
         getattr(found, "_torchdynamo_disable", False) and getattr(found, "__wrapped__", None) is function
     )
@@ -296,7 +296,7 @@ _ELSEWHERE = ("registration", "state_dict", "is_full_backward")
 
 
 def _knows_all_hooks() -> bool:
-    """Whether a call of a module can be surrounded by nothing but what `calls` looks at."""
+    """Whether `calls` looks at everything that can surround a call of a module."""
 
     def about_calls(names: Any) -> set[str]:
         return {n for n in names if "hook" in n and not any(word in n for word in _ELSEWHERE)}
@@ -340,7 +340,7 @@ def in_loss_parallel() -> bool:
     """Whether `torch.distributed.tensor.parallel.loss_parallel` is open, which counts for all threads.
 
     It puts handlers of its own into a table of torch's DTensors. Where torch has no such table, the answer is no. Its
-    module takes long to import, and nobody is inside before it was imported.
+    module takes long to import, and no context can be open before it was imported.
     """
     if "torch.distributed.tensor.parallel" not in sys.modules:
         return False
@@ -359,7 +359,7 @@ def _has_operators(table: Any) -> bool:
 fused_attention: Callable[..., tuple[Tensor, Tensor]] | None = _take(
     "ops.aten._scaled_dot_product_flash_attention_for_cpu", callable, None
 )
-#: What sees every operation below autograd.
+#: A mode that sees every operation below autograd.
 TorchDispatchMode: Any = _take("utils._python_dispatch.TorchDispatchMode", inspect.isclass)
 #: Whether a tensor is of a class that computes by other tensors inside of it.
 is_traceable_wrapper: Callable[[Any], bool] = _take("utils._python_dispatch.is_traceable_wrapper_subclass", callable)

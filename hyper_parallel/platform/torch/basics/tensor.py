@@ -1,4 +1,4 @@
-"""DTensors of torch: making them, knowing them, and what serves them besides operations.
+"""DTensors of torch: making them, knowing them, and handlers for calls besides operations.
 
 A DTensor is the local tensor itself with another class (``t.__class__ = DTensor``): no wrapper, no node in the autograd
 graph. `dtensor_class` makes the class.
@@ -38,15 +38,15 @@ HANDLERS: dict[Any, Handler] = {}
 
 
 class State:
-    """The DTensor class, which serves every torch device, and what core handed over with it."""
+    """The DTensor class, which serves every torch device, and the functions that core handed over with it."""
 
-    #: What core does for torch, once the class is made.
+    #: The functions of core for torch, once the class is made.
     core: ClassVar[Core]
     #: None before it is made.
     tensor_class: Any = None
     #: The same class, while torch is patched.
     wrapping: Any = NeedsPatches("torch")
-    #: function -> what serves it on DTensors.
+    #: function -> its handler for DTensors.
     table: ClassVar[dict[Any, Handler]] = {}
 
 
@@ -103,10 +103,10 @@ def layout_of(x: Any) -> Any:
 
 
 def wrap(local: Any, layout: Any) -> Any:
-    """Retag ``local``, which nobody else holds, as a DTensor.
+    """Retag ``local``, which no other code holds, as a DTensor.
 
-    An operation may return the DTensor that it was given (``contiguous()``, in-place operations): with the same
-    layout that is the result, otherwise a new view of it is, since an object has one layout.
+    An operation may return the DTensor that it was given (``contiguous()``, in-place operations). With the same layout,
+    that is the result. With another one, the result is a new view of it, since an object has one layout.
     """
     if MAYBE_INSIDE:
         refuse_transforms()

@@ -1,8 +1,8 @@
 """Function transforms and forward-mode AD, which distributed tensors do not go through.
 
 `torch.func` and `torch.vmap` compute with tensors that they put around others, forward-mode AD with tensors that carry
-a tangent. A DTensor put into one is a plain local tensor to the function, and a collective reads what is inside: one
-value of the batch, the value without its tangent. Neither is an error by itself, so the verbs that stand between local
+a tangent. To the function, a DTensor inside of one is a plain local tensor. A collective reads the inner tensor: one
+value of the batch, the value without its tangent. Neither is an error by itself. So the verbs that stand between local
 tensors and other ranks refuse while a transform is open.
 
 Asking torch costs as much as a view, so it is asked only after something was wrapped: `MAYBE_INSIDE` is empty until
@@ -37,7 +37,7 @@ def refuse_transforms(x: Tensor | None = None) -> None:
 
     Args:
         x: the local tensor that is about to be read, which tells of batched cotangents in the threads in which devices
-            run backward. What is open there in another thread is not known there.
+            run backward. Transforms that are open in another thread are not known there.
 
     Raises:
         ValueError: a transform is open. It is on all ranks, since they run the same program.

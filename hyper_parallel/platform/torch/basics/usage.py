@@ -38,7 +38,7 @@ class _Size:
 
 
 class UsageMode(TorchDispatchMode):
-    """Context manager that gives a `Usage`. It sees what reaches torch's kernels, of the program, of core and of
+    """Context manager that gives a `Usage`. It sees all calls of torch's kernels, of the program, of core and of
     autograd. A storage counts from the operation that makes it until nothing refers to it."""
 
     def __enter__(self) -> Usage:

@@ -1,7 +1,7 @@
 """Wrappers of models that communicate by themselves: right on distributed parameters, or refused.
 
-torch calls a hook whenever a module gets a submodule, which wrappers do with the model that they are given, before they
-communicate. So nothing of torch is replaced, and what builds on a wrapper is covered: ``Accelerator.prepare`` and
+torch calls a hook whenever a module gets a submodule. Wrappers take the given model as their submodule, before they
+communicate. So no part of torch is replaced, and code that builds on a wrapper is covered: ``Accelerator.prepare`` and
 ``Trainer`` of Hugging Face, `torch.distributed._composable.replicate`. `fully_shard` does not wrap: see
 `fully_sharded`.
 """
@@ -78,5 +78,5 @@ def _refuse_flat(x: Any, value: Any = None) -> Any:
 
 
 #: A property for the class of DTensors: the attribute by which torch's FSDP asks whether a parameter is one that it has
-#: made, which it does before it flattens and cuts what it finds.
+#: made, which it does before it flattens and cuts the parameters.
 refuse_flat_parameter = property(_refuse_flat, _refuse_flat)

@@ -18,8 +18,8 @@ from hyper_parallel.platform.contract import Comparison
 
 __all__ = ["NUMBER", "Shards", "mark", "take_marks"]
 
-#: Attribute of a module with a style: its number in this process, as a string. Alike modules share what is traced, and
-#: compare their shards each for itself.
+#: Attribute of a module with a style: its number in this process, as a string. Equivalent modules share compiled code,
+#: and compare their shards each for itself.
 NUMBER = "_hyper_parallel_number"
 
 _KEYS = count()
@@ -33,7 +33,7 @@ class Shards:
         compare: of the style's data.
 
     Attributes:
-        key: what stands for it in a graph.
+        key: the number that stands for it in a graph.
         compared: the modules, by number, for which the ranks have compared such shards.
     """
 
@@ -53,7 +53,7 @@ def take_marks(graph: GraphModule) -> Callable[[], None] | None:
     """Take all marks out of a graph.
 
     Returns:
-        What compares the shards of which it has not been done yet; None without these.
+        A function that compares the shards that were not compared yet; None without these.
     """
     found: list[tuple[Shards, str, str, tuple[int, ...]]] = []
     for part in graph.modules():

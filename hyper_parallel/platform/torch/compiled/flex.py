@@ -110,8 +110,8 @@ def attend(
 
 
 def _own_part(query: Any, key: Any, value: Any, mask: Any) -> Any:
-    """The class of the result, this rank's pieces of batch and heads, and their sizes; None where eager mode is to
-    bring operands where they belong, or to say what is wrong."""
+    """The class of the result, this rank's pieces of batch and heads, and their sizes. None where eager mode is to move
+    operands to the right layouts, or to say why that is impossible."""
     dtensor = State.tensor_class.__bases__[0]
     for x in (query, key, value):
         if not isinstance(x, dtensor) or x.placed_on is None or x.gathers is not None or x.ndim != 4:

@@ -10,10 +10,10 @@ import torch
 
 __all__ = ["Pieces", "own_part_of_mask", "seeing_whole"]
 
-#: Of batch and heads each the (start, length) of what a rank has of it.
+#: The (start, length) of each piece that a rank has, of batch and of heads.
 Pieces = tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
 
-#: What a mask is made of; torch has more of it from version to version.
+#: Attributes of a mask; torch has more of them from version to version.
 _PARTS = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "dq_kv_order_spt")
 _TENSORS = (
     *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
@@ -23,11 +23,11 @@ _TENSORS = (
 
 
 def seeing_whole(function: Callable[..., Any], pieces: Pieces, whole: tuple[int, int], device: Any) -> Any:
-    """``function`` of a score, batch element, head, query and key, given the numbers among what this rank has.
+    """``function`` of a score, batch element, head, query and key, given the numbers within this rank's pieces.
 
     Args:
         function: a ``score_mod``.
-        pieces: what this rank has.
+        pieces: those of this rank.
         whole: how many batch elements and heads there are.
         device: where tables of numbers are to be, which packed shards need.
     """

@@ -1,7 +1,7 @@
 """The second forward of a plan: styled modules as torch's compiler traces them.
 
-Made of a style's data (`CompiledForward`): local parameters as plain tensors, and the functions of `functions`. What is
-not as the data say, and what has no data, runs outside of the compiled code as it does in eager mode.
+Made of a style's data (`CompiledForward`): local parameters as plain tensors, and the functions of `functions`. Calls
+that do not fit the data run outside of the compiled code, as in eager mode. So do modules without data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hyper_parallel.platform.torch.compiled.placed import Outside, part_class, p
 
 __all__ = ["make_run", "run_forward"]
 
-#: Why a module is left to eager mode: what a compiled forward returns in place of its output then.
+#: Why a module is left to eager mode: a compiled forward then returns the reason in place of its output.
 _NO_WAY = "this style, or this kind of module, is not traced"
 _PARAMETERS = "its parameters are not those that the style has distributed"
 _OUTPUT = "its output would not be cut evenly, or into parts of several matrices"
@@ -45,7 +45,7 @@ def run_forward(module: Any, args: tuple, kwargs: dict) -> Any:
 
 def make_run(module: nn.Module, how: CompiledForward | None) -> Callable[..., Any] | None:
     """``run(module, args, kwargs)`` in place of the forward of ``module``: gives a reason, a string, where it does not
-    apply. Alike modules share one, so that they share a graph: compiled frames compare which one it is (`guards`)."""
+    apply. Equivalent modules share one, so that they share a graph: compiled frames compare its identity (`guards`)."""
     if how is None:
         return None
     # Weak, as layouts are known by their mesh: one that held layouts would never go.
@@ -248,9 +248,9 @@ def _parts(how: CompiledForward, cls: Any) -> Callable[..., Any]:
 
 
 def _distributed(how: CompiledForward, cls: Any) -> Callable[..., Any] | None:
-    """A module's own forward on what stands for DTensors: `views` says which operations on those are traced."""
+    """A module's own forward on stand-ins for DTensors: `views` says which operations on those are traced."""
     if cls.__module__.startswith("torch."):
-        return None  # random numbers and what writes: nothing that would be traced
+        return None  # random numbers and writes, which would not be traced
     moves, given, planned, forward = _moves(how), how.given, tuple(how.layouts.items()), cls.forward
     shards = shards_of(how.compare)
 

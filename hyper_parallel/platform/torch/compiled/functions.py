@@ -1,8 +1,8 @@
 """Collectives that torch's compiler sees, in pairs of forward and backward, on plain local tensors.
 
 The operators are those below torch's functional collectives: Inductor knows them, and may reorder, bucket and fuse
-them. As in `core.communication.transitions`, cotangents are whole for what all ranks have and parts for parts;
-the functions ending on ``for_parts`` have consumers each of which returns a summand.
+them. As in `core.communication.transitions`, the cotangent of a tensor that all ranks have is whole. Parts have parts
+as cotangents. The functions ending on ``for_parts`` have consumers each of which returns a summand.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class _OneSummand(Function):
         return g, None
 
 
-#: Megatron's f: what all ranks have, for consumers that each return a summand of the cotangent.
+#: Megatron's f: a tensor that all ranks have, for consumers that each return a summand of the cotangent.
 read_for_parts = _ReadForParts.apply
 #: Megatron's g: summands to their sum.
 sum_up = _SumUp.apply
@@ -178,5 +178,5 @@ slice_ = _Slice.apply
 scatter = _Scatter.apply
 #: Parts along one dimension to parts along another.
 exchange = _Exchange.apply
-#: What all ranks have as summands, of which one rank has the value and the others zeros.
+#: A tensor that all ranks have, as summands: one rank has the value and the others zeros.
 one_summand = _OneSummand.apply

@@ -16,8 +16,8 @@ __all__ = ["compiled_hook", "share_inputs"]
 
 
 def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Callable[..., Any]:
-    """See `Platform.compiled_hook`. Hooks that convert alike share what is traced, ``traced``, by which compiled frames
-    know them (`guards`): alike modules share their graph."""
+    """See `Platform.compiled_hook`. Hooks with equal conversions share the function ``traced``. Compiled frames know
+    them by it (`guards`), so equivalent modules share their graph."""
     convert = None if how is None else _shared_conversion(how)
 
     def either(module: Any, *given: Any) -> Any:

@@ -1,7 +1,7 @@
 """Cross entropy over sharded classes as torch's compiler traces it: what `vocab_parallel` of core computes.
 
-Largest logits, and one sum of all that ranks must add up: two all-reduces, and none in backward. What is not as it
-should be is left to eager mode, which says why.
+Largest logits, and one sum of all that ranks must add up: two all-reduces, and none in backward. Calls that do not fit
+are left to eager mode, which gives the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True)
 class Found:
-    """See `ClassShards`; the name of the group, what the ranks compare, and the class of a `Placed` that all have."""
+    """See `ClassShards`; the name of the group, the shards that ranks compare, and the class of a whole `Placed`."""
 
     group: str
     size: int

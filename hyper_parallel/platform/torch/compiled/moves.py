@@ -1,7 +1,7 @@
 """From one layout to another inside a compiled frame: plain local tensors in, plain local tensors out.
 
-A tensor lies as its cut says: a dimension along which the ranks have consecutive parts, or None for what all have.
-Parts are equal unless their ``sizes`` are given.
+The layout of a tensor is its cut: a dimension along which the ranks have consecutive parts, or None if all ranks have
+all of it. Parts are equal unless their ``sizes`` are given.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Moves:
     def take(
         self, x: Any, given: int | None, module: Any, shards: Shards | None, features: bool = False
     ) -> tuple[Tensor, int | None] | str:
-        """An input as a plain tensor, and its cut; a reason where it is no tensor, or lies in a way that is not known
+        """An input as a plain tensor, and its cut. A reason where it is no tensor, or has a layout that is not known
         here. A plain one lies as ``given``.
 
         Args:
@@ -98,7 +98,7 @@ class Moves:
         return x, cut
 
     def give(self, y: Tensor, cut: int | None, even: bool = True) -> Any:
-        """An output that lies so, plain or as a DTensor; None for a DTensor whose parts differ in size."""
+        """An output with this cut, plain or as a DTensor; None for a DTensor with parts of unequal size."""
         if self.local:
             return y
         return y.as_subclass(self.placed[cut]) if even else None
@@ -138,7 +138,7 @@ class Moves:
         return functions.gather(x, cut, sizes, self.size, self.rank, self.group)
 
     def part(self, x: Tensor, cut: int, sizes: tuple[int, ...] = ()) -> Tensor:
-        """This rank's part of what all ranks have."""
+        """This rank's part of a tensor that all ranks have."""
         return x if self.size == 1 else functions.slice_(x, cut, sizes, self.size, self.rank, self.group)
 
     def move(self, x: Tensor, cut: int | None, wanted: int | None, sizes: tuple[int, ...] = ()) -> Tensor | None:

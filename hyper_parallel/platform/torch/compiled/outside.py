@@ -15,7 +15,7 @@ from hyper_parallel.platform.torch.compiled.views import trace
 
 __all__: list[str] = []
 
-#: Of what it was said.
+#: The subjects of warnings that were given.
 _SAID: set[str] = set()
 _UNITS = "units of data parallelism run outside of compiled code, as in eager mode"
 
@@ -24,7 +24,7 @@ def _say(what: str, why: str) -> None:
     if what not in _SAID:
         _SAID.add(what)
         warnings.warn(
-            f"{what} runs outside of compiled code, as in eager mode: {why}. docs/compile.md says what is traced",
+            f"{what} runs outside of compiled code, as in eager mode: {why}. docs/compile.md says which code is traced",
             stacklevel=3,
         )
 
@@ -39,7 +39,7 @@ def _path(module: Any) -> str:
 )
 def _leave(call: Any, args: tuple, kwargs: dict) -> Any:
     if args and isinstance(args[0], nn.Module):
-        _say(f"a hook of {_path(args[0])!r}", "its layouts, or what it was given, are not traced")
+        _say(f"a hook of {_path(args[0])!r}", "its layouts, or its inputs, are not traced")
     return call(*settle(args), **settle(kwargs))
 
 
@@ -60,7 +60,7 @@ def _run(module: Any, args: tuple, kwargs: dict, why: str) -> Any:
 def _unit(module: Any, args: tuple, kwargs: dict) -> Any:
     if _UNITS not in _SAID:
         _SAID.add(_UNITS)
-        warnings.warn(f"{_UNITS}, and what is inside of them is compiled by itself: see docs/compile.md", stacklevel=2)
+        warnings.warn(f"{_UNITS}, and the code inside of them is compiled by itself: see docs/compile.md", stacklevel=2)
     return module._replaced_forward(module, *settle(args), **settle(kwargs))
 
 
@@ -68,7 +68,7 @@ def _operation(what: str) -> None:
     _say(what, "TORCH_LOGS=graph_breaks shows where")
 
 
-# Called while a frame is traced, rather than by what is compiled.
+# Called while a frame is traced, rather than by compiled code.
 _operation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 Outside.leave, Outside.run, Outside.unit, Outside.trace = _leave, _run, _unit, trace
 Outside.say = _operation

@@ -1,9 +1,9 @@
 """Stand-ins for DTensors inside a compiled frame: plain local tensors of a class that knows their placement.
 
-To torch's compiler a `Placed` is the local tensor. Styled modules, whose compiled forwards know the class, take it for
-what it is; whatever else computes on one leaves the compiled code: there it becomes the DTensor that eager mode has.
-One that leaves the frame becomes a DTensor when somebody first looks at it. There is a class for each mesh and cut, so
-that it needs no attributes, which compiled code would have to carry along.
+To torch's compiler a `Placed` is the local tensor. The compiled forwards of styled modules know the class and read the
+placement. Any other code that computes on one leaves the compiled code: there it becomes the DTensor that eager mode
+has. One that leaves the frame becomes a DTensor when it is first used. There is a class for each mesh and cut. So it
+needs no attributes, which compiled code would have to carry along.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def plain(x: Any) -> Tensor:
 
 
 class Part(Tensor):
-    """A plain tensor of which each rank has some positions, while a module computes that treats each by itself: what it
-    computes from whole parameters gives a summand of their gradients. See `part_class`."""
+    """A plain tensor of which each rank has some positions, while a module computes that treats each by itself: its
+    result from whole parameters gives a summand of their gradients. See `part_class`."""
 
 
 def settle(x: Any) -> Any:
-    """``x``, or what is inside of a tuple, list or dict, with a DTensor in place of each `Placed`, which is changed."""
+    """``x``, or the contents of a tuple, list or dict, with each `Placed` changed into a DTensor."""
     if isinstance(x, (tuple, list)):
         return type(x)(map(settle, x)) if type(x) in (tuple, list) else x
     if type(x) is dict:
@@ -71,15 +71,15 @@ def settle(x: Any) -> Any:
 class Outside:
     """Functions that run outside of compiled code. `outside` sets them, as soon as torch's compiler is there."""
 
-    #: ``leave(call, args, kwargs)``: a call with DTensors in place of what is `Placed`.
+    #: ``leave(call, args, kwargs)``: a call with DTensors in place of each `Placed`.
     leave: Any = None
     #: ``run(module, args, kwargs)``: the same, of the forward of a styled module.
     run: Any = None
     #: ``unit(module, args, kwargs)``: the forward of a unit of data parallelism, inside of which frames are compiled.
     unit: Any = None
-    #: ``trace(func, args, kwargs)``: what an operation gives of a `Placed`, or None where it is not traced.
+    #: ``trace(func, args, kwargs)``: the result of an operation on a `Placed`, or None where it is not traced.
     trace: Any = None
-    #: ``say(what)``: what leaves a frame that is being traced.
+    #: ``say(what)``: warn of code that leaves a frame that is being traced.
     say: Any = None
 
 
@@ -121,8 +121,8 @@ def placed_class(mesh: Any, size: int, cut: int | None) -> type:
 
 @kept_on_mesh
 def gathered_class(mesh: Any, size: int, cut: int) -> type:
-    """The class of shards along ``cut`` that stand for the DTensor which is gathered of them, `Replicate`: who reads it
-    gathers, so that backward is what the reader needs. Instances have ``read_for_parts``, the tensor that the first
+    """The class of shards along ``cut`` that stand for the DTensor gathered from them, `Replicate`. Each reader
+    gathers, so that backward does what this reader needs. Instances have ``read_for_parts``, the tensor that the first
     reader of summands has gathered, or None."""
     shards = placed_class(mesh, size, cut)
     get_shape: Any = vars(shards)["shape"].fget
@@ -172,8 +172,8 @@ def part_class(group: str) -> type:
 
 
 def held_class(layout: Any, mesh: Any, cut: int | None) -> type:
-    """The class that stands for DTensors of ``layout`` that come into a frame; where their parts are not those that a
-    `placed_class` has, ``mesh`` is None."""
+    """The class that stands for DTensors of ``layout`` that come into a frame. Where a `placed_class` cannot have their
+    parts, ``mesh`` is None."""
     found: type = _held_class(layout.mesh, layout, mesh, cut)
     return found
 

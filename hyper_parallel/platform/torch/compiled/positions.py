@@ -1,6 +1,6 @@
-"""Operations on a `Placed` that treat each position by itself: what norms of a user's own class are made of.
+"""Operations on a `Placed` that treat each position by itself: the parts of norms of a user's own class.
 
-Each runs on local tensors. A cut that all operands share is the result's. An operand that all ranks have whole, beside
+Each runs on local tensors. A cut that all operands share is the result's. An operand that all ranks have whole, next to
 one that is cut, is read for parts: each rank computes a summand of its gradient. All else is left to eager mode.
 """
 
@@ -31,7 +31,7 @@ def _group_of(number: int) -> Any:
     return None if mesh is None else mesh.platform_group(0)().group_name
 
 
-# Called while a frame is traced, rather than by what is compiled.
+# Called while a frame is traced, rather than by compiled code.
 class_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _group_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -62,7 +62,7 @@ def _wrapped(y: Tensor, mesh: Any, cut: int | None) -> Any:
 
 
 def _for_parts(x: Any, mesh: Any) -> Any:
-    """The local tensor of what all ranks have whole, for a consumer that is cut."""
+    """The local tensor of one that all ranks have whole, for a consumer that is cut."""
     local = plain(x)
     if mesh.shape[0] == 1 or not local.is_floating_point():
         return local

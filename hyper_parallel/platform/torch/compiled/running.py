@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 __all__ = ["localize", "running"]
 
-#: Where the function of a graph, a class, keeps what computes it.
+#: Where the function of a graph, a class, keeps its compiled forward.
 _COMPUTES = "compiled_fw"
 #: Without the way through the method that DTensors have.
 _detach = torch.Tensor.detach

@@ -60,7 +60,7 @@ def _view(x: Tensor, cut: int | None, shape: Any, *new: Any) -> Any:
         new = tuple(new[0])
     if cut is None:
         return x.reshape(new), cut
-    # Only what keeps the last dimension, and that is the one that is cut.
+    # Only views that keep the last dimension, if that is the one that is cut.
     if cut != x.ndim - 1 or not new or new[-1] != shape[cut]:
         return None
     return x.reshape((*new[:-1], x.shape[cut])), len(new) - 1

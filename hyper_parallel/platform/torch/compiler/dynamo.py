@@ -1,7 +1,8 @@
 """How torch's compiler sees DTensors: as the local tensors that they are.
 
-A DTensor is a graph input of the local shape; its guards compare what torch knows below Python, and its layout. In the
-frame a class of `placed` stands for it. The compiled graph itself gets plain tensors, forward and backward.
+A DTensor is a graph input of the local shape. Its guards compare its layout, and the facts that torch knows below
+Python. In the frame a class of `placed` stands for it. The compiled graph itself gets plain tensors, forward and
+backward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hyper_parallel.platform.torch.compiled.running import running
 __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "wrapping_dtensors"]
 
 #: Folders and files of this library that work on DTensors themselves, or for those that do: where they run, nothing is
-#: compiled. Of the backend that is all but what is written for the compiler, and what it must see to come there.
+#: compiled. Of the backend, that is all code but that written for the compiler, and that on the way to it.
 _NOT_COMPILED = (
     *("core/modes.py", "core/observers.py", "core/mesh/", "core/layouts/", "core/communication/", "core/rules/"),
     *("core/operations/", "core/dtensor/", "core/data_parallel/", "core/tensor_parallel/loss.py"),
@@ -119,14 +120,14 @@ def plain_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         held = [i for i, x in enumerate(example_inputs) if is_dtensor(x)]
         compare = take_marks(gm)
         if held:
-            # What the compiler has traced with: of a new view it would not know where its sizes come from.
+            # The tensors that the compiler has traced with: it would not know where the sizes of a new view come from.
             traced = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
             example_inputs = [traced[i] if i in held else x for i, x in enumerate(example_inputs)]
         compiled = original(self, gm, example_inputs)
         if not held and compare is None:
             return compiled
         self.torch_function_subclass_inlined = False  # else the caller turns dispatch off once more, around `run`
-        # The caller keeps `run` from being compiled, and so what it calls: once is enough.
+        # The caller keeps `run` from being compiled, and so the code that `run` calls: once is enough.
         return running(importlib.import_module("torch._dynamo.eval_frame").innermost_fn(compiled), held, compare)
 
     return call_user_compiler

@@ -1,9 +1,10 @@
-"""Guards of compiled frames: one for each style in place of one for everything that it is made of.
+"""Guards of compiled frames: one for each style in place of one for each of its parts.
 
-Before each call torch's compiler compares what a frame has read while it was traced. A styled module reads much, almost
-all of which cannot change: the functions of this package, and what the function of a style holds, which is made once
-and replaced as a whole. So a frame compares which function that is. What can change stays guarded: parameters and their
-layouts, attributes of modules, hooks, a ``forward`` of an object's own, whether a mesh has had uneven shards.
+Before each call torch's compiler compares the values that a frame read while it was traced. A styled module reads many.
+Almost all of them cannot change. They are the functions of this package, and the closure of a style's function. That
+function is made once and replaced as a whole, so a frame compares its identity. Values that can change stay guarded.
+They are parameters and their layouts, attributes of modules, hooks, and a ``forward`` of an object's own. Whether a
+mesh has had uneven shards is another.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _OWN = ("G['__import_hyper_parallel_dot_platform_dot_torch_dot_", "G['__subclass
 #: Where a module holds functions of styles: which say so by `of_style`.
 _HELD = re.compile(r"(\._compiled_run|\['_compiled_run'\]|_hooks\[list\(dict\.keys\(.*\)\)\[\d+\]\])$")
 _OF_CLASS = re.compile(r"dict\(type\((.+?)\)\.(?:__mro__\[\d+\]\.)?__dict__\)(?:\['(\w+)'\])?")
-#: What the way to a forward looks up. The classes that styles give modules have a ``__call__`` of their own, which
-#: torch's compiler follows step by step, as it does not that of `torch.nn.Module`.
+#: Names that are looked up on the way to a forward. Classes made for styles have their own ``__call__``. Torch's
+#: compiler follows that step by step, unlike that of `torch.nn.Module`.
 _CALLS = ("__call__", "_call_impl", "_compiled_call_impl")
-#: What may change below a function of a style.
+#: Attributes that may change below a function of a style.
 _CHANGES = "._has_uneven_shards"
-#: What messages call a module, and its number. Frames read both, and alike modules differ in them alone.
+#: A module's name in messages, and its number. Frames read both, and equivalent modules differ in them alone.
 _NAMES = ("_hyper_parallel_path", NUMBER)
 _NAMED = tuple(end for name in _NAMES for end in (f".{name}", f"['{name}']"))
 
@@ -116,7 +117,7 @@ def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
 
 
 def _traced(style: Any, function: Any) -> Any:
-    """The source of what is traced of a style's function: alike hooks share it, and may differ for eager mode."""
+    """The source of the traced part of a style's function. Equivalent hooks share it; they may differ in eager mode."""
     if getattr(function, "traced", None) is None:
         return style
     return importlib.import_module("torch._dynamo.source").AttrSource(style, "traced")

@@ -30,16 +30,16 @@ shape_of, stride_of, address_of = Tensor.shape.__get__, Tensor.stride, Tensor.da
 is_grad_enabled = torch.is_grad_enabled
 _PLAIN = frozenset({Tensor, type(None)})
 
-#: What an entry of a `Cache` says that is to be compared, besides the version, which ``x.data = y`` does not change:
+#: The facts of an entry of a `Cache` to compare, besides the version, which ``x.data = y`` does not change:
 #: whether the view that was kept still has the data of ``x``; or nothing, because assigning data to a DTensor clears
 #: its cache. Any other entry has the address, the shape and the strides.
 SAME_AS_VIEW, NOTHING = None, ()
 
 
 class Cache(dict):
-    """``key -> (value or weak reference, version of the holder, what of its data is compared)``, kept in the attribute
-    ``_cached`` of the holder. All values share the memory of the holder, so while one lives no other data can have its
-    address.
+    """``key -> (value or weak reference, version of the holder, data to compare)``, in the holder's ``_cached``.
+
+    All values share the memory of the holder. So while one lives, no other data can have its address.
 
     It belongs to that one tensor object: a copy of the tensor, or one that was saved and loaded, starts empty.
     """
@@ -247,8 +247,8 @@ class AutogradVerbs(Platform):
     def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
         """See `Platform.write_cache`.
 
-        A strong reference from a leaf to a value computed from it would be a cycle through its gradient accumulator,
-        and one to a view of it a cycle through the view's base: both run through C++, where the garbage collector
+        A strong reference from a leaf to a value computed from it would be a cycle through its gradient accumulator.
+        One to a view of it would be a cycle through the view's base. Both run through C++, where the garbage collector
         does not see them. There the reference is weak, and the value lives as long as the graph that uses it.
         """
         if not is_grad_enabled() or holder.is_inference():
@@ -268,7 +268,7 @@ class AutogradVerbs(Platform):
         holder.__dict__.pop("_cached", None)
 
 
-#: What is to be called when a backward pass begins.
+#: The callbacks for the beginning of a backward pass.
 _WATCHERS: list[weakref.WeakMethod] = []
 #: The passes that run, by their `graph_task`, of which it is known that they add to the gradient of each leaf they come
 #: to: those of ``backward`` without ``inputs``.

@@ -54,8 +54,8 @@ def multi_head_attention(
 ) -> tuple[Any, Any]:
     """The projections, attention for each head, and the projection back.
 
-    Projections in whose weight query, key and value are packed (`PackedShard`) and an output projection sharded along
-    its input give heads on shards and a partial sum, as `ColwiseParallel` and `RowwiseParallel` do.
+    A weight in which query, key and value are packed (`PackedShard`) gives heads on shards, as `ColwiseParallel` does.
+    An output projection sharded along its input then gives a partial sum, as `RowwiseParallel` does.
     """
     if static_k is not None or static_v is not None or (bias_k is None) != (bias_v is None):
         raise UnboundCallError

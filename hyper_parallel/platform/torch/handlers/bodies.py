@@ -1,7 +1,7 @@
 """Functions of `torch.nn.functional` that are written with other operations of torch: their Python runs on DTensors.
 
-Each begins with the question whether an argument intercepts functions, which brings DTensors here. The same code with
-another answer to that question goes on, and each operation in it runs by its own rule.
+Each begins with the question whether an argument intercepts functions, which brings DTensors here. Here the same code
+runs with another answer to that question. Each operation in it runs by its own rule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensors that functions of the program read, besides their arguments: DTensors among them become operands.
 
-A `score_mod` is run by torch on plain local tensors. What it reads of a closure, of defaults, of `functools.partial` or
-of the object whose method it is, is looked through, and a function is made that reads plain tensors there.
+Torch runs a `score_mod` on plain local tensors. It may read tensors of a closure, of defaults, of `functools.partial`
+or of the object whose method it is. All of these are searched. A function is made that reads plain tensors there.
 """
 
 from __future__ import annotations
@@ -72,14 +72,13 @@ class Captured:
 
 
 class _Reader:
-    """Goes through what a function reads, and makes another one of it where ``swap`` gives something else for a DTensor
-    than itself."""
+    """Searches the objects that a function reads. Makes another function where ``swap`` replaces a DTensor."""
 
     def __init__(self, swap: Any) -> None:
         self._swap, self._open = swap, set[int]()
 
     def read(self, x: Any, names: frozenset[str]) -> Any:
-        """``x``, or what stands for it; ``names`` are the attributes that the code around reads."""
+        """``x``, or the object that stands for it; ``names`` are the attributes that the code around reads."""
         if isinstance(x, Tensor):
             return self._tensor(x)
         if id(x) in self._open or x is None or isinstance(x, (type, ModuleType, str, int, float)):

@@ -1,7 +1,7 @@
 """Gradient clipping: the functions of `torch.nn.utils` work on local gradients, with one all-reduce for the norm.
 
-They are wrapped (`platform.torch.patches`). Torch's own code computes the norm of the gradients that this
-rank counts, and scales local gradients; core adds up what the ranks counted in between.
+They are wrapped (`platform.torch.patches`). Torch's own code computes the norm of the gradients that this rank counts,
+and scales local gradients. In between, core adds up the counts of the ranks.
 
 A program that imported ``clip_grad_norm_`` before that has torch's own function, which calls the wrapped ones.
 """
@@ -129,7 +129,7 @@ class _LocalGradient:
 
 
 def _listed(tensors: Any) -> Any:
-    """A list that can be gone through twice. An empty generator stays what it is: torch warns of one."""
+    """A list that can be read twice. An empty generator stays an empty generator: torch warns of one."""
     if isinstance(tensors, Tensor):
         return [tensors]
     values = list(tensors)
@@ -147,7 +147,7 @@ def _gradients(parameters: list[Any], tensor_class: Any) -> tuple[list[Any], lis
         if type(gradient) is tensor_class:
             layouts.append(gradient._layout)
         else:
-            # Backward leaves it with the right layout, and it is tagged when somebody looks at it.
+            # Backward leaves it with the right layout, and it is tagged when it is first read.
             layouts.append(p._layout.cotangent if type(p) is tensor_class else None)
     return gradients, layouts
 

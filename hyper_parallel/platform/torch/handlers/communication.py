@@ -19,7 +19,7 @@ from hyper_parallel.platform.torch.op_table.binding import words
 __all__: list[str] = []
 
 _LINEAR = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-#: What each rank gives stays apart from what the others give, and every rank knows of all results.
+#: Collectives that do not combine the tensors of different ranks. Every rank knows of all results.
 _GATHERING = frozenset(words("all_gather all_gather_coalesced all_gather_single all_to_all all_to_all_single"))
 #: Each rank gets another result.
 _PARTING = frozenset(words("reduce scatter reduce_scatter reduce_scatter_single all_to_all all_to_all_single"))
@@ -94,7 +94,7 @@ def _on_local(func: Any, args: tuple, kwargs: dict) -> Any:
     with no_dispatch():
         result = func(*args, **kwargs)
     for x in _dtensors([*args, *kwargs.values()]):
-        # What was computed from values of before.
+        # Tensors computed from earlier values.
         x.__dict__.pop("_cached", None)
         x._gathered = None
     return result

@@ -221,7 +221,7 @@ def tensorsolve(A: Any, B: Any, dims: Any = None) -> Any:
 
 @composed(*find("diff"))
 def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    """Differences of neighbours, after joining what is to come before and behind."""
+    """Differences of neighbours, after joining ``prepend`` before and ``append`` behind."""
     if not input.dim() or n < 0:
         raise UnboundCallError
     parts = [x for x in (prepend, input, append) if x is not None]

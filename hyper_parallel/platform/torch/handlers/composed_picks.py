@@ -1,4 +1,4 @@
-"""Functions whose results have sizes that the data say: what is not zero, what differs, classes, masks in indices."""
+"""Functions whose results have sizes that depend on data: nonzero elements, unique ones, classes, masks in indices."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def unique_consecutive(
 
 @handles(*find("one_hot"))
 def one_hot(func: Any, args: tuple, kwargs: dict) -> Any:
-    """How many classes there are, if nobody says it, the largest element says: one all-reduce of a number."""
+    """Take the number of classes from the largest element if it is not given: one all-reduce of a number."""
     given = {**dict(zip(("input", "num_classes"), args, strict=False)), **kwargs}
     x: Any = given.get("input", given.get("tensor"))
     if given.get("num_classes", -1) != -1 or not is_dtensor(x) or not x.numel():

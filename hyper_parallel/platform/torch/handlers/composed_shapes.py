@@ -295,7 +295,7 @@ def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2:
 
 @composed(Tensor.sum_to_size)
 def sum_to_size(self: Any, *size: Any) -> Any:
-    """Summed over what would have to be stretched."""
+    """The sum over the dimensions in which ``size`` would be broadcast to the shape of the tensor."""
     wanted = sizes_of(size)
     if not wanted:
         return self.sum()

@@ -44,7 +44,7 @@ def number(x: Any) -> Any:
 
 
 def replicated_like(plain: Tensor, x: Any) -> Any:
-    """``plain``, which every rank has made alike, as a DTensor on the mesh of ``x`` and on its device."""
+    """``plain``, which is equal on all ranks, as a DTensor on the mesh of ``x`` and on its device."""
     return State.core.replicated(plain.to(x.device), x._layout.mesh)
 
 

@@ -64,7 +64,7 @@ def convert(func: Any, args: tuple, kwargs: dict) -> Any:
 @handles(Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_)
 def update(func: Any, args: tuple, kwargs: dict) -> Any:
     """``plain.mul_(number)`` with a distributed number, such as the total norm of gradients of which only some are
-    distributed: every rank has the whole number, and what is written stays plain."""
+    distributed: every rank has the whole number, and the written tensor stays plain."""
     if len(args) == 2 and not is_dtensor(args[0]) and is_dtensor(args[1]):
         x, number = args
         if not number.dim() and not (torch.is_grad_enabled() and number.requires_grad):
@@ -138,8 +138,8 @@ def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
     size, more = sizes_of(given[:count]), given[count:]
     if size == tuple(x.shape) and func is not Tensor.new_empty_strided:
         return getattr(torch, func.__name__.replace("new_", "") + "_like")(x, *more, **options)
-    # What is made does not depend on the values of x: a tensor without elements, with its dtype and device, stands for
-    # it, so that nothing is gathered.
+    # The new tensor does not depend on the values of x: a tensor without elements, with its dtype and device, stands
+    # for it, so that nothing is gathered.
     stand_in = torch.empty(0, dtype=x.dtype, device=x.device)
     return State.core.replicated(func(stand_in, size, *more, **options), x._layout.mesh)
 
@@ -213,7 +213,7 @@ def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``x.set_(...)``, which torch lets nobody intercept. Of another DTensor: ``x`` becomes what that is."""
+    """``x.set_(other)``: ``x`` becomes the DTensor ``other``. Torch has no interception point for it."""
     if not is_dispatch_on():
         return Tensor.set_(self, *args, **kwargs)
     if len(args) != 1 or kwargs or not is_dtensor(args[0]):

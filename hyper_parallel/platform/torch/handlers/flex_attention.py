@@ -28,7 +28,7 @@ _ROW = NativeOp("flex_attention", _bind, lambda func, operands, static: func.run
 
 
 class _Call:
-    """One call: what is not the same in the next one, and makes no difference to how it runs."""
+    """One call: the facts that differ from call to call, and make no difference to how it runs."""
 
     __name__ = "flex_attention"
 

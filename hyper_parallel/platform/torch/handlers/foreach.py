@@ -1,7 +1,7 @@
-"""Kernels over lists of tensors: what optimizers and gradient clipping call.
+"""Kernels over lists of tensors, which optimizers and gradient clipping call.
 
-They are element-wise, so the local tensors are the right operands when the tensors at one index are laid out alike; the
-first list, which is the one that is written, says how.
+They are element-wise. So the local tensors are the right operands when the tensors at one index have equal layouts. The
+first list, which is the one that is written, says which.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def _fits(value: Any, layouts: list[Any]) -> bool:
     others = [layout_of(x) for x in value]
     if others != layouts:
         for x, layout, other in zip(value, layouts, others, strict=True):
-            # Step counters are plain 0-d tensors beside distributed parameters.
+            # Step counters are plain 0-d tensors next to distributed parameters.
             if other is not layout and not (other is None and (not isinstance(x, Tensor) or not x.dim())):
                 return False
     return all(layout is None or layout.cotangent is layout for layout in others)
 
 
-#: Their third operand beside the list is a keyword of the function for a single tensor.
+#: Functions whose third operand, next to the list, is a keyword of the function for a single tensor.
 _WITH_VALUE = ("addcmul", "addcdiv", "addcmul_", "addcdiv_")
 
 
@@ -85,7 +85,7 @@ def one_by_one(func: Any, args: tuple, kwargs: dict) -> Any:
     name = func.__name__.removeprefix("_foreach_")
     single = getattr(Tensor, name, None)
     if single is None:  # fused optimizers
-        raise ValueError(f"{func.__name__} needs tensors that are laid out alike and are no partial sums")
+        raise ValueError(f"{func.__name__} needs tensors that have equal layouts and are no partial sums")
     count = len(args[0])
     columns = [a if isinstance(a, (list, tuple)) else [a] * count for a in args]
     rows = list(zip(*columns, strict=True))

@@ -1,9 +1,10 @@
 """Autograd functions of the user on distributed tensors.
 
-Torch has no interception point there: ``forward`` gets the DTensors, but since the engine works on local tensors,
-``backward`` would get plain local gradients beside distributed saved tensors. So `torch.autograd.Function.apply` is
-wrapped (`platform.torch.patches`): on calls with DTensors it hooks the node, so that ``backward`` sees the
-gradients of distributed outputs as DTensors, and what it returns is brought to the layouts of the inputs.
+Torch has no interception point there. ``forward`` gets the DTensors. But the engine works on local tensors, so
+``backward`` would get plain local gradients together with distributed saved tensors. So
+`torch.autograd.Function.apply` is wrapped (`platform.torch.patches`): on calls with DTensors it hooks the node. Then
+``backward`` sees the gradients of distributed outputs as DTensors. Its results are brought to the layouts of the
+inputs.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ def hooked_apply(found: Any) -> Any:
 
 
 class _EqualToOriginal:
-    """A replacement that is equal to what it replaces.
+    """A replacement that is equal to its original.
 
     Programs keep bound methods, ``f = MyFunction.apply``. Torch's compiler knows the call of an autograd function by
-    comparing such a method with that of its class, which means their functions where these are written in Python. One
-    from before the patch has the original.
+    comparing such a method with that of its class. Bound methods compare their functions where these are written in
+    Python. A method from before the patch has the original.
     """
 
     def __init__(self, replacement: Any, original: Any) -> None:

@@ -1,7 +1,7 @@
 """``.grad``, ``.data``, hooks and backward of distributed tensors.
 
 A gradient is laid out like its tensor, with `Partial` replaced by `Replicate` (``layout.cotangent``). The engine works
-on the local tensors, which the DTensors are; it runs with dispatch on, because hooks, recomputation and autograd
+on the local tensors, which the DTensors are. It runs with dispatch on, because hooks, recomputation and autograd
 functions of the user run inside of it.
 """
 
@@ -66,7 +66,7 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
             "DTensor.from_local"
         )
     if x.is_leaf:
-        get_grad(Tensor.grad.__get__, (x,), {})  # a gradient that nobody has looked at has the layout of before
+        get_grad(Tensor.grad.__get__, (x,), {})  # a gradient that was not read yet has the previous layout
     elif layout.cotangent is not x._layout.cotangent:
         raise ValueError(
             f"x.data = value of a tensor that autograd computed, placed {list(x._layout.placements)} with shape "
@@ -80,7 +80,7 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def forget_data(x: Any) -> None:
-    """Drop what was kept on ``x`` about data, or a shape, that it has no more."""
+    """Drop cached facts on ``x`` about data, or a shape, that it has no more."""
     for name in ("_cached", "_gathered", "_origin", "_summands", "_plain", "_family", "_strides", "_ties"):
         x.__dict__.pop(name, None)
 

@@ -14,7 +14,7 @@ from hyper_parallel.platform.torch.op_table.binding import find
 
 __all__: list[str] = []
 
-#: -scale * alpha of the activation `selu`: what dropped elements become.
+#: -scale * alpha of the activation `selu`: the value of dropped elements.
 _SATURATED = 1.7580993408473766
 
 
@@ -89,8 +89,8 @@ def fractional_max_pool_with_indices(func: Any, args: tuple, kwargs: dict) -> An
 
 @handles(F.embedding_bag)
 def embedding_bag(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Bags of one size are sharded by bag, others by feature alone. Where rows of the weight are sharded and bags are
-    sums or means, the rows of each bag are looked up and summed, which gives partial sums."""
+    """Bags of one size are sharded by bag, others by feature alone. If rows of the weight are sharded and bags are sums
+    or means, each rank sums its rows. That gives partial sums of bags."""
     names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:

@@ -26,8 +26,8 @@ def _arguments(args: tuple, kwargs: dict) -> dict[str, Any]:
 
 @handles(torch.batch_norm)
 def batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
-    """With a batch that is not sharded, torch's kernel for each channel; otherwise from its mean and variance, of which
-    each is one all-reduce of as many numbers as there are channels."""
+    """With an unsharded batch, torch's kernel for each channel. Otherwise it is computed from mean and variance, each
+    by one all-reduce of as many numbers as there are channels."""
     given = _arguments(args, kwargs)
     x = given["input"]
     if not given["training"] or not is_dtensor(x) or _is_whole_but_for_channels(x):

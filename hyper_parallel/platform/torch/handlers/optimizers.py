@@ -1,10 +1,10 @@
 """Optimizers whose arithmetic is element-wise step on the local tensors, at the speed of plain ones.
 
 Every optimizer is right without this module, one intercepted operation after the other. Here ``step`` of the listed
-classes is wrapped (`platform.torch.patches`). While it runs, parameters, gradients and state *are* plain
-tensors: a DTensor is a local tensor with another class, and changing the class of an object there and back costs less
-than torch takes to find out, for each argument of each kernel, that a subclass is a tensor. Closures, and hooks on
-optimizers, see DTensors.
+classes is wrapped (`platform.torch.patches`). While it runs, parameters, gradients and state *are* plain tensors. A
+DTensor is a local tensor with another class. Changing the class of an object there and back is cheap. Torch takes
+longer to find out that a subclass is a tensor, for each argument of each kernel. Closures, and hooks on optimizers, see
+DTensors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def local_step(step: Any) -> Any:
         if not distributed:
             return inner(self, closure)
         if closure is not None:
-            # First, as torch does, because what it does to parameters and gradients is for DTensors.
+            # First, as torch does, because the closure works on parameters and gradients that are DTensors.
             with torch.enable_grad():
                 loss = closure()
             closure = lambda: loss  # noqa: E731
@@ -121,7 +121,7 @@ def collect_locals(init_group: Any, aliases: bool) -> Any:
 
 
 class _LocalStep:
-    """Steps of one optimizer on local tensors. Kept between steps, so that what does not change is found out once."""
+    """Steps of one optimizer on local tensors. Kept between steps, so that unchanging facts are found out once."""
 
     def __init__(self, tensor_class: Any) -> None:
         self.tensor_class: Any = tensor_class
@@ -142,12 +142,12 @@ class _LocalStep:
         self.swapped: list[list[Any]] = []
         #: Which state has been looked at, and its number of entries then. No reference: state may be large.
         self.counted: tuple[int, int] = (0, -1)
-        #: What `_remember` found.
+        #: The findings of `_remember`.
         self.columns: dict[tuple, tuple[Any, list[tuple[str | None, bool]]]] = {}
 
     def suits(self, optimizer: Any, distributed: list[Any]) -> bool:
-        """Whether the step may run on local tensors: it is not to be differentiated, no parameter is a partial sum, and
-        gradients are laid out like parameters, or will be in `collect`."""
+        """Whether the step may run on local tensors: it is not differentiable, and no parameter is a partial sum.
+        Gradients must be laid out like parameters, or be so after `collect`."""
         for group in optimizer.param_groups:
             if group.get("differentiable"):
                 return False
@@ -180,7 +180,7 @@ class _LocalStep:
         self.swapped = []
         distributed, self.distributed = self.distributed, []
         if self.found == len(optimizer.param_groups):
-            # What was counted before may be gone, and another dict lie where it lay.
+            # The dict counted before may be gone, and another one have its address.
             self.counted = (0, -1)
             return
         # A step writes its state in place: some is new where its number has changed, or where another one was loaded.
@@ -195,7 +195,7 @@ class _LocalStep:
         """Fill the lists, of which the first two are parameters and their gradients, with plain tensors."""
         # A learning rate that is a tensor is checked there.
         is_known = is_known and self.complete and not isinstance(group["lr"], Tensor)
-        # What decides on the lists, in any of the optimizers.
+        # Options that decide on the lists, in any of the optimizers.
         find = group.get
         options = (init_group, bool(find("amsgrad")), bool(find("momentum")), bool(find("centered")))
         known = self.columns.get(options) if is_known else None
@@ -229,7 +229,7 @@ class _LocalStep:
         parameters, gradients, tensor_class = lists[0], lists[1], self.tensor_class
         kinds = set(map(type, gradients))
         if tensor_class not in kinds:
-            # Nobody has looked at them since backward, which left them with the right layouts.
+            # They were not read since backward, which left them with the right layouts.
             return
         # One group with a gradient for each parameter is the common case.
         if len(kinds) > 1 or [g._layout for g in gradients] != self.layouts:
@@ -243,8 +243,8 @@ class _LocalStep:
     def _remember(self, key: tuple, result: Any, state: Any, lists: tuple[list[Any], ...]) -> None:
         """Remember under which names the lists are found in the state, if these are plain columns of it.
 
-        Half of the time of a fused step in Python goes to asking each parameter, over and over, whether it is complex,
-        its gradient sparse, its state there. Gradients of distributed parameters are never sparse.
+        Half of the time of a fused step in Python goes to questions about each parameter, over and over. Is it complex,
+        is its gradient sparse, is its state there? Gradients of distributed parameters are never sparse.
         """
         parameters, columns = lists[0], lists[2:]
         if not parameters or (any(result) if isinstance(result, tuple) else result):
@@ -253,7 +253,7 @@ class _LocalStep:
         names = [_name_of(column, states) if column else None for column in columns]
         distributed = [bool(column) and all(type(x) is self.tensor_class for x in column) for column in columns]
         for name, column, is_distributed in zip(names, columns, distributed, strict=True):
-            # What is new, and of the shape of its parameter, will be distributed.
+            # New state of the shape of its parameter will be distributed.
             if column and (name is None or (not is_distributed and any(x.dim() for x in column))):
                 return
         self.columns[key] = (result, list(zip(names, distributed, strict=True)))
@@ -299,7 +299,7 @@ class _LocalStep:
 
 
 def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> None:
-    """Raise ValueError for state from before a parameter was sharded: whether all ranks have the same nobody knows."""
+    """Raise ValueError for state from before a parameter was sharded: it may differ between the ranks."""
     for p in parameters:
         own = optimizer.state.get(p)
         layout = p._layout
@@ -344,7 +344,7 @@ def _count(state: Any) -> int:
 
 
 def _tag_state(state: Any, parameters: list[Any], plain_class: Any) -> None:
-    """Make what the state has of the shape of its parameter distributed like it. Interception is off."""
+    """Distribute state that has the shape of its parameter like the parameter. Interception is off."""
     for p in parameters:
         own = state.get(p)
         if isinstance(own, dict):

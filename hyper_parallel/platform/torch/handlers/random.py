@@ -1,8 +1,8 @@
 """Random numbers and initialisation: a shard gets the numbers that a single device would draw for its elements.
 
-The global tensor is drawn from the default generator, whose state is the same on all ranks, and each rank keeps its
-part. That costs memory of the global size for a moment and keeps the generators in step. Where the program has asked
-for numbers by counter (`manual_seed`), uniform and normal ones are drawn for the part alone.
+The global tensor is drawn from the default generator, whose state is the same on all ranks. Each rank keeps its part.
+That costs memory of the global size for a moment and keeps the generators in step. Where the program has asked for
+numbers by counter (`manual_seed`), uniform and normal ones are drawn for the part alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _bernoulli(numbers: Callable[..., Tensor], p: float = 0.5, **_: Any) -> Tens
     return numbers("uniform", torch.float32) < p
 
 
-#: What can be drawn by counter, of those that fill a tensor, and of those that make one like another.
+#: Functions whose numbers can be drawn by counter: those that fill a tensor, and those that make one like another.
 _IN_PLACE: dict[str, Callable] = {"uniform_": _uniform, "normal_": _normal, "bernoulli_": _bernoulli}
 _LIKE: dict[Any, Callable] = {
     torch.rand_like: lambda numbers, dtype: numbers("uniform", dtype),
@@ -82,10 +82,10 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     with no_dispatch():
         if x.is_meta:
             return x
-        # A generator of the program's own is its own affair, and constants are alike by themselves.
-        alike = kwargs.get("generator") is None and func is not nn.init.constant_
+        # A generator of the program's own is its own affair, and constants are equal by themselves.
+        shared = kwargs.get("generator") is None and func is not nn.init.constant_
         by_counter = _bound(_IN_PLACE.get(func.__name__), args, kwargs)
-        x.copy_(core.draw(lambda whole: func(whole, *args, **kwargs), x, layout, alike, by_counter))
+        x.copy_(core.draw(lambda whole: func(whole, *args, **kwargs), x, layout, shared, by_counter))
     core.after_write(x)
     return x
 
@@ -95,9 +95,9 @@ def draw_like(func: Any, args: tuple, kwargs: dict) -> Any:
     """``torch.randn_like(x)``, laid out like ``x``."""
     x = args[0] if args else kwargs["input"]
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "requires_grad")}
-    layout, alike = layout_of(x).cotangent, rest.get("generator") is None
+    layout, shared = layout_of(x).cotangent, rest.get("generator") is None
     with no_dispatch():
         by_counter = _bound(_LIKE.get(func), (), {"dtype": rest.get("dtype")})
-        local = State.core.draw(lambda whole: func(whole, *args[1:], **rest), x, layout, alike, by_counter)
+        local = State.core.draw(lambda whole: func(whole, *args[1:], **rest), x, layout, shared, by_counter)
         local.requires_grad_(kwargs.get("requires_grad", False))
     return wrap(local, layout)

@@ -67,7 +67,7 @@ _CELL = NativeOp("labelled", _bind_cell, _call_cell)
 
 @handles(*find("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", torch))
 def cell(func: Any, args: tuple, kwargs: dict) -> Any:
-    """One step: torch's kernel for each sample, or, where weights are sharded, the products and what follows."""
+    """One step: torch's kernel for each sample, or, where weights are sharded, its products and later operations."""
     if kwargs:
         raise UnboundCallError
     x, states, *weights = args

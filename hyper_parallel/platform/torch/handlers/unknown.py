@@ -20,7 +20,7 @@ __all__ = ["recover", "run_unknown"]
 #: Namespaces of collectives among the operations of torch.
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
 
-#: Torch's words for a leaf, of the leaf itself and of what `DTensor.from_local` makes of one, which is a view of it.
+#: Torch's words for a leaf, of the leaf itself and of a result of `DTensor.from_local`, which is a view of one.
 _OF_A_LEAF = "leaf Variable that requires grad"
 
 
@@ -90,8 +90,8 @@ def _check_fits(func: Any, out: Any, result: Any) -> None:
 
 
 def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
-    """By the function that returns a new tensor, or else on a gathered copy of the first operand; the result is copied
-    into that."""
+    """Run the function that returns a new tensor, and copy its result into the first operand. Without such a function,
+    run ``func`` on a gathered copy of that operand."""
     x: Any = args[0] if args else None
     if not is_dtensor(x):
         raise TypeError(
@@ -115,7 +115,7 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @functools.cache
 def _served(name: str) -> Callable | None:
-    """Return the function that gives a new tensor where ``name`` writes in place, if it has a rule or a handler."""
+    """Return the function that gives a new tensor where ``name`` writes in place. It must have a rule or a handler."""
     found = (getattr(owner, name.rstrip("_"), None) for owner in (Tensor, torch, torch.nn.functional, torch.special))
     return next((f for f in found if f is not None and f in State.table), None)
 

@@ -2,7 +2,7 @@
 
 `Module.__call__` asks for all that may surround a forward: hooks of ten kinds, tracers, compilation. A small layer
 spends more time there than in its style. So parallelised modules get a class of their own, under the same name and
-derived from theirs, whose ``__call__`` runs hooks before and after forward, which styles register, and hands over to
+derived from theirs. Its ``__call__`` runs the hooks before and after forward that styles register. It hands over to
 `Module.__call__` for anything else.
 """
 
@@ -40,7 +40,7 @@ def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], mix
     """See `Platform.replace_forward`. The object keeps a function, not a bound method: copies run it on themselves."""
     cls: Any = type(module)
     replaced = module.__dict__.get("_replaced_forward")
-    module.__dict__.pop("_compiled_run", None)  # what replaces a forward replaces the compiled one
+    module.__dict__.pop("_compiled_run", None)  # a new forward replaces the compiled one too
     module.__dict__["_replaced_forward"] = make(cls.forward if replaced is None else replaced)
     if replaced is None or mixin is not None:
         module.__class__ = _with_replaced_forward(cls, mixin)
@@ -92,8 +92,8 @@ def _with_quick_call(cls: Any) -> type:
 
 
 def _derive(cls: Any, methods: dict[str, Any], base: type | None = None) -> type:
-    """A class under the name of ``cls`` that has these methods, those of the class ``base``, and a ``__call__`` that
-    does what that of `torch.nn.Module` does."""
+    """Make a class under the name of ``cls`` with these methods and those of the class ``base``. Its ``__call__`` does
+    the same as that of `torch.nn.Module`."""
     shares = "_shares" in methods
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ def _derive(cls: Any, methods: dict[str, Any], base: type | None = None) -> type
 
     def extra_repr(self: Any) -> str:
         usual = cls.extra_repr(self)
-        # What `cls` says of the plan is all there is to say.
+        # The text of `cls` describes the plan already.
         return usual if getattr(cls, "_quick", False) else text_of_plan(self, self._parameters, usual)
 
     methods = {"extra_repr": extra_repr, **methods}

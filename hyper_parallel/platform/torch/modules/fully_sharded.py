@@ -1,10 +1,10 @@
 """torch's own `fully_shard` (FSDP2), and `replicate` which is built like it, on parallelised modules.
 
-Torch's code keeps each parameter as a DTensor of its own class over the data-parallel and the tensor-parallel mesh, and
-puts a gathered one in its place while the module runs. It is left to do all that: a parameter is handed over as torch's
-DTensor of the same placements. What torch puts in place while the module runs becomes one of this library's again, over
-the same memory and with the planned layout, so that styles find what they have distributed. Its gradient comes back
-complete over the tensor-parallel mesh, and torch reduces it over the data-parallel one.
+Torch's code keeps each parameter as a DTensor of its own class. That DTensor is distributed over the data-parallel and
+the tensor-parallel mesh. Torch replaces it by a gathered one while the module runs. All that is left to torch: a
+parameter is handed over as torch's DTensor of the same placements. The gathered tensor becomes a DTensor of this
+library, over the same memory and with the planned layout. So styles find the tensors that they have distributed. The
+gradient comes back complete over the tensor-parallel mesh, and torch reduces it over the data-parallel one.
 """
 
 from __future__ import annotations

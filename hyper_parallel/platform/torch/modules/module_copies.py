@@ -1,7 +1,7 @@
 """Copies of parallelised modules: copy, deepcopy, pickle and `torch.save`.
 
-Their classes are made while the program runs, and their forwards are closures, so neither can be pickled. What is
-pickled is the class that the module had before, its parameters, and its styles, which are applied again where the
+Their classes are made while the program runs, and their forwards are closures, so neither can be pickled. The pickle
+contains the class that the module had before, its parameters, and its styles. The styles are applied again where the
 module is loaded.
 """
 

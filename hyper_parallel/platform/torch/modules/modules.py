@@ -59,7 +59,7 @@ class ModuleVerbs(Platform):
                     parameter.data = torch.empty(0, dtype=other, device=parameter.device)
                 parameter.data = local
             else:
-                # From another device (meta): exchange what is below the Python object.
+                # From another device (meta): exchange the implementation below the Python object.
                 torch.utils.swap_tensors(parameter, nn.Parameter(local, parameter.requires_grad))
             wrap_parameter(parameter, layout)
             if gradient is not None and tuple(gradient.shape) == tuple(layout.shape) and not is_dtensor(gradient):

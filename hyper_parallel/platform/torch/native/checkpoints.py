@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint and DTensors.
 
-Its planners take from methods of a tensor what this rank writes and reads: the rectangles that it holds. A packed
-shard is several. ``load_state_dict(assign=True)`` of whole tensors makes DTensors of them. Whole state dicts are in
-`whole_states`.
+Its planners ask methods of a tensor for the parts that this rank writes and reads: the rectangles that it holds. A
+packed shard is several. ``load_state_dict(assign=True)`` of whole tensors makes DTensors of them. Whole state dicts are
+in `whole_states`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 
-# ---------------------------------------------------------------------------------------------- what a rank holds
+# ---------------------------------------------------------------------------------------------- the part of a rank
 def _rectangles(x: Any) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]]:
-    """(offsets, sizes, where it lies in the local tensor) of what this rank holds of a DTensor."""
+    """(offsets, sizes, where it lies in the local tensor) of this rank's parts of a DTensor."""
     layout = x._layout
     if any(p.is_partial() for p in layout.placements):
         raise TypeError(
@@ -41,7 +41,7 @@ def _rectangles(x: Any) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]
             "each rank holds a summand: redistribute it to Replicate() or Shard(dim) first"
         )
     shape = tuple(layout.shape)
-    if not math.prod(shape):  # nobody holds anything, and a checkpoint is to know of it all the same
+    if not math.prod(shape):  # no rank holds an element, and a checkpoint is to know of the tensor all the same
         return [(torch.Size([0] * len(shape)), torch.Size(shape), (slice(None),) * len(shape))]
     return [
         (torch.Size(r.offsets), torch.Size(r.sizes), tuple(map(_slice, r.local_offsets, r.sizes)))
@@ -113,7 +113,7 @@ def offload_local(original: Callable, stager: Any, x: Any, memo: Any, non_blocki
 
 # ---------------------------------------------------------------------------------------------- its Hugging Face writer
 def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any:
-    """Stands for the method that sees what all ranks write: without ``save_distributed`` their files have one name.
+    """Stands for the method that sees the writes of all ranks: without ``save_distributed`` their files have one name.
 
     Raises:
         ValueError: where tensors are cut. Torch raises it on all ranks.
@@ -131,8 +131,8 @@ def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any
 
 
 def write_chunks_apart(original: Callable, writer: Any, plan: Any, planner: Any) -> Any:
-    """Stands for the method that writes what falls to a rank, in which a tensor has one entry a file: what a rank holds
-    of a packed tensor goes into several files."""
+    """Stands for the method that writes the part of a rank, in which a tensor has one entry a file. The parts of a
+    packed tensor on a rank go into several files."""
     rounds: list[list[Any]] = []
     count: dict[str, int] = {}
     for item in plan.items:

@@ -1,8 +1,8 @@
 """torch's own DTensors made of this library's, and the other way round: two names for the same memory.
 
 Both libraries mean the same by a cotangent: it is whole for `Replicate` and for each summand of a `Partial`, and the
-shard for `Shard`. So a gradient passes from one to the other as it is, but for averages, of which each rank's part has
-a share of it here, and the whole there.
+shard for `Shard`. So a gradient passes from one to the other unchanged, except for averages: each rank's part has its
+share of the cotangent here, and the whole one there.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def is_native(x: Any) -> bool:
 
 
 def are_native_apart(tensors: Sequence[Any], tensor_class: Any) -> bool:
-    """Whether there are torch's own DTensors among ``tensors`` that torch cannot take together with the others: of
-    several meshes, or beside DTensors of class ``tensor_class`` and plain tensors."""
+    """Whether there are torch's own DTensors among ``tensors`` that torch cannot take together with the others. They
+    are of several meshes, or mixed with DTensors of class ``tensor_class`` or plain tensors."""
     api = sys.modules.get(_API)
     if api is None:
         return False
@@ -113,7 +113,7 @@ def from_native(x: Any) -> Any:
     whole = [replicate if p.is_partial() else p for p in x.placements]
     local = x.to_local(grad_placements=whole)
     if type(local) is not Tensor:
-        local = local.wait()  # what a collective of torch's returns that is under way
+        local = local.wait()  # the result of a collective of torch's that is under way
     factor = _of_averages([(p.reduce_op if p.is_partial() else "") for p in x.placements], mesh, x)
     if factor != 1:
         local.register_hook(lambda g: g * factor)
@@ -125,7 +125,7 @@ def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
     average, and one of this library's that of each rank's part.
 
     Raises:
-        ValueError: for gradients of a largest or smallest part, or of a product, which torch hands to all ranks alike.
+        ValueError: for gradients of a largest or smallest part, or of a product. Torch hands these to all ranks.
     """
     if not x.requires_grad:
         return 1

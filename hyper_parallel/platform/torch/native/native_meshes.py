@@ -73,7 +73,7 @@ def make_mesh(
 
 
 def group_of_mesh(original: Callable[..., Any], group: Any, tag: str = "") -> Any:
-    """Stands for what finds the group of a functional collective: this library's meshes have groups too.
+    """Stands for the function that finds the group of a functional collective: this library's meshes have groups too.
 
     Raises:
         ValueError: for a mesh of several dimensions of which none is named, and on a rank outside the mesh.

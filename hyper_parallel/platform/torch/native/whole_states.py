@@ -1,7 +1,7 @@
 """Whole state dicts of torch.distributed.checkpoint, and DTensors.
 
-``full_state_dict=True`` gathers what is saved and distributes what is loaded, and asks for torch's own class. Here
-DTensors are gathered first. What is loaded gets the placements that the parameter, or its state, has now.
+``full_state_dict=True`` gathers saved tensors and distributes loaded ones, and asks for torch's own class. Here
+DTensors are gathered first. A loaded tensor gets the placements that the parameter, or its state, has now.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _whole(x: Any, on_cpu: bool, keep: bool) -> Any:
 def distribute_into(
     original: Callable, full_state_dict: Any, local_state_dict: Any, device: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Stands for the function by which ``set_optimizer_state_dict`` and ``set_model_state_dict`` with
-    ``full_state_dict=True`` put whole tensors of every rank in the place of those that there are.
+    """Stands for torch's function that replaces the present tensors by whole ones, which every rank gives.
+    ``set_optimizer_state_dict`` and ``set_model_state_dict`` with ``full_state_dict=True`` call it.
 
     Raises:
         ValueError: on all ranks of the mesh, where they do not give the same, or a tensor has another shape.
@@ -77,7 +77,7 @@ def broadcast_into(
         ValueError: on all ranks, where the first one gives DTensors, or a tensor has another shape.
     """
     held = {name: x for name, x in local_state_dict.items() if is_dtensor(x)}
-    # Rank 0 alone knows what it gives, and must not be the only one to raise.
+    # Rank 0 alone knows the values that it gives, and must not be the only one to raise.
     sent = {k: torch.empty(_NOT_WHOLE) if is_dtensor(x) else x for k, x in full_state_dict.items()}
     original(sent, local_state_dict, device, *args, **kwargs)
     # Tensors without dimensions come with the names, and not through `place_what_came`.
@@ -125,7 +125,7 @@ def _require_shapes(held: Mapping[str, Any], given: Mapping[str, Tensor]) -> Non
 
 
 def _require_same(state: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """Compare over the ranks of the meshes: each keeps its part of what it gives itself."""
+    """Compare over the ranks of the meshes: each keeps its part of the values that it gives itself."""
     lines: dict[tuple[int, ...], tuple[Any, int]] = {}
     for mesh in dict.fromkeys(x._layout.mesh for x in held.values()):
         if mesh.get_coordinate() is not None:

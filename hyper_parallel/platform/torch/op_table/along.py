@@ -1,4 +1,4 @@
-"""Operations along dimensions that must be whole: softmax, cumulative sums, sorting; and what leaves for Python."""
+"""Operations along dimensions that must be whole: softmax, cumulative sums, sorting; and conversions to Python."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def table() -> Table:
         **as_called("linspace logspace", "batched", "start end steps", _spaced, torch),
         **as_called("quantile nanquantile", "quantile", "input q dim keepdim", _quantiles),
         **rows("topk", "topk", "input k dim=-1 largest=True sorted=True"),
-        # What leaves the world of tensors.
+        # Conversions to Python values.
         **rows(
             "item tolist numpy is_nonzero __bool__ __int__ __float__ __complex__ __index__ __array__",
             "replicate",

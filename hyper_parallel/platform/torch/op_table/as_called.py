@@ -1,5 +1,5 @@
-"""Rows for functions that are called again as they were, whatever arguments they have, with the local tensors in the
-places of the distributed ones; and the shapes of what they give, which torch tells of tensors without data."""
+"""Rows for functions that are called again as they were, whatever arguments they have. Local tensors take the places of
+the distributed ones. The shapes of the results come from torch, on tensors without data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tools for rows of the op table, which bring native calls into canonical form.
 
-What the native function takes, and what of that are operands and static arguments, stands in one text: see
+One text names the arguments of the native function, and which of them are operands or static arguments: see
 `platform.row_text`.
 """
 

@@ -1,4 +1,4 @@
-"""torch_npu's own operators, which do in one kernel what takes torch several.
+"""torch_npu's own operators, which do the work of several kernels of torch in one.
 
 Only with torch_npu in the process: `hyper_parallel.platform.torch.npu` adds these rows to the table.
 

@@ -45,7 +45,7 @@ def is_mask(item: Any) -> bool:
 
 
 def without_masks(index: tuple) -> tuple:
-    """An index with the places of what is true in place of each mask that is distributed."""
+    """An index with the places of the true elements in place of each mask that is distributed."""
     found: list[Any] = []
     for item in index:
         if is_dtensor(item) and is_mask(item) and item.dim():

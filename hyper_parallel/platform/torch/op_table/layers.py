@@ -1,4 +1,4 @@
-"""Layers by their signatures: convolutions, pools, resampling, and what else works on whole pictures.
+"""Layers by their signatures: convolutions, pools, resampling, and others that work on whole pictures.
 
 See the canonical operation ``labelled``. Sizes of results are those that torch gives for tensors without data.
 """
@@ -106,7 +106,7 @@ def _repeated(signature: str, results: int) -> str:
 
 
 def _shapes(call: Callable, func: Any, operands: tuple, others: tuple) -> tuple[tuple[int, ...], ...]:
-    """Sizes of the results on one device. What torch says is wrong with the sizes, it says on all ranks."""
+    """Sizes of the results on one device. Torch raises errors about the sizes on all ranks."""
     with no_dispatch():
         results = call(func, tuple(_without_data(x) if isinstance(x, Tensor) else x for x in operands), others)
     return tuple(tuple(y.shape) for y in (results if isinstance(results, (tuple, list)) else (results,)))
@@ -355,7 +355,7 @@ def _bag(func: Any, operands: tuple, others: tuple) -> Any:
 
 
 def _crossed(shapes: Shapes, others: tuple) -> str | None:
-    """A product of vectors, which are whole; what is stretched is whole too."""
+    """A product of vectors, which are whole; broadcast dimensions are whole too."""
     ndim = len(shapes[0])
     if any(len(shape) != ndim for shape in shapes) or not -ndim <= others[0] < ndim or ndim > len(_BATCH):
         return None

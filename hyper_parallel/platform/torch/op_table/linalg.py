@@ -68,8 +68,8 @@ def table() -> Table:
 
 
 def _behind(counts: dict[int, int]) -> Any:
-    """The static arguments of ``batched``, for functions of tensors of which the argument of each number has that many
-    dimensions behind its batch."""
+    """The static arguments of ``batched``. ``counts`` has, for the number of each argument, how many dimensions it has
+    behind its batch."""
 
     def facts(given: Given) -> tuple:
         if any(number not in counts for number in given.numbers):

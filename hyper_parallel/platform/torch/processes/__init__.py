@@ -1,1 +1,1 @@
-"""Processes and what they send: launch, groups, collectives, lost ranks."""
+"""Processes and their messages: launch, groups, collectives, lost ranks."""

@@ -1,8 +1,8 @@
 """Process groups and collectives of torch.distributed.
 
-The hot collectives call the group's backend itself, which costs a quarter of the functions of `torch.distributed` and
-half of the process group's methods. The methods go through torch's dispatcher, so they are called while somebody
-watches it: torch's `CommDebugMode`, fake tensors. The functions are looked up at call time where they are used, because
+The hot collectives call the group's backend itself. That costs a quarter of the functions of `torch.distributed` and
+half of the process group's methods. The methods go through torch's dispatcher. So they are called while a mode watches
+it: torch's `CommDebugMode`, fake tensors. The functions are looked up at call time where they are used, because
 torch_npu replaces some of them.
 """
 
@@ -43,12 +43,12 @@ _ALL_REDUCE, _REDUCE_SCATTER = _options(dist.AllreduceOptions), _options(dist.Re
 class _Group:
     """A process group as core gets it: calling it gives the `ProcessGroup`, or None when that was destroyed.
 
-    Nothing here keeps one alive: a `ProcessGroup` that still lives when the interpreter ends, after its default group
-    was destroyed, aborts the process (measured with gloo: 5 of 12 runs, none of 12 with weak references).
+    Nothing here keeps one alive. A `ProcessGroup` that still lives when the interpreter ends, after its default group
+    was destroyed, aborts the process. Measured with gloo: 5 of 12 runs, none of 12 with weak references.
 
     Attributes:
-        backend: what carries out the group's collectives on the platform's device, as long as there is the group; None
-            for a group of a class that has no such parts.
+        backend: the object that runs the group's collectives on the platform's device, as long as the group exists;
+            None for a group of a class that has no such parts.
     """
 
     __slots__ = ("__weakref__", "_process_group", "backend")
@@ -151,7 +151,7 @@ class CommunicationVerbs(Platform):
 
     # ------------------------------------------------------------------------------------------------ collectives
     def supports(self, collective: str, op: str, local: Tensor) -> bool:
-        """See `Platform.supports`. What only moves data takes every dtype: it can travel as bytes."""
+        """See `Platform.supports`. Collectives that only move data take every dtype: it can travel as bytes."""
         if collective == "all_reduce":
             return local.dtype in self.all_reduce_dtypes.get(op, ())
         if collective == "reduce_scatter":
@@ -221,7 +221,7 @@ class CommunicationVerbs(Platform):
             _resolve(group).alltoall_base(self._movable(out), self._movable(local), [], []).wait()
             return out
         out = local.new_empty((sum(received), *local.shape[1:]))
-        # What travels as bytes is one vector: a row is as many of its elements.
+        # A tensor that travels as bytes is one vector: a row is as many of its elements.
         each = 1 if local.dtype in self.moved_dtypes else local[:1].nbytes if len(local) else out[:1].nbytes
         to, of = [each * n for n in sent], [each * n for n in received]
         _resolve(group).alltoall_base(self._movable(out), self._movable(local), of, to).wait()
@@ -313,8 +313,8 @@ def _ordered(ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def _sendable(x: Tensor) -> Tensor:
-    """The values of ``x`` in memory: of an efficient zero tensor, which has none (backward and forward-mode AD make
-    such), and of one that is marked as conjugate or negative, whose mark backends do not send.
+    """The values of ``x`` in memory. An efficient zero tensor has none; backward and forward-mode AD make such tensors.
+    A tensor may also be marked as conjugate or negative, and backends do not send the mark.
 
     Raises:
         ValueError: inside a transform, see `refuse_transforms`.

@@ -1,4 +1,4 @@
-"""Joining the world that a launcher started: torchrun, msrun, or nobody (a world of one rank)."""
+"""Joining the world that a launcher started: torchrun or msrun. Without a launcher it is a world of one rank."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def init_process_group(backend: str, select_device: Callable[[int], None], timeo
     else:
         dist.init_process_group(backend, init_method=launch.init_method, rank=rank, world_size=size, timeout=wait)
     # A program that ends with its gloo groups alive aborts now and then, "terminate called without an active exception"
-    # (seen in 2 of about 50 runs): whoever did not make the group will not think of destroying it.
+    # (seen in 2 of about 50 runs): a user who did not make the group will not think of destroying it.
     atexit.unregister(_destroy_gloo_at_exit)
     atexit.register(_destroy_gloo_at_exit)
 

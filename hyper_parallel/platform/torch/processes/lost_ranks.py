@@ -31,7 +31,7 @@ GRACE = 3.0
 #: The same for a rank whose local computation has failed, until the others fail in the same way.
 ALIKE = 4.0
 _TAG = 0x4E0
-#: What gloo's errors contain when a connection is lost; the second comes from every later use of the group.
+#: Texts in gloo's errors when a connection is lost; the second comes from every later use of the group.
 _GLOO = ("gloo/transport/", "Application timeout caused pair closure")
 
 
@@ -44,7 +44,7 @@ def timeout_of(group: Any, device_type: str) -> timedelta | None:
 
 
 def is_communication_failure(error: Exception) -> bool:
-    """Whether a backend lost a rank, rather than refused what it was given."""
+    """Whether a backend lost a rank, rather than refused its arguments."""
     return isinstance(error, dist.DistError) or any(text in str(error) for text in _GLOO)
 
 

@@ -1,9 +1,9 @@
-"""Linear layers whose collective goes on while they compute: cut into chunks, of which one is multiplied while another
+"""Linear layers whose collective goes on while they compute. Both are cut into chunks: one is multiplied while another
 is on its way ("collective matmul").
 
-What is gathered or scattered lies along one dimension, in a part for each rank. A chunk takes a piece of every part, so
-that each chunk is a collective of the ordinary kind, and all together move what one would. Transfers are hidden; the
-price is smaller products, and copies of the pieces.
+The gathered or scattered tensor has a part for each rank along one dimension. A chunk takes a piece of every part. So
+each chunk is a collective of the ordinary kind, and together they move as many bytes as one would. Transfers are
+hidden. The price is smaller products, and copies of the pieces.
 
 Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition"; Megatron-LM's sequence
 parallelism (Korthikanti et al. 2022).
@@ -94,8 +94,8 @@ class _Chunked:
         return None if other is None else out @ other, out
 
     def scatter(self, pieces: list[Tensor], other: Tensor) -> list[tuple[Tensor, Any, Any]]:
-        """Start the sums of ``pieces @ other``. Gives for each the result to come, what to wait for, and the operand,
-        which must live until then."""
+        """Start the sums of ``pieces @ other``. Gives for each the pending result, the work to wait for, and the
+        operand, which must live until then."""
         started = []
         for piece in pieces:
             product = (piece @ other).contiguous()
@@ -105,7 +105,7 @@ class _Chunked:
         return started
 
     def finish(self, started: list[tuple[Tensor, Any, Any]]) -> Tensor:
-        """One rank's part of what `scatter` has started."""
+        """One rank's part of the sums that `scatter` has started."""
         for _, work, _ in started:
             work.wait()
         return torch.cat([out for out, _, _ in started], self.dim)
@@ -162,8 +162,8 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """This rank's part of (..., in) -> (..., out / ranks); backward sums and scatters. What was gathered is kept for
-    the gradient of the weight."""
+    """This rank's part of (..., in) -> (..., out / ranks); backward sums and scatters. The gathered tensor is
+    kept for the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any) -> Tensor:
@@ -188,5 +188,5 @@ class _AllGather(torch.autograd.Function):
             return products.finish(started) if needs_x else None, by_weight, None
 
 
-#: Collective -> differentiable function of x, weight and `_Chunked`, or what has its methods.
+#: Collective -> differentiable function of x, weight and `_Chunked`, or an object with its methods.
 FUNCTIONS: dict[str, Any] = {"all_reduce": _AllReduce, "all_gather": _AllGather, "reduce_scatter": _ReduceScatter}
