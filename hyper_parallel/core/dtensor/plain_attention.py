@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -32,7 +33,7 @@ from hyper_parallel.core.rules.sequence_cut import (
 _COMPARED: Table = Table(lambda mesh: Cache(1 << 12), 1 << 16, "compared calls of attention on plain tensors")
 
 
-class _Parts:
+class _Parts(ABC):
     """One call after the other of the framework's function of attention; see `AttentionRole.attention_calls`.
 
     Args:
@@ -114,9 +115,9 @@ class _Parts:
             "the dropout": str(float(dropout)),
         }
 
+    @abstractmethod
     def _ranges(self, shapes: Sequence[tuple], facts: dict[str, str]) -> tuple[Ranges, ...]:
         """The positions of each rank, where the lengths are those of parts."""
-        raise NotImplementedError
 
     @contextmanager
     def _order(self, ranges: tuple[Ranges, ...]) -> Iterator[None]:
