@@ -185,8 +185,8 @@ def _missing(directory: Path) -> str:
 
 def _parse(path: Path, content: Mapping[str, Any]) -> Index:
     files = dict(content["files"])
-    if wrong := [size for size in files.values() if type(size) is not int or not 0 <= size <= _LARGEST]:
-        raise ValueError(f"a file has {wrong[0]!r} bytes")
+    if wrong := [name for name, size in files.items() if type(size) is not int or not 0 <= size <= _LARGEST]:
+        raise ValueError(f"file {str(wrong[0])[:100]!r} has the impossible size {files[wrong[0]]!r}")
     if wrong_names := [name for name in files if _FILE.fullmatch(name) is None]:
         raise ValueError(f"a file lies outside of the checkpoint, or has a name that no save gives: {wrong_names[0]!r}")
     names = [*files]
@@ -205,7 +205,7 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
     check(content["values"])
     sums = content["checksums"]
     if not isinstance(sums, dict) or not all(isinstance(of_file, dict) for of_file in sums.values()):
-        raise ValueError("the checksums are no table")
+        raise ValueError(f"the checksums are not a dict with a dict for each file: {str(sums)[:100]}")
     time = content["time"]
     if type(time) is not int or not 0 <= time <= LATEST:
         raise ValueError(f"it was saved at {time!r}")
@@ -235,8 +235,14 @@ def _check_parts(name: str, x: StoredTensor) -> None:
     for part in x.parts:
         fits = len(part.offsets) == len(part.sizes) == len(x.shape)
         if not fits or any(o + n > size for o, n, size in zip(part.offsets, part.sizes, x.shape, strict=True)):
-            raise ValueError(f"tensor {name!r} of shape {x.shape} has a part of sizes {part.sizes} at {part.offsets}")
-    if sum(math.prod(part.sizes) for part in x.parts) != math.prod(x.shape):
-        raise ValueError(f"the parts of tensor {name!r} of shape {x.shape} do not cover it")
+            raise ValueError(
+                f"tensor {name!r} of shape {x.shape} has a part of sizes {part.sizes} at {part.offsets}, which does "
+                "not fit into it"
+            )
+    held, whole = sum(math.prod(part.sizes) for part in x.parts), math.prod(x.shape)
+    if held != whole:
+        raise ValueError(
+            f"the parts of tensor {name!r} of shape {x.shape} {'overlap' if held > whole else 'do not cover it'}"
+        )
     if len(x.parts) > 1 and not is_tiling(x.shape, [(part.offsets, part.sizes) for part in x.parts]):
         raise ValueError(f"the parts of tensor {name!r} of shape {x.shape} overlap")

@@ -95,7 +95,7 @@ def _holders(layout: Layout) -> list[tuple[tuple[Rectangle, ...], list[int]]]:
 
 
 def _joint_index(indices: Sequence[int], sizes: Sequence[int]) -> int:
-    """The index along several dimensions as one."""
+    """Return ``indices`` into dimensions of ``sizes`` as one row-major index."""
     joint = 0
     for index, size in zip(indices, sizes, strict=True):
         joint = joint * size + index

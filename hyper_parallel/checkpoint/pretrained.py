@@ -208,7 +208,7 @@ def _files_of(path: Path) -> tuple[Path, list[str]]:
         if Path(name).name != name:
             raise CheckpointError(f"{index} is damaged: {name!r} lies outside of its directory")
         if not (index.parent / name).is_file():
-            raise CheckpointError(f"{index} names {name!r}, which is not there")
+            raise CheckpointError(f"{index} names {name!r}, which is not there: copy the missing file there")
     return index.parent, names
 
 

@@ -100,8 +100,9 @@ class StatefulDistributedSampler:
             self.epoch, self._start, self._drawn, self._used = epoch, 0, 0, None
 
     def set_used(self, count: int) -> None:
-        """Set how many of the samples of this iteration the program has used. It is for a loader with workers, which
-        draws ahead. The state then counts these, else the drawn ones.
+        """Set how many samples of this iteration the program has used. It is for a loader whose workers draw ahead.
+
+        `state_dict` then counts these samples. Without a call, it counts the drawn ones.
 
         Args:
             count: samples of this rank since the iteration began.

@@ -269,7 +269,7 @@ class Filling:
         """A new tensor to be filled, plain or of ``layout``. ``parameter``: whose state it is."""
         found = self.index.find(stored)
         if found is None:
-            raise CheckpointError(f"the index refers to tensor {stored!r}, which it does not list")
+            raise CheckpointError(f"the index is damaged: it refers to tensor {stored!r}, which it does not list")
         stored, there, platform = found, self.index.tensors[found], self.platform
         if there.dtype not in platform.dtypes:
             raise _MisfitError(f"tensor {stored!r} is of {there.dtype}, which {platform.name} does not have")

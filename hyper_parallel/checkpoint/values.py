@@ -117,9 +117,9 @@ def check(x: Any) -> None:
         if keys is None:
             raise ValueError(f"a value is of the unknown kind {str(x[KIND])[:100]!r}")
         if any(not isinstance(x.get(key), types) for key, types in keys.items()):
-            raise ValueError(f"a value is {str(x)[:100]}")
+            raise ValueError(f"a value lacks an entry, or has one of another type: {str(x)[:100]}")
         if x[KIND] == "dict" and any(not isinstance(pair, list) or len(pair) != 2 for pair in x["items"]):
-            raise ValueError(f"a dict is {str(x)[:100]}")
+            raise ValueError(f"a dict has items that are no pairs: {str(x)[:100]}")
         if x[KIND] == "ranks" and not {*x["of"]} <= {*range(len(x["values"]))}:
             raise ValueError(f"the own values of some ranks are missing: {str(x['of'])[:100]}")
         if x[KIND] == "optimizer":

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         environment[ENVIRONMENT_VARIABLE] = platform.name
     framework = "mindspore" if platform.name == "mindspore" else "torch"
     if find_spec(framework) is None:
-        raise UsageError(f"{framework} is not installed")
+        raise UsageError(f"{framework} is not installed: install it, or give another --platform")
     where = (arguments.nodes, arguments.node_rank, arguments.address, _port_of(arguments))
     command = command_of(framework, arguments.processes, script, *where)
     if arguments.json:

@@ -77,7 +77,7 @@ class RowText:
         self._spellings, self._conversions, self._drops = spellings, conversions, drops
 
     def places(self, text: str) -> dict[str, int]:
-        """Each spelling of an argument that ``text`` names, with the argument's number."""
+        """Return the number of each argument that ``text`` names, by each of its spellings."""
         found: dict[str, int] = {}
         for i, item in enumerate(text.split()):
             names = item.partition("=")[0].lstrip("*").split("/")

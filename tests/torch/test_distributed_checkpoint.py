@@ -492,7 +492,7 @@ def assigned_from_elsewhere() -> None:
         return
     model = parallelize_module(make_model(), first, plan())
     state = parallelize_module(make_model(), whole, plan(), src_data_rank=None).state_dict()
-    with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\): '1.weight' is on .* Load without assign"):
+    with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\): '1.weight' is on .* Load with assign=False"):
         model.load_state_dict(state, assign=True)
 
 

@@ -137,7 +137,7 @@ def stacked_list(mesh: Any) -> None:
     torch.manual_seed(0)
     experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(3))
     experts = experts.double().to(mesh.device_type)
-    with pytest.raises(ValueError, match="Of a list with a module for each expert stack the weights"):
+    with pytest.raises(ValueError, match="For a list with one module for each expert, stack the weights"):
         parallelize_module(experts, mesh, ExpertParallel())
     sharded = parallelize_module(Stacked(experts), mesh, ExpertParallel())
     numbers = torch.tensor([[2, 0, 1], [0, 0, 3]])
@@ -189,7 +189,7 @@ def of_transformers_by_hand(mesh: Any, case: str) -> None:
 def refused_meshes(mesh: Any) -> None:
     other = DeviceMesh(None, np.arange(4).reshape(2, 2))
     for tp, over in ((mesh["tp"], mesh), (mesh["tp"], other), (other[1], other[0])):
-        with pytest.raises(ValueError, match="give one dimension of the mesh of the job"):
+        with pytest.raises(ValueError, match="is no 1-D slice of the mesh"):
             parallelize_model(precise("mixtral"), tp, expert_parallel=over)
 
 

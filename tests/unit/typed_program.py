@@ -48,6 +48,7 @@ from hyper_parallel import (
     StridedShard,
     UnshardHandle,
     available_platforms,
+    balance_loss,
     check_plan,
     check_ranks,
     checkpoint,
@@ -80,8 +81,11 @@ from hyper_parallel import (
     register_sharding,
     register_style,
     replicate,
+    shard_sequence,
     share_comm_ctx,
     strict,
+    token_mean,
+    tokens_per_expert,
     visualize_plan,
     visualize_sharding,
     vocab_parallel_cross_entropy,
@@ -119,6 +123,10 @@ OTHERS = (
     register_style,
     register_platform,
     vocab_parallel_cross_entropy,
+    balance_loss,
+    shard_sequence,
+    token_mean,
+    tokens_per_expert,
 )
 
 

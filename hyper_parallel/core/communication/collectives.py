@@ -282,7 +282,8 @@ def exchange_rows(x: Any, mesh: DeviceMesh, mesh_dim: int, counts: np.ndarray) -
 
 
 def shift(x: Any, mesh: DeviceMesh, mesh_dim: int) -> Any:
-    """The ``x`` of the rank before along the mesh dimension; ``x`` has one shape on all ranks."""
+    """Return the ``x`` of the previous rank along the mesh dimension. The first rank gets that of the last. ``x`` has
+    one shape on all ranks."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return x

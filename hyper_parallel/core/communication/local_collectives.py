@@ -101,5 +101,5 @@ def check_rows(name: str, whole: Layout, part: Layout, count: int) -> None:
         raise ValueError(
             f"{name} with DTensors of shape {tuple(whole.shape)} placed {list(whole.placements)} and of shape "
             f"{tuple(part.shape)} placed {list(part.placements)}: joining or cutting the local tensors along "
-            "dimension 0 does not join or cut the global ones in the same way. Give it to_local() of both"
+            f"dimension 0 does not join or cut the global ones in the same way. Give {name} to_local() of both"
         )

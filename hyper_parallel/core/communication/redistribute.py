@@ -114,8 +114,8 @@ def partial_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
 def plan_redistribution(source: Layout, target: Layout) -> tuple[Move, ...]:
     """The cheapest steps from ``source`` to ``target`` (same mesh and shape), the same on every rank.
 
-    A tensor dimension that several mesh dimensions shard nests, in the order of the cuts: only the last cut can be
-    undone, and a new one can only be added as the last. The search over placements respects that by construction.
+    Several mesh dimensions may shard one tensor dimension: each cuts the parts of those before it. Only the last cut
+    can be undone. A new cut can only be the last. The search over placements respects that by construction.
     """
     return _PLANS[source, target]
 

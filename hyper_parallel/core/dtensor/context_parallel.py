@@ -143,8 +143,8 @@ def _length_of(buffers: list, dims: list, kept: list, length: int | None, platfo
         lengths.add(shape[dim])
     if len(lengths) != 1:
         raise ValueError(
-            f"context_parallel: the buffers have sequences of {sorted(lengths)} positions: one length is to be known, "
-            "of the whole sequence on every rank, from buffers or length="
+            f"context_parallel: buffers and length= give the sequence lengths {sorted(lengths)}, and must give one: "
+            "pass the whole sequence on every rank as buffers, or length="
         )
     return lengths.pop()
 

@@ -57,10 +57,10 @@ class _Parts(ABC):
         """Refuse another function that mixes positions: it would see this rank's part alone."""
         if self.mesh.size() > 1 and not set(lengths).isdisjoint(self.sizes):  # those of all ranks: they agree
             raise ValueError(
-                f"{name} over a dimension of {list(lengths)}, where the ranks of {self.mesh} hold {list(self.sizes)} "
-                "positions of a sequence each, would see this rank's part alone. Of attention call "
-                "scaled_dot_product_attention. Else gather the sequence before, with context_parallel_unshard, or "
-                "compute it outside of the context; DTensors placed Shard along the sequence need neither"
+                f"{name} over a dimension of {list(lengths)} would see this rank's part alone: the ranks of "
+                f"{self.mesh} hold {list(self.sizes)} positions of a sequence. For attention call "
+                "scaled_dot_product_attention. Otherwise gather the sequence first, with context_parallel_unshard, or "
+                "compute it outside of the context. DTensors placed Shard along the sequence need neither"
             )
 
     def __call__(self, call: Any, q: Any, k: Any, v: Any, mask: Any, dropout: float) -> Any:
@@ -230,9 +230,10 @@ class PartsOfModule(_Parts):
         sizes = tuple(n for n, _, _ in given)
         if given != [(n, n, n) for n in sizes] or -1 in sizes or sizes != chunk_sizes(sum(sizes), mesh.size()):
             raise ValueError(
-                f"{self.where}: ranks gave queries, keys and values of {given} positions (dimension -2 of at least 3), "
-                f"and parts of one sequence have {chunk_sizes(max(0, sum(sizes)), mesh.size())}: cut it with "
-                "shard_sequence, or call attention to other keys in a module without the style"
+                f"{self.where}: ranks gave queries, keys and values of {given} positions (dimension -2; -1 for tensors "
+                f"of fewer than 3 dimensions), and parts of one sequence have "
+                f"{chunk_sizes(max(0, sum(sizes)), mesh.size())}: cut the sequence with shard_sequence, or move cross "
+                "attention to a module without the style"
             )
         mesh._has_uneven_shards |= len(set(sizes)) > 1
         self._compared.add(call)

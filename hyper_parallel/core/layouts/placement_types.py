@@ -254,7 +254,9 @@ class PackedShard(Shard):
         """
         if isinstance(self.sizes, int):
             if size % self.sizes:
-                raise ValueError(f"{size} elements are not {self.sizes} parts of one size: give the size of each part")
+                raise ValueError(
+                    f"{size} elements cannot be cut into {self.sizes} equal parts: give the size of each part"
+                )
             return PackedShard(self.dim, (size // self.sizes,) * self.sizes)
         if sum(self.sizes) != size:
             raise ValueError(f"{size} elements are not parts of sizes {self.sizes}, which add up to {sum(self.sizes)}")

@@ -214,7 +214,8 @@ class DeviceMesh(MeshMethods):
         return index_of_dim(self, mesh_dim, caller)
 
     def rows(self) -> list[list[int]]:
-        """The ranks of this mesh, and of each that all ranks of the root have in its place."""
+        """Return the ranks of all slices of the root along these dimensions, a list for each. This mesh is one of them,
+        on its own ranks."""
         return self.slices.rows()
 
     def along_in(self, root: DeviceMesh) -> tuple[tuple[int, ...], ...] | None:

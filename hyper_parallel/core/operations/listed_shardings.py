@@ -112,8 +112,8 @@ def listed_rule(
             ):
                 raise ValueError(
                     f"the sharding registered for {name_of(op)} lists {list(outputs)} for {len(results)} result(s) and "
-                    f"{list(inputs)} for {len(flat)} argument(s): give one placement for each tensor, and None for "
-                    "each argument that is none"
+                    f"{list(inputs)} for {len(flat)} argument(s): give one placement for each result and each "
+                    "tensor argument, and None for each other argument"
                 )
             choices.append((given, made))
         return OpSharding(

@@ -42,7 +42,7 @@ def draws_by_counter(mesh: DeviceMesh) -> bool:
 
 
 def is_requested() -> bool:
-    """Whether tensors on any mesh are drawn by counter."""
+    """Whether any mesh draws random numbers with ``parallel_rng='counter'``."""
     return any(_REQUESTS.values())
 
 

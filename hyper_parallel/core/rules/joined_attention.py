@@ -38,7 +38,7 @@ class KeyGather:
         return cls(layout.mesh.platform, tuple(plan_redistribution(layout, layout.with_placements(placements))))
 
     def forward(self, k: Any, v: Any) -> tuple[Any, Any]:
-        """Outside autograd."""
+        """Gather whole keys and values from shards, outside autograd."""
         return self._both(k, v, lambda x: self._take(x, [step.collective for step in self.steps]))
 
     def backward(self, k: Any, v: Any) -> tuple[Any, Any]:

@@ -66,7 +66,7 @@ class PartOfClasses:
 
 
 def _nothing() -> None:
-    """A reference to nothing."""
+    """Stand in for a dead weak reference."""
 
 
 def part_of_classes(module: Any) -> PartOfClasses | None:

@@ -174,8 +174,8 @@ def with_own_tokens(
     name = None if mesh.mesh_dim_names is None else mesh.mesh_dim_names[0]
     if over.ndim != 1 or not over.shares_root(mesh) or name is None or root[name] is not mesh:
         raise ValueError(
-            f"expert_parallel={over}: give one dimension of the mesh of the job, of which {mesh} is another one or is "
-            'a part: mesh["dp"], or mesh["dp", "tp"]._flatten("ep")'
+            f"expert_parallel={over} is no 1-D slice of the mesh that {mesh} was sliced from by name: give another "
+            'dimension, mesh["dp"], or one that contains it, mesh["dp", "tp"]._flatten("ep")'
         )
     arguments: dict[str, Any] = {"input_layout": Replicate(), "tp_dim": name}
     found: dict[str, ParallelStyle] = {}
@@ -192,7 +192,7 @@ def with_own_tokens(
 
 
 def _read(x: Any, mesh: DeviceMesh) -> Any:
-    """A replicated input, whose gradient each rank computes a part of."""
+    """Return a replicated input as a local tensor. Each rank computes a part of its gradient."""
     platform = mesh.platform
     if not platform.is_tensor(x) or not platform.is_floating_point(x):
         return x

@@ -64,7 +64,7 @@ class _LocalParameters:
     """Mixin of a module's class: forward sees this rank's part of each parameter as a plain tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the class below."""
+        """Run the next class's forward with this rank's part of each parameter."""
         # An attribute in the object's own dictionary comes before the parameters, which modules keep elsewhere.
         own = vars(self)
         parameters = self.named_parameters(recurse=False)  # type: ignore[attr-defined]

@@ -154,7 +154,7 @@ def _is_wrapper(module: Any) -> bool:
 
 
 def _refuse_copies(styles: dict[str, ParallelStyle], modules: dict[str, Any]) -> None:
-    """Refuse copies of whole modules, which peft keeps next to the trained copy (``modules_to_save``)."""
+    """Raise ValueError where the plan shards a module of which peft trains a copy (``modules_to_save``)."""
     for path in styles:
         if hasattr(modules.get(path), "modules_to_save"):
             raise ValueError(

@@ -74,8 +74,8 @@ class Core(CompiledLosses, Protocol):
 
     # ------------------------------------------------------------------------------------ gradients
     def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Convert the plain local gradient that reached a tensor of ``layout`` for a reader who sees it as a DTensor.
-        Interception is off."""
+        """Convert the plain local gradient of a tensor of ``layout``, to be read as a DTensor. Values computed from it
+        count once in a second backward. Interception is off."""
 
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
         """Convert in the other direction: the local part of a user's gradient, for the backward of the tensor."""

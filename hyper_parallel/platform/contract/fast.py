@@ -156,10 +156,10 @@ class Fast:
         return x
 
     def move_to_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
-        """Move the data of the parameters ``xs`` into a new 1-D tensor, one after the other, and return that. Each has
-        the first of ``lengths[i]`` elements of its own; the others are zero. Tensors that alias a parameter from before
-        keep its old memory. So core asks only where there cannot be any. None where the data cannot be moved. Called
-        with interception off."""
+        """Move the data of the parameters ``xs`` into a new 1-D tensor, one after the other, and return it. ``xs[i]``
+        takes ``lengths[i]`` elements: its own, then zeros. Tensors that aliased a parameter before keep its old memory.
+        So core asks only where there are none. Return None where the data cannot be moved. Called with interception
+        off."""
         return None
 
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:

@@ -264,8 +264,8 @@ def wrong(mesh: Any) -> None:
         (ValueError, "none of the buffers", lambda: context_parallel(mesh, **one, no_restore_buffers={y})),
         (TypeError, "plain tensors as buffers", lambda: context_parallel(mesh, buffers=[1], buffer_seq_dims=[0])),
         (ValueError, "no dimension 4", lambda: context_parallel(mesh, buffers=[x], buffer_seq_dims=[4])),
-        (ValueError, "one length", lambda: context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[2, 2])),
-        (ValueError, "one length", lambda: context_parallel(mesh)),
+        (ValueError, "must give one", lambda: context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[2, 2])),
+        (ValueError, "must give one", lambda: context_parallel(mesh)),
     ]
     with CommDebugMode() as comm:
         for kind, words, make in refusals:

@@ -310,7 +310,7 @@ def wrong_modules(mesh: Any) -> None:
         return adapter.tensor(np.ones(shape, dtype))
 
     refusals = [
-        (ValueError, "called no function of attention", lambda: adapter.call(written_out, rows(2, 3, 12))),
+        (ValueError, "called no attention function", lambda: adapter.call(written_out, rows(2, 3, 12))),
         (ValueError, r"\[\(2, 2, 2\), \(3, 3, 3\)\] positions", lambda: adapter.call(module, rows(1, 2 + rank, 12))),
         (RankMismatchError, "samples, heads and features", lambda: adapter.call(module, rows(1 + rank, 3, 12))),
     ]

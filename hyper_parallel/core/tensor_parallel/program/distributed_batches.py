@@ -217,7 +217,7 @@ def _part_with(batch: Layout, x: DTensor, mesh: DeviceMesh, name: str) -> Any:
 
 
 def _keep_part(x: DTensor, part: Any, mesh: DeviceMesh) -> None:
-    """Let modules that read the same ``x`` share the sum of the gradient of its ``part`` over ``mesh``."""
+    """Cache the ``part`` of ``x`` on ``mesh``. Modules that read the same ``x`` then share one sum of its gradient."""
     with mesh.platform.no_dispatch():
         mesh.platform.write_cache(x, (_PART, mesh), part)
 

@@ -76,9 +76,9 @@ class ContextParallel(ParallelStyle):
                 y = forward(module, *args, **kwargs)
             if not parts.called:
                 raise ValueError(
-                    f"{name} has the style {self!r}, and its forward called no function of attention that can be told "
-                    "of the sequence: attention that is written out sees this rank's part alone. Call "
-                    "scaled_dot_product_attention in it, or name the module that does"
+                    f"{name} has the style {self!r}, and its forward called no attention function that the style "
+                    "handles. Attention that is written out sees this rank's part alone. Call "
+                    "scaled_dot_product_attention in it, or give the style to the module that does"
                 )
             return y
 

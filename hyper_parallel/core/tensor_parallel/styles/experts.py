@@ -122,8 +122,8 @@ class ExpertParallel(ModuleStyle):
         if not shapes or () in shapes.values() or len({shape[0] for shape in shapes.values()}) != 1:
             raise ValueError(
                 f"{self!r} on {where!r}: its parameters have the shapes {shapes}, and each must be (experts, ...): "
-                "name the module that holds the stacked weights of the experts. Of a list with a module for each "
-                "expert stack the weights: docs/experts.md has a class that does so"
+                "name the module that holds the stacked weights of the experts. For a list with one module for each "
+                "expert, stack the weights: docs/experts.md has a class that does so"
             )
         for path, submodule in platform.named_modules(module):
             if path and (names := [name for name, _ in platform.named_parameters(submodule)]):

@@ -97,7 +97,8 @@ def _parts_beside_styles(cell: nn.Cell, stand_ins: list[nn.Cell]) -> Iterable[An
         raise NotTracedError("it is computed again in backward")
     if drops_apart(cell):
         raise NotTracedError(
-            "its dropout draws from MindSpore's kernel there, which on CPUs does not give all ranks the same numbers"
+            "its dropout would draw from MindSpore's kernel in a graph, which on CPUs does not give all ranks the same "
+            "numbers"
         )
     return *vars(cell).values(), original_class(cell).construct
 

@@ -85,7 +85,10 @@ def _weighted(fn: Callable, has_aux: bool) -> Callable:
 def _sum_of_products(outputs: Any, sens: Any) -> Any:
     if isinstance(outputs, (tuple, list)):
         if not isinstance(sens, (tuple, list)) or len(sens) != len(outputs):
-            raise ValueError(f"the function has {len(outputs)} outputs: give a sensitivity for each, in a tuple")
+            raise ValueError(
+                f"the function has {len(outputs)} outputs: give a sensitivity for each, in a tuple, as the last "
+                "argument or sens="
+            )
         return sum(_sum_of_products(output, s) for output, s in zip(outputs, sens, strict=True))
     if tuple(sens.shape) != tuple(outputs.shape):
         raise ValueError(

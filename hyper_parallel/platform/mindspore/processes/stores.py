@@ -124,7 +124,9 @@ def meet(store: Any, size: int, seconds: float) -> None:
     """
     came = _count(store, _MET, size, seconds)
     if came is not None and came < size:
-        raise RuntimeError(f"{came} of {size} ranks have met within {seconds:g} s: the others have ended, or hang")
+        raise RuntimeError(
+            f"{came} of {size} ranks have met within {seconds:g} s: the others were not started, have ended, or hang"
+        )
 
 
 def wait_for_leaving(store: Any, size: int, seconds: float) -> None:

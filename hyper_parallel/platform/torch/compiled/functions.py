@@ -40,7 +40,7 @@ def largest_of(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def _all_gather(x: Tensor, dim: int, sizes: tuple[int, ...], size: int, group: str) -> Tensor:
-    """``sizes`` is empty where all ranks have as much."""
+    """Gather ``x`` of all ranks along ``dim``. ``sizes`` has their lengths there, and is empty where they are equal."""
     if sizes and min(sizes) != max(sizes):
         x = _padded(x, dim, max(sizes))
     whole = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group))

@@ -192,8 +192,9 @@ def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
         offset = args[positions] if len(args) > positions else kwargs.get("storage_offset")
         if offset is not None and x._family is not None:
             raise ValueError(
-                f"{func.__name__}(storage_offset={offset}) counts from the beginning of memory of which this DTensor, "
-                f"placed {list(x._layout.placements)}, may be a part: leave storage_offset out and index x, or clone it"
+                f"{func.__name__}(storage_offset={offset}) counts from the start of the storage, and this DTensor, "
+                f"placed {list(x._layout.placements)}, may be a view into a larger one: leave storage_offset out and "
+                "index x, or call it on x.clone()"
             )
     return run_unknown(func, args, kwargs)
 
@@ -205,7 +206,7 @@ def _is_where_one_device_has_it(x: Any) -> bool:
 
 @handles(*find("to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc", Tensor))
 def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A DTensor is made of strided tensors: a sparse one has other parts, whose sizes depend on the data."""
+    """Refuse to make a DTensor sparse. The sizes of sparse parts depend on the data."""
     raise TypeError(
         f"{func.__name__} of a DTensor: distributed tensors are strided. Use x.full_tensor().{func.__name__}(...), a "
         "plain tensor that is the same on every rank, or to_local() for this rank's part"

@@ -127,7 +127,10 @@ def _check(q: Any, k: Any, v: Any, mask: Any, gqa: bool) -> None:
             "enable_gqa=True, and a number of which the other is a multiple"
         )
     if of_keys[0] != batch and (of_keys[0] != 1 or mask is None):
-        raise ValueError(f"flex_attention: the query has {batch} samples (dimension 0), and the keys {of_keys[0]}")
+        raise ValueError(
+            f"flex_attention: the query has {batch} samples (dimension 0), and the keys {of_keys[0]}: give the same "
+            "number, or one sample of keys and values with a block_mask"
+        )
     checks = Flex.original.__globals__
     if (check := checks.get("_validate_device")) is not None:
         check(q, k, v)

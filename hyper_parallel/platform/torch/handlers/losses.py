@@ -119,7 +119,7 @@ def gaussian_nll_loss(
 
 @handles(F.multi_margin_loss, F.multilabel_margin_loss)
 def margin_loss(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Compute the loss of each sample, all of whose classes are on one rank; then the reduction."""
+    """Compute the loss of each sample, then reduce. All classes of a sample are on one rank."""
     how = {name: value for name, value in kwargs.items() if name in ("reduction", "size_average", "reduce")}
     rest = {name: value for name, value in kwargs.items() if name not in how}
     return _reduced(dispatch(OP_TABLE[func], func, args, rest), how.pop("reduction", "mean"), **how)

@@ -146,7 +146,10 @@ def _run_overload(func: Any, args: tuple, kwargs: dict) -> Any:
             "x.to_local(), or use the functions of torch.distributed, which act on the local tensor in place"
         )
     if kwargs.get("out") is not None or any(s.is_mutable for s in _schemas(func)):
-        raise TypeError(f"{func} writes into its operands and cannot be called on distributed tensors: use the method")
+        raise TypeError(
+            f"{func} writes into its operands and cannot be called on distributed tensors: call the torch function or "
+            "tensor method, such as x.add_(y)"
+        )
     return dispatch(None, func, args, kwargs)
 
 

@@ -181,8 +181,8 @@ def _placed_as(held: Any, given: Any, name: str) -> Any:
             if given._layout.mesh is not layout.mesh:
                 raise ValueError(
                     f"load_state_dict(assign=True): {name!r} is on {layout.mesh} in the module, and on "
-                    f"{given._layout.mesh} in the state dict. Load without assign, after to_empty() where the module "
-                    "is on meta, or give whole tensors (full_tensor())"
+                    f"{given._layout.mesh} in the state dict. Load with assign=False, and call to_empty() "
+                    "before for a module on meta. Or give whole tensors, x.full_tensor(), in the state dict"
                 )
             return given.redistribute(placements=layout.placements).detach()
         local = part_of_whole(given, layout, given.device)

@@ -106,7 +106,8 @@ def _repeated(signature: str, results: int) -> str:
 
 
 def _shapes(call: Callable, func: Any, operands: tuple, others: tuple) -> tuple[tuple[int, ...], ...]:
-    """Sizes of the results on one device. Torch raises errors about the sizes on all ranks."""
+    """Return the sizes of the results on one device, from a call on meta tensors. Torch's errors about sizes come from
+    it on all ranks."""
     with no_dispatch():
         results = call(func, tuple(_without_data(x) if isinstance(x, Tensor) else x for x in operands), others)
     return tuple(tuple(y.shape) for y in (results if isinstance(results, (tuple, list)) else (results,)))
@@ -168,8 +169,8 @@ def _convolutions() -> Table:
 
 
 def _convolution(dims: int, weight: str, shapes: Shapes, others: tuple) -> str | None:
-    """Linear in the weight and in the input, whose channels are contracted. With groups, channels in and out are cut
-    together."""
+    """Return the signature of a convolution, None for other shapes. It is linear in weight and input, and contracts
+    input channels. With groups, channels in and out are cut together."""
     x, spatial = len(shapes[0]), "." * dims
     if x not in (dims + 1, dims + 2) or len(shapes[1]) != dims + 2:
         return None

@@ -106,7 +106,8 @@ def _behind_geqrf(given: Given) -> tuple:
 
 
 def _transformed(count: int | None) -> Any:
-    """The static arguments of ``along_linear`` for a transform of ``count`` dimensions."""
+    """Return a function that gives the static arguments of ``along_linear``. The transform has ``count`` dimensions;
+    None takes them from the call."""
 
     def facts(given: Given) -> tuple:
         given.need(0)

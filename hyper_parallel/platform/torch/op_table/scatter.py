@@ -52,7 +52,7 @@ def _needs(*numbers: int) -> Any:
 
 
 def _at(how: str) -> Any:
-    """The static arguments of ``scatter`` and ``index_write``."""
+    """Return a function that gives the static arguments of ``scatter`` and ``index_write``."""
 
     def facts(given: Given) -> tuple:
         if given.numbers not in ((0, 2), (0, 2, 3)) or not isinstance(given.values.get(1), int):
