@@ -1,4 +1,4 @@
-"""Ten steps (three in the gate) of a model with experts against a single device: losses, outputs, gradients, clipping, weights."""
+"""Training of a model with experts against a single device: losses, outputs, gradients, clipping, weights."""
 
 from __future__ import annotations
 
