@@ -1,11 +1,11 @@
-"""Ranks run the same units in the same order: what is gathered at one time belongs to one unit.
+"""Agreement of ranks on the order of units, so that a collective belongs to the same unit on all ranks.
 
-A gather of one unit on one rank would meet that of another unit on another rank, and parameters would be mixed. So
-ranks compare what comes next when it comes for the first time after what came before. What all ranks have agreed on is
-kept as a tree. Where only one thing has ever come next, a rank that does it has nothing to compare. Where several have,
-ranks compare each time. A rank that does another thing for the first time does not know whether the others do, which
-may wait for it in a collective: so it asks at the store where ranks have met. Inside `check_ranks` ranks compare
-always.
+If ranks ran different units, an all-gather of one unit would meet that of another, and mix up their parameters. So
+ranks compare the next event the first time that it follows a given history. Histories that all ranks have agreed on are
+kept as a tree. Where one event alone has ever followed, a rank that repeats it compares nothing. Where several have
+followed, ranks compare each time. A rank with a new event does not know whether the others have it too. They may wait
+for the usual event in a collective already. So the rank asks at the store where ranks have met. Inside `check_ranks`
+ranks always compare.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ _REMEDY = (
     "all ranks run the units of fully_shard in the same order. Where a rank chooses what to run, as experts by its own "
     "tokens, make one unit of the module that holds all of them, or call each of them on every rank, also with no rows"
 )
-#: Where the modules of the units of a model are, by their ids, each with a weak reference: ids are given again.
+#: id of a unit's module -> weak reference to it, which detects a reused id, and its path in the model.
 Paths = Mapping[int, tuple[weakref.ref, str]]
 
-#: By ranks, which question of them is next: texts stay at the store, and meshes may have the same ranks.
+#: Ranks -> numbers of their next questions: texts stay at the store, and meshes may have the same ranks.
 _QUESTIONS: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
-#: So many things that ranks have agreed on are kept; then they begin anew.
+#: Most events that an `Agreement` keeps. With one more it begins anew.
 _MOST = 1 << 14
 
 
 class Event:
-    """Something that communicates. On ranks that do the same, events have the same text.
+    """An event of a unit that ranks compare, such as a gather. Ranks that do the same have the same text.
 
     Args:
-        kind: what comes, in words.
-        steps: of the unit that it is about, which is not kept alive.
+        kind: name of the event, for messages.
+        steps: the steps of its unit, which are not kept alive.
 
     Attributes:
-        trees: of a forward: by `Agreement` its number of beginnings, what comes in this forward, and what after it.
+        trees: of a forward, by `Agreement`: its number of beginnings, the place of the first event within this forward,
+            and the place of the forward that follows.
     """
 
     __slots__ = ("_kind", "_steps", "trees")
@@ -58,7 +59,7 @@ class Event:
         self.trees: dict[Agreement, tuple[int, _Place, _Place]] = {}
 
     def text(self, paths: Paths) -> str:
-        """The event in words; ``paths`` says where modules are in their model, by their ids."""
+        """Return the event in words, with the paths of modules from ``paths``."""
         steps = self._steps()
         return f"the {self._kind} of {'a unit that is gone' if steps is None else steps.unit_in_words(paths)}"
 
@@ -68,10 +69,10 @@ class Steps:
 
     Args:
         mesh: of data parallelism.
-        modules: those of the unit, which are not kept alive.
+        modules: the modules of the unit, which are not kept alive.
 
     Attributes:
-        forward, end, end_of_backward: of an outermost unit.
+        forward, end, end_of_backward: events of a unit that is outermost.
     """
 
     def __init__(self, mesh: DeviceMesh, modules: Sequence[Any]) -> None:
@@ -84,23 +85,25 @@ class Steps:
         self._reduces = [x for x in reversed(of_dims) if x is not None]
 
     def gather(self) -> None:
-        """The parameters of the unit are about to be gathered; see `Agreement.comes`."""
+        """Have ranks agree, before the parameters of the unit are gathered; see `Agreement.comes`."""
         for agreement in self._gathers:
             agreement.comes(self._gather)
 
     def outside(self) -> None:
-        """The unit is gathered by hand outside of any forward: the one that began last is over, and its model may be
-        gone on some ranks, which is not to be compared."""
+        """Forget the forward that began last, when the unit is gathered by hand outside of any forward.
+
+        The model of that forward may be gone on some ranks, so ranks must not compare it.
+        """
         for agreement in self._reduces:
             agreement.forward = None
 
     def reduce(self) -> None:
-        """Its gradients are about to be reduced, or kept."""
+        """Have ranks agree, before gradients of the unit are reduced or accumulated."""
         for agreement in self._reduces:
             agreement.comes(self._reduction)
 
     def unit_in_words(self, paths: Paths) -> str:
-        """The unit, as messages name it; ``paths`` as for `Event.text`."""
+        """Return the unit as messages name it; ``paths`` as for `Event.text`."""
         found = []
         for module in (ref() for ref in self._modules):
             known = paths.get(id(module))
@@ -110,7 +113,7 @@ class Steps:
 
 
 class _Place:
-    """The events that have come next after the same history: mostly one, which leads to one place."""
+    """The events that have followed one history: mostly one event, which leads to one place."""
 
     __slots__ = ("event", "next", "others")
 
@@ -120,7 +123,7 @@ class _Place:
         self.others: dict[Event, _Place] = {}
 
     def lead(self, event: Event) -> tuple[_Place, bool]:
-        """Where an event leads, and whether it is new here."""
+        """Return the place that an event leads to, and whether the event is new here."""
         found = self.next if self.event is event else self.others.get(event)
         if found is not None:
             return found, False
@@ -133,15 +136,15 @@ class _Place:
 
 
 class Agreement:
-    """The history of the ranks of one mesh dimension, in which they agree.
+    """The history of the ranks of one mesh dimension, on which they agree.
 
     Args:
         mesh: of data parallelism.
         mesh_dim: the dimension.
 
     Attributes:
-        forward: that of the outermost unit that has begun, until something communicates in it.
-        paths: where the modules of units are in the model that runs, by their ids.
+        forward: event of the outermost unit's forward that began last, until something communicates in it.
+        paths: paths of the units' modules in the model that runs, by the ids of the modules.
     """
 
     def __init__(self, mesh: DeviceMesh, mesh_dim: int) -> None:
@@ -154,10 +157,10 @@ class Agreement:
         self._after, self._at = _Place(), _Place()
 
     def comes(self, event: Event) -> None:
-        """Return when all ranks are about to do the same.
+        """Have all ranks agree that ``event`` comes next.
 
         Raises:
-            RankMismatchError: on all ranks, where they are not.
+            RankMismatchError: on all ranks, where they do not agree.
         """
         if self.forward is not None:
             forward, self.forward = self.forward, None
@@ -169,12 +172,12 @@ class Agreement:
         self._at = self._compare(self._at, event)
 
     def begin_anew(self) -> None:
-        """Forget what ranks have agreed on, after an error for example. All ranks call it."""
+        """Forget all that ranks have agreed on, for example after an error. All ranks call it."""
         self._size, self._beginnings, self.forward = 0, self._beginnings + 1, None
         self._after, self._at = _Place(), _Place()
 
     def _compare(self, at: _Place, event: Event) -> Any:
-        """Have all ranks agree on ``event``; returns where it leads."""
+        """Have all ranks agree on ``event``, and return the place it leads to."""
         if at.event is event and not at.others and not CHECKS:
             return at.next
         try:
@@ -193,7 +196,7 @@ class Agreement:
         return found
 
     def _ask(self, event: Event, usual: Event) -> None:
-        """Find out whether all ranks do another thing than they have always done."""
+        """Find out at the store whether all ranks do ``event`` in place of ``usual``, the only one here so far."""
         place, mine = f"units/{'_'.join(map(str, self._ranks))}/{next(_QUESTIONS[self._ranks])}", event.text(self.paths)
         found = self._platform.exchange_texts(self._ranks, place, mine)
         if found is None or (len(found) == len(self._ranks) and set(found.values()) == {mine}):

@@ -1,6 +1,6 @@
-"""One backward of a module under `replicate`: from cotangents that come one after the other to gradients.
+"""One backward of a module under `replicate`, which collects cotangents and makes gradients of them.
 
-Nothing here leads back to the module: what autograd keeps of a call must not keep the model alive.
+No strong reference here leads to the module: the autograd graph of a call must not keep the model alive.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ __all__ = ["Arrangement", "Call", "State"]
 
 
 class Arrangement:
-    """Facts that follow from the parameters of a module: trained ones, and the bucket of each.
+    """Facts that follow from the parameters of a module: which are trained, and the bucket of each.
 
     Args:
         mesh: 1-D.
-        held: the parameters in the order in which modules hold them, those that are tied more than once, and of each
-            the layout with which the module reads it, None for as a plain tensor. Called with interception off.
+        held: the parameters in the order in which modules hold them, tied ones several times. Each has the layout with
+            which the module reads it, None for a plain tensor. Interception is off.
         bucket_bytes: see `buckets.assign`.
 
     Attributes:
-        parameters: each once, and of each the layout with which it is read.
-        slots: of each one held, which parameter it is.
-        frozen: the indices of those that are not trained.
-        trained: the indices of those that are. All else counts them from 0.
-        place: id of a parameter -> its place among those.
-        roots: of each dtype its parameters, and a zero without dimensions.
+        parameters, read_as: each parameter once, and the layout with which it is read.
+        slots: for each entry of ``held``, the index of its parameter.
+        frozen: indices of parameters that are not trained.
+        trained: indices of parameters that are trained. All that follows counts these from 0.
+        place: id of a trained parameter -> its place among these.
+        roots: for each dtype, its trained parameters, and a 0-D zero.
     """
 
     def __init__(self, mesh: DeviceMesh, held: Sequence[tuple[Any, Layout | None]], bucket_bytes: float) -> None:
@@ -54,7 +54,7 @@ class Arrangement:
         self.frozen = [i for i, p in enumerate(self.parameters) if not p.requires_grad]
         trained = [self.parameters[i] for i in self.trained]
         self.place = {id(p): i for i, p in enumerate(trained)}
-        # Of balanced parts: where tensor parallelism has cut unevenly, all ranks make the same buckets.
+        # Sizes of evenly cut parts: where tensor parallelism has cut unevenly, all ranks make the same buckets.
         sizes = [(p.dtype, p.itemsize * math.prod(p._layout.shape) / _parts(p._layout)) for p in trained]
         self.buckets = [Bucket(mesh, m, [trained[i] for i in m]) for m in assign(sizes, bucket_bytes)]
         groups: dict[Any, list[int]] = {}
@@ -64,7 +64,7 @@ class Arrangement:
 
 
 def _parts(layout: Layout) -> int:
-    """Into how many parts a tensor is cut."""
+    """Return the number of parts into which a tensor is cut."""
     return math.prod(layout.shard_count(dim) for dim in range(layout.ndim))
 
 
@@ -74,9 +74,9 @@ class State:
     Attributes:
         sync: whether calls that begin now all-reduce gradients.
         running: whether a forward is running.
-        call: what it belongs to, None where nothing is recorded, and its token.
+        call, token: the call that is running, and its token; None where nothing is recorded.
         open: the call whose backward is running.
-        kept: id of a parameter -> gradient that has not been all-reduced yet, and whether it is part of an average.
+        kept: id of a parameter -> accumulated gradient, not all-reduced yet, and whether it is part of an average.
     """
 
     def __init__(self) -> None:
@@ -88,15 +88,15 @@ class State:
 
 
 class Call:
-    """A call of a module, or several that share their gradients. It lives as long as its graph.
+    """A call of a module, or several calls that share their gradients. It lives as long as its graph.
 
     Attributes:
-        arrangement: of the parameters.
+        arrangement: `Arrangement` of the parameters.
         average: whether each rank has a loss of its own, so that gradients are averaged.
-        sync: whether gradients are all-reduced, or kept.
-        into: the call that gets the gradients, of a call that is part of its backward.
+        sync: whether gradients are all-reduced. Otherwise they are accumulated.
+        into: for a call within the backward of another one: the call that gets its gradients.
         deferred: whether nothing is sent before all gradients are there.
-        touched: whether a gradient has come in a backward that is not at its end.
+        touched: whether a gradient has come in a backward that has not ended.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Call:
         self._replica, self._state, self.arrangement = weakref.ref(replica), state, arrangement
         self.average, self.sync, self.into = average, state.sync, into
         self._parameters = [arrangement.parameters[i] for i in arrangement.trained]
-        #: Whether this rank's whole cotangents count where there is one batch for all ranks, and sums are taken.
+        #: Whether this rank's whole cotangents count, where all ranks share one batch and gradients are sums.
         self._first = arrangement.mesh.get_local_rank(0) == 0
         self.deferred = False
         self._results: list[Any] = []
@@ -119,7 +119,7 @@ class Call:
         self.touched = False
 
     def begin(self) -> None:
-        """To be called when the backward begins, once or more often."""
+        """Begin the backward. Further calls within the same backward change nothing."""
         platform = self.arrangement.mesh.platform
         if not platform.tells_beginning:
             refuse_second_order(platform, "replicate")
@@ -128,8 +128,10 @@ class Call:
             self._state.open = self
 
     def collect(self, k: int, cotangents: Sequence[Any]) -> None:
-        """Take the cotangents of what was read of a bucket: summands, and where there is one batch for all ranks as
-        many whole ones after them."""
+        """Take the cotangents of one bucket: summands, one for each parameter.
+
+        Where all ranks share one batch, as many whole cotangents follow.
+        """
         bucket = self.arrangement.buckets[k]
         bucket.check(cotangents)
         count = len(bucket.members)
@@ -162,7 +164,7 @@ class Call:
         self._found[i] = x if have is None else have + x
 
     def _send(self) -> None:
-        """The next bucket."""
+        """Send the next bucket, with gradients that were accumulated for it."""
         bucket, kept = self.arrangement.buckets[len(self._sent)], self._state.kept
         for i in bucket.members:
             before = kept.pop(id(self._parameters[i]), None)
@@ -172,7 +174,7 @@ class Call:
         self._sent.append(bucket.send([self._found[i] for i in bucket.members], self.average))
 
     def finish(self) -> None:
-        """Complete the gradients, of which `take` gives each once."""
+        """Complete the gradients. `take` then returns each of them once."""
         self._results = [None] * len(self._parameters)
         if self.into is not None:
             for p, x in zip(self._parameters, self._found, strict=True):
@@ -201,7 +203,7 @@ class Call:
                 kept[id(p)] = (platform.clone(x) if before is None else before[0] + x), self.average
 
     def take(self, members: Sequence[int]) -> list[Any]:
-        """Gradients, which nobody else holds then: frameworks take such as they are."""
+        """Return gradients, and drop all references here, so that the framework takes them without a copy."""
         results = self._results
         found = [results[i] for i in members]
         for i in members:

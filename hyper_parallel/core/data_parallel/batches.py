@@ -1,9 +1,9 @@
-"""Batches that are distributed: DTensors which data-parallel ranks share, instead of a plain tensor each.
+"""Distributed batches: DTensors that data-parallel ranks share, instead of a plain tensor on each rank.
 
-Then all ranks have one loss, and gradients are sums. Whole parameters are DTensors that are replicated, and are read in
-two ways. What computes with a shard of the batch reads the partial-gradient view: its cotangents are summands, which
-the reduce-scatter of the unit adds up, so the view is what the unit has gathered. What computes the same on all ranks
-has a whole cotangent on each of them, of which one rank's counts.
+All ranks then have one loss, and gradients are sums. Whole parameters are replicated DTensors, and are read in two
+ways. Operations on a shard of the batch read the partial-gradient view, whose cotangents are summands. The
+reduce-scatter of the unit adds them up, so this view is the gathered parameter itself. Operations that all ranks repeat
+on the same values have a whole cotangent on each rank. Only one rank's counts.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 __all__ = ["is_distributed", "lies_across", "mixed_batch", "whole_for_all"]
 
 
-#: (mesh of a DTensor, mesh of data parallelism) -> whether they have a dimension in common, or no root.
+#: (mesh of a DTensor, mesh of data parallelism) -> whether they have a dimension in common, or no root in common.
 _ACROSS: Table = Table(lambda key: not key[0].is_beside(key[1]), 1 << 10, "meshes beside data parallelism")
-#: (mesh of a DTensor, mesh of data parallelism) -> whether it has all ranks of that.
+#: (mesh of a DTensor, mesh of data parallelism) -> whether the first has all ranks of the second.
 _SPANS: Table = Table(lambda key: key[0].spans(key[1]), 1 << 10, "meshes with data parallelism")
 
 
 def lies_across(x: Any, mesh: DeviceMesh) -> bool:
-    """Whether the ranks of the data-parallel ``mesh`` share the tensor, instead of having one each."""
+    """Return whether the ranks of the data-parallel ``mesh`` share the tensor, instead of having one each."""
     return isinstance(x, DTensor) and bool(_ACROSS[x._layout.mesh, mesh])
 
 
 def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str) -> bool | None:
-    """Whether tensors that a module was called with are a distributed batch; None where there are none to tell by:
-    DTensors on other dimensions of the mesh, and tensors without dimensions, are neither that nor a rank's own.
+    """Return whether the inputs of a module are a distributed batch; None where no input tells.
+
+    DTensors on other dimensions of the mesh do not tell, and neither do tensors without dimensions.
 
     Args:
-        tensors: all that it was called with.
+        tensors: all tensors that the module was called with.
         mesh: of data parallelism.
         what: the module and what was applied to it, for messages.
 
@@ -74,7 +75,7 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str) -> bool 
 
 
 def mixed_batch(what: str, distributed: bool) -> ValueError:
-    """For a unit whose inputs are another kind of batch than those of the outermost one."""
+    """Return the error for a unit whose batch is of another kind than that of the outermost unit."""
     given, others = ("DTensors", "plain tensors") if distributed else ("plain tensors", "DTensors")
     return ValueError(
         f"{what} was called with {given}, and the outermost module under fully_shard with {others}: whether the "
@@ -83,10 +84,10 @@ def mixed_batch(what: str, distributed: bool) -> ValueError:
 
 
 def whole_for_all(x: Any, mesh: DeviceMesh) -> Any:
-    """A whole parameter as a DTensor that is replicated on the data-parallel ``mesh``.
+    """Return a whole parameter as a DTensor that is replicated on the data-parallel ``mesh``.
 
     Args:
-        x: plain tensor, whose cotangents of all ranks are summed. Interception is off.
+        x: plain tensor, whose cotangents are summed over all ranks. Interception is off.
         mesh: of one dimension or two.
     """
     platform = mesh.platform
@@ -103,7 +104,7 @@ def whole_for_all(x: Any, mesh: DeviceMesh) -> Any:
 
 
 def _counted_once(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int]) -> Any:
-    """A view whose cotangent is that of all ranks of these dimensions: one of them keeps it."""
+    """Return a view whose cotangent is the same on all ranks of these dimensions, and counts on one of them."""
     for mesh_dim in mesh_dims:
         x = one_summand(mesh, mesh_dim).back(x)
     return x

@@ -1,4 +1,4 @@
-"""Functions of autograd that tensors pass where they enter a module under data parallelism, and where they leave it."""
+"""Autograd functions that inputs and results of a module under data parallelism pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Guard", "cast", "through", "watched"]
 
 
 def cast(tree: Any, dtype: Any, platform: Any) -> Any:
-    """``tree`` with floating point tensors of ``dtype``."""
+    """Return ``tree`` with its floating point tensors converted to ``dtype``."""
 
     def convert(x: Any) -> Any:
         return platform.to_dtype(x, dtype) if platform.is_floating_point(x) and x.dtype != dtype else x
@@ -25,12 +25,12 @@ def cast(tree: Any, dtype: Any, platform: Any) -> Any:
 
 
 def through(platform: Any, function: Callable[..., Sequence[Any]], call: Any, xs: Sequence[Any]) -> dict[int, Any]:
-    """Results of a joint function by the ids of its operands.
+    """Pass tensors through a joint function, and return its results by the ids of its operands.
 
     Args:
         platform: whose tensors they are.
-        function: of ``call`` and operands, with a result of the same shape for each. Those of one dtype go through one:
-            then it does not matter which of them the loss needs.
+        function: takes ``call`` and operands, and returns a result of the same shape for each. Operands of one dtype
+            share one autograd node, which backward reaches from any of its results.
         call: of the module.
         xs: plain tensors and DTensors.
     """
@@ -44,7 +44,7 @@ def through(platform: Any, function: Callable[..., Sequence[Any]], call: Any, xs
 
 
 def _by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
-    """The tensors, each once, in lists of one dtype."""
+    """Return the tensors, each once, in one list for each dtype."""
     lists: dict[Any, dict[int, Any]] = {}
     for x in xs:
         lists.setdefault(x.dtype, {})[id(x)] = x
@@ -54,14 +54,15 @@ def _by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
 def watched(
     args: tuple, kwargs: dict, inputs: Sequence[Any], platform: Any, told: Callable[[], None]
 ) -> tuple[tuple, dict]:
-    """The arguments of a call, such that backward calls ``told`` when the cotangent of the input is there. Of several
-    inputs, or a distributed one, nothing is asked.
+    """Return the arguments of a call, changed so that backward calls ``told`` when the cotangent of the input is there.
+
+    Unless exactly one input requires gradients, and it is no DTensor, the arguments stay as they are.
 
     Args:
-        args, kwargs: what the unit was called with.
+        args, kwargs: the arguments of the unit's call.
         inputs: the tensors among them.
         platform: whose tensors they are.
-        told: see there.
+        told: takes no arguments.
     """
     found = [x for x in inputs if platform.requires_grad(x)]
     if len(found) != 1 or getattr(found[0], "_layout", None) is not None:
@@ -77,11 +78,12 @@ def watched(
 
 
 class Guard:
-    """Notices what comes to the inputs of a call, where a platform does not tell when backward begins: parameters that
-    it has read on the way may have no gradient themselves.
+    """Check when backward reaches the inputs of a call, where a platform does not tell when backward begins.
+
+    Backward may have read frozen parameters on the way, and these have no cotangents at which to check.
 
     Args:
-        check: is called with the call.
+        check: takes the call.
     """
 
     def __init__(self, platform: Any, check: Callable[[Call], None]) -> None:
@@ -92,9 +94,9 @@ class Guard:
         """Return the arguments for the call of the module.
 
         Args:
-            args, kwargs: what the unit was called with.
+            args, kwargs: the arguments of the unit's call.
             inputs: the tensors among them.
-            call: see there.
+            call: the call to check.
         """
         platform = self._platform
         new = through(platform, self._function, call, [x for x in inputs if platform.requires_grad(x)])

@@ -1,4 +1,4 @@
-"""Gradients of replicated parameters in buckets: one flat buffer, and one all-reduce, for many of them."""
+"""Gradients of replicated parameters in buckets: one flat buffer, and one all-reduce, for many gradients."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["Bucket", "Sent", "assign"]
 
 
 def assign(sizes: Sequence[tuple[Any, float]], cap: float) -> list[list[int]]:
-    """Assign parameters to buckets, which travel together.
+    """Assign parameters to buckets, each of which is all-reduced at once.
 
     The last parameter comes first, because its gradient does. A bucket is full when it has ``cap`` bytes or more.
-    Buckets are sent in the order in which all of their gradients are there.
+    Buckets are sent in the order in which their gradients become complete.
 
     Args:
         sizes: (dtype, bytes) of each parameter, in the order in which the module holds them.
         cap: bytes.
 
     Returns:
-        Of each bucket, in the order in which they are sent, the indices of its parameters, which have one dtype.
+        For each bucket, in the order of sending, the indices of its parameters, which have one dtype.
 
     Example:
         >>> assign([("f", 8), ("f", 4), ("h", 4), ("f", 4)], cap=8)
@@ -50,7 +50,7 @@ class Bucket:
     """Parameters whose gradients are all-reduced together.
 
     Besides the gradients, the buffer has a number for each parameter: zero if no rank has used it. A backend that
-    does not tell what was unused leaves these out.
+    does not tell which parameters were unused leaves these out.
 
     Attributes:
         members: indices of the parameters.
@@ -71,7 +71,8 @@ class Bucket:
         """Raise for cotangents that cannot be sent.
 
         Raises:
-            RuntimeError: where they have gradients themselves. TypeError: for sparse ones.
+            RuntimeError: where they have gradients themselves.
+            TypeError: for sparse ones.
         """
         platform, found = self._platform, [x for x in cotangents if x is not None]
         refuse_second_order(platform, "replicate")
@@ -83,7 +84,7 @@ class Bucket:
             self._known = True  # a module gives one kind of gradients
 
     def send(self, summands: Sequence[Any], average: bool) -> Sent:
-        """Begin the all-reduce of what this rank has, None for a parameter that it has not used."""
+        """Begin the all-reduce of this rank's gradients, None for a parameter that it has not used."""
         platform, mesh, size = self._platform, self.mesh, self.mesh.size()
         used = [x is not None for x in summands]
         if size == 1:
@@ -103,20 +104,19 @@ class Bucket:
         return Sent(self, buffer, asynchronous.start("all_reduce", buffer, buffer, mesh, 0, op), used, None)
 
     def _some_flags(self, used: Sequence[bool]) -> Any:
-        """1 for each parameter that was used, 0 for the others."""
+        """Return 1 for each parameter that was used, 0 for the others."""
         platform = self._platform
         return platform.join([(platform.ones if flag else platform.zeros)((1,), self.zero) for flag in used])
 
     def split(self, buffer: Any, used: Sequence[bool]) -> list[Any]:
-        """The gradients in a buffer that was all-reduced, None for those of parameters that no rank has used. They are
-        views of the buffer."""
+        """Return the gradients in an all-reduced buffer, as views of it; None where no rank has used the parameter."""
         gradients = self._platform.part(buffer, self._shapes)
         if self._flags is None:
             return gradients
         flags = gradients.pop()
         if all(used):
             return gradients
-        # Read only now: on an accelerator that waits for it.
+        # Read as late as this, because on an accelerator the host waits for it.
         values, width = self._platform.bytes_of(flags), flags.itemsize
         return [
             x if flag or any(values[i * width : (i + 1) * width]) else None
@@ -125,7 +125,7 @@ class Bucket:
 
 
 class Sent:
-    """The gradients of a bucket, on their way."""
+    """The gradients of a bucket whose all-reduce is pending."""
 
     def __init__(
         self, bucket: Bucket, buffer: Any, work: Work | None, used: Sequence[bool], whole: list[Any] | None
@@ -133,7 +133,7 @@ class Sent:
         self._bucket, self._buffer, self._work, self._used, self._whole = bucket, buffer, work, used, whole
 
     def gradients(self) -> list[Any]:
-        """Wait for the gradients of the members and return them, see `Bucket.split`."""
+        """Wait for the gradients of the members, and return them as `Bucket.split` does."""
         if self._work is None:
             return self._whole or []
         self._work.wait()

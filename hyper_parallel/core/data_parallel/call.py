@@ -16,17 +16,17 @@ class Call:
 
     Attributes:
         parameters: the shards.
-        trained: of each buffer, the indices of those that gradients are asked for.
-        recorded: whether there may be a backward.
-        within: the units whose forward it is a part of.
+        trained: for each buffer, the indices of its trained parameters.
+        recorded: whether a backward may come.
+        within: the units whose forwards contain this call.
         waiting: parts of gradients that are still to be summed over tensor-parallel ranks; see `DTensor._collect`.
-        freed: whether its whole parameters were given back when it ended.
-        gives, returns: weak references to the contexts of the functions whose results are its whole parameters, and of
-            those that its own results are of.
+        freed: whether its whole parameters were freed when it ended.
+        gives, returns: weak references to autograd contexts: of the functions that return its whole parameters, and of
+            those that return its results.
         anchors: while the forward runs, one trained whole parameter of each buffer, where there are several ranks.
-        reached: the number of the backward pass that found its whole parameters there.
-        again: whether a backward of it was recorded: another one may need the whole parameters before it comes to the
-            results.
+        reached: number of the last backward pass in which its parameters were made whole.
+        again: whether one of its backwards was recorded. Another one may then need the whole parameters before it
+            comes to the results.
     """
 
     def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
@@ -40,17 +40,19 @@ class Call:
         self.reached = 0
 
     def comes_around(self, runs: Callable[[Any], bool]) -> bool:
-        """Whether a backward pass comes to the parameters, and not through the results.
+        """Return whether a backward pass comes to the parameters without passing the results.
 
         Args:
-            runs: see `Platform.before_backward`.
+            runs: tells whether the pass runs the function of a context; see `Platform.before_backward`.
         """
-        # Mostly it comes through the results, which answers alone.
+        # Usually it passes the results, and the first check decides alone.
         return not _any(self.returns, runs) and _any(self.gives, runs)
 
     def check_whole(self, what: str) -> None:
-        """Raise RuntimeError, in a backward that has not come to the results, when the whole parameters that it has
-        read were given back before, or written to."""
+        """Raise RuntimeError, in a backward that bypassed the results, if whole parameters were freed or written to.
+
+        Backward has read them by then, and its gradients are wrong.
+        """
         self.check_unchanged(what)
         if self.freed:
             raise RuntimeError(
@@ -61,8 +63,10 @@ class Call:
             )
 
     def check_unchanged(self, what: str) -> None:
-        """Raise RuntimeError when a parameter was written to since, as frameworks do for what autograd keeps: backward
-        would read other values than forward has read."""
+        """Raise RuntimeError when a parameter was written to after forward, as frameworks do for saved tensors.
+
+        Backward would read other values than forward.
+        """
         if versions_of(self.parameters) != self.versions:
             raise RuntimeError(
                 f"{what}: a parameter was changed in place between a forward and its backward: run backward before the "
@@ -75,10 +79,10 @@ def _any(contexts: Sequence[Any], runs: Callable[[Any], bool]) -> bool:
 
 
 def chosen(xs: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
-    """``xs[i]`` for each of ``indices``, which ascend: mostly all."""
+    """Return ``xs[i]`` for each of ``indices``, which ascend; ``xs`` itself where these are all."""
     return xs if len(indices) == len(xs) else [xs[i] for i in indices]
 
 
 def versions_of(parameters: Sequence[Any]) -> list[int]:
-    """How often each has been written to."""
+    """Return how often each parameter has been written to."""
     return list(map(_VERSION, parameters))

@@ -1,4 +1,4 @@
-"""The collectives of a unit of `fully_shard`: those of the platform, or what a program has brought in their place."""
+"""The collectives of a unit of `fully_shard`: those of the platform, or custom ones that the program has set."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Comms:
 
     Attributes:
         all_gather, reduce_scatter: an object with ``allocate(size, *, dtype, device)`` and ``__call__(output_tensor,
-            input_tensor, group[, op], async_op=True)``, as ``torch.distributed.fsdp`` has it; None is the platform.
-        all_reduce_hook: is called with this rank's row of reduced gradients, and may change it in place; None is none.
+            input_tensor, group[, op], async_op=True)``, as in ``torch.distributed.fsdp``; None for the platform's own.
+        all_reduce_hook: takes this rank's row of reduced gradients, and may change it in place; None for no hook.
     """
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class Comms:
         self.all_reduce_hook: Callable[[Any], object] | None = None
 
     def buffer(self, collective: str, count: int, like: Any, mesh: DeviceMesh) -> Any:
-        """Where a collective is to read or to write ``count`` elements of the dtype of ``like``, a plain tensor."""
+        """Return a buffer of ``count`` elements for a collective, with the dtype of the plain tensor ``like``."""
         comm = getattr(self, collective)
         if comm is None:
             return mesh.platform.empty((count,), like)
         return comm.allocate((count,), dtype=like.dtype, device=getattr(like, "device", None))
 
     def operand(self, collective: str, x: Any, mesh: DeviceMesh) -> Any:
-        """``x``, where the collective is to read it."""
+        """Return ``x`` in the memory from which the collective reads."""
         platform = mesh.platform
         if getattr(self, collective) is None:
             return x
@@ -46,7 +46,7 @@ class Comms:
         return found
 
     def start(self, collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "") -> Work:
-        """As `asynchronous.start`."""
+        """Begin a collective, as `asynchronous.start` does."""
         comm = getattr(self, collective)
         if comm is None or mesh.shape[mesh_dim] == 1:
             return asynchronous.start(collective, out, x, mesh, mesh_dim, op)

@@ -1,4 +1,4 @@
-"""Modules that backward computes again and differentiates on its own, as MindSpore's ``recompute`` does."""
+"""Modules that backward recomputes and differentiates on its own, as MindSpore's ``recompute`` does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Inside:
     """The modules inside of a unit that hold parameters of it, or contain some that do. It keeps none of them alive.
 
     Args:
-        modules: those of the unit.
-        slots: all of the unit.
+        modules: the modules of the unit.
+        slots: all slots of the unit.
         what: the unit, for messages.
     """
 
@@ -33,8 +33,10 @@ class Inside:
             ]
 
     def check(self) -> None:
-        """Raise ValueError where gradients of the unit's parameters would be lost: they would be asked of the shards,
-        and the whole parameters that are read when it is computed again do not lead there."""
+        """Raise ValueError where gradients of the unit's parameters would be lost.
+
+        The recomputation asks for gradients of the shards. It reads whole parameters, which do not lead to the shards.
+        """
         for ref, path in self._modules:
             module = ref()
             if module is not None and self._differentiates_again(module):

@@ -19,23 +19,23 @@ __all__ = ["FlatBuffer", "Reduction"]
 class FlatBuffer:
     """Whole parameters as views of one storage.
 
-    Each rank sends its shards one after the other, in a row of as many elements as rank 0 has, whose shards are the
-    largest. All tensors here are plain local ones, and operations are not intercepted.
+    Each rank sends its shards one after the other, in a row. All rows are as long as that of rank 0, whose shards are
+    the largest. All tensors here are plain local ones, and operations are not intercepted.
 
     Args:
-        mesh: of one dimension, which shards, or of two, of which the first replicates.
+        mesh: 1-D mesh, which shards, or 2-D mesh, whose first dimension replicates.
         blocks: the parameters.
-        dtype: in which they are gathered and read.
-        reduce_dtype: in which their gradients are reduced.
+        dtype: dtype in which they are gathered and read.
+        reduce_dtype: dtype in which their gradients are reduced.
 
     Attributes:
         reduce_dtype: see there.
         is_reduced_as_read: whether that is ``dtype``.
-        comms: what does its collectives.
+        comms: functions that do its collectives.
         part: while the parameters are sharded over fewer ranks than those of ``mesh``, this rank's part of `whole`, and
             the mesh of these ranks, in its last dimension.
-        whole: the storage, as a 1-D tensor, which has no memory while the parameters are sharded. None before it is
-            first needed in a forward that is recorded; others have their own.
+        whole: the storage, as a 1-D tensor, without memory while the parameters are sharded. None before the first
+            forward that is recorded. Other forwards have storage of their own.
     """
 
     def __init__(self, mesh: DeviceMesh, blocks: Sequence[Block], dtype: Any, reduce_dtype: Any) -> None:
@@ -47,22 +47,22 @@ class FlatBuffer:
         self._length = sum(b.sent for b in blocks)
         self._room = columns_of([b.room for b in blocks])
         self._lengths = [b.sent for b in blocks if b.sent]
-        #: What every rank has whole, and what is empty here.
+        #: Parameters that every rank has whole, and empty ones.
         self._not_sent = [i for i, b in enumerate(blocks) if not b.sent]
         self._fast = mesh.platform.fast
         self.comms = Comms()
         self.part: tuple[Any, DeviceMesh] | None = None
-        self._flat: Any = None  # the storage of this rank's shards, where they lie in one
+        self._flat: Any = None  # the storage of this rank's shards, where they share one
         self._sent_flat: Any = None  # the same as it is gathered, where that is the same memory
         self.whole: Any = None
         self._views: list[Any] = []  # of `whole`
-        self._rows: Rows | None = None  # a short way to fill it
+        self._rows: Rows | None = None  # a fast path to fill it
         self._selections: dict[tuple[int, ...], Selection] = {}
         self._under_way: Any = None
 
     # ---------------------------------------------------------------------- parameters
     def move(self, parameters: Sequence[Any]) -> None:
-        """Move the shards into one storage where possible, before the program can have taken any of them."""
+        """Move the shards into one storage where possible, before the program can hold any of them."""
         if self._fast is not None and self._length:
             self._flat = None
             flat = self._fast.move_to_one_storage(self._sent_of(parameters), self._lengths)
@@ -70,22 +70,22 @@ class FlatBuffer:
                 self._keep(flat)
 
     def _sent_of(self, parameters: Sequence[Any]) -> Sequence[Any]:
-        """Without those that every rank has whole."""
+        """Return the shards without those of parameters that every rank has whole."""
         if not self._not_sent:
             return parameters
         return [x for block, x in zip(self.blocks, parameters, strict=True) if block.sent]
 
     def _keep(self, flat: Any) -> None:
-        """Gather what lies in ``flat``."""
+        """Remember ``flat`` as the storage to gather from."""
         sent = self.sent(flat)
         self._flat, self._sent_flat = flat, sent if self.platform.same_memory(sent, flat) else None
 
     def start(self, parameters: Sequence[Any], again: bool = False) -> None:
-        """Begin to gather, unless that has begun.
+        """Begin the all-gather, unless one is pending.
 
         Args:
             parameters: the shards, which are not written to before `take`.
-            again: whether they are those that were gathered the last time.
+            again: whether they are the shards of the last all-gather.
         """
         if self._under_way is not None:
             return
@@ -106,8 +106,8 @@ class FlatBuffer:
         self._under_way = work, gathered, own, rows
 
     def shrink(self, mesh: DeviceMesh) -> None:
-        """Keep this rank's part of `whole`, which is freed then: parts of equal size over the last dimension of
-        ``mesh``."""
+        """Keep this rank's part of `whole`, which is freed afterwards. Parts over the last dimension of ``mesh`` have
+        one size, with zeros at the end."""
         platform, count, size = self.platform, self.whole.shape[0], mesh.shape[-1]
         width = -(-count // size)
         start = min(mesh.get_local_rank(mesh.ndim - 1) * width, count)
@@ -118,7 +118,7 @@ class FlatBuffer:
         self.part = part, mesh
 
     def start_from_part(self) -> None:
-        """Begin to gather what `shrink` has kept, unless gathering has begun."""
+        """Begin the all-gather of the parts that `shrink` has kept, unless one is pending."""
         if self._under_way is None:
             assert self.part is not None
             part, mesh = self.part
@@ -127,12 +127,12 @@ class FlatBuffer:
             self._under_way = work, gathered, None, None
 
     def sent(self, x: Any) -> Any:
-        """A shard as it is gathered."""
+        """Return a shard as it is gathered."""
         platform = self.platform
         return platform.to_dtype(platform.to_device(platform.detach(x)), self._dtype)
 
     def _row(self, parameters: Sequence[Any]) -> Any:
-        """Return the data that this rank sends: its shards, each in as many elements as rank 0 has of it."""
+        """Return the row that this rank sends: its shards, each padded to the size on rank 0."""
         platform = self.platform
         parameters = self._sent_of(parameters)
         if self._fast is not None:
@@ -151,7 +151,7 @@ class FlatBuffer:
             return platform.join(pieces)
 
     def take(self, keep: bool) -> Any:
-        """Wait for what was begun: the storage of whole parameters; with ``keep`` it is `whole`."""
+        """Wait for the pending all-gather, and return the storage of whole parameters: with ``keep``, `whole`."""
         work, gathered, own, rows = self._under_way
         self._under_way = None
         if own is None:
@@ -172,7 +172,7 @@ class FlatBuffer:
         return found
 
     def _arranged(self, gathered: Any, own: dict[int, Any], keep: bool) -> Any:
-        """`take`, the long way."""
+        """Return the result of `take` without the fast path."""
         platform = self.platform
         rows = None if gathered is None else gathered.reshape((self._size, self._length))
         parts = []
@@ -191,12 +191,12 @@ class FlatBuffer:
         return self.whole
 
     def free(self) -> None:
-        """Give the storage of `whole` back."""
+        """Free the storage of `whole`."""
         if self.whole is not None and self.platform.frees_storage:
             self.platform.free_storage(self.whole)
 
     def drop(self) -> None:
-        """Forget what was begun: nobody needs it."""
+        """Discard the pending all-gather."""
         if self._under_way is not None:
             work, _, _, rows = self._under_way
             self._under_way = None
@@ -206,7 +206,7 @@ class FlatBuffer:
                 rows.free()
 
     def is_current(self, values: Any, parameters: Sequence[Any]) -> bool:
-        """Return whether ``values``, a result of `take`, has the values of this rank's shards."""
+        """Return whether ``values``, a result of `take`, has the values of this rank's shards: it is not stale."""
         platform = self.platform
         with platform.no_grad():
             wholes = self._cut(platform.detach(values))
@@ -222,13 +222,13 @@ class FlatBuffer:
         return self.platform.join([x for pair in zip(wholes, rest, strict=True) for x in pair])
 
     def views(self, values: Any) -> list[Any]:
-        """Each whole tensor, as a new view of what `take` gave."""
+        """Return each whole tensor, as a new view of a result of `take`."""
         if values is self.whole:
             return list(map(self.platform.detach, self._views))
         return self._cut(self.platform.detach(values))
 
     def lasting_views(self, values: Any) -> list[Any]:
-        """As `views`, the same each time of `whole`: for what takes their data."""
+        """Return the same as `views`, but of `whole` the same views each time, for callers that take their data."""
         return self._views if values is self.whole else self._cut(self.platform.detach(values))
 
     def _cut(self, values: Any) -> list[Any]:
@@ -239,17 +239,17 @@ class FlatBuffer:
         ]
 
     def holds(self, x: Any) -> bool:
-        """Whether a plain tensor lies in the storage that is freed."""
+        """Return whether a plain tensor lies in the storage that `free` frees."""
         if self.whole is None or 0 in self.platform.shape_of(x):
             return False
         return self.platform.same_memory(self.whole, x) and 0 not in self.whole.shape
 
     # ---------------------------------------------------------------------- gradients
     def reduce(self, indices: Sequence[int], cotangents: Sequence[Any], op: str) -> Reduction:
-        """Begin to reduce cotangents of the whole tensors.
+        """Begin the reduce-scatter of cotangents of the whole tensors.
 
         Args:
-            indices: which of the blocks they belong to, the same on all ranks.
+            indices: the blocks that they belong to, the same on all ranks.
             cotangents: one each; None for a tensor that this rank has not used.
             op: ``"sum"`` or ``"avg"``.
         """
@@ -266,11 +266,11 @@ class Selection:
     """Facts that stay the same each time that gradients of the same parameters of a buffer are reduced.
 
     Attributes:
-        blocks: of the parameters.
-        width: how many elements of a row are gradients; numbers that say who has used a parameter follow.
-        length: of a row.
-        shapes: of this rank's shards, where each is as large as that of rank 0; otherwise None.
-        cut: a short way to cut a row into them, where there is one.
+        blocks: blocks of the parameters.
+        width: number of elements of a row that are gradients. Flags that say who has used a parameter follow.
+        length: number of elements of a row.
+        shapes: shapes of this rank's shards, where each is as large as that of rank 0; otherwise None.
+        cut: a fast path to cut a row into them; None where there is none.
     """
 
     def __init__(self, buffer: FlatBuffer, blocks: Sequence[Block]) -> None:
@@ -293,7 +293,7 @@ class Selection:
         self._ones: Any = None  # flags of parameters that this rank has used
 
     def rows_of(self, cotangents: Sequence[Any], used: Sequence[bool]) -> Any:
-        """The rows of all ranks, one after the other."""
+        """Return the rows of all ranks, one after the other."""
         platform, size, dtype = self.platform, self._size, self._dtype
         if self._pack is not None and all(used):
             xs = list(cotangents)
@@ -322,19 +322,19 @@ class Selection:
 
 
 def _flags(used: Sequence[bool], size: int, platform: Any, like: Any) -> list[Any]:
-    """Columns that say for each parameter whether this rank has used it."""
+    """Return columns that say for each parameter whether this rank has used it."""
     if all(used):
         return [platform.ones((size, len(used)), like)]
     return [(platform.ones if use else platform.zeros)((size, 1), like) for use in used]
 
 
 class Reduction:
-    """Gradients on their way to the ranks that hold the shards.
+    """A pending reduction of gradients.
 
     Args:
-        mesh: of the buffer.
-        selection: of its parameters.
-        used: of each, whether this rank has a cotangent.
+        mesh: mesh of the buffer.
+        selection: facts about its parameters.
+        used: for each parameter, whether this rank has a cotangent.
         summands: the rows of all ranks, one after the other.
         op: as in `FlatBuffer.reduce`.
         comms: of the buffer.
@@ -348,31 +348,31 @@ class Reduction:
         self._work: Any = None
         self._summands: Any = None
         if selection.length:  # else tensor parallelism has left nothing on this rank, nor on those it reduces with
-            self._summands = comms.operand("reduce_scatter", summands, mesh)  # until it was sent
+            self._summands = comms.operand("reduce_scatter", summands, mesh)  # kept until it was sent
             self._work = comms.start("reduce_scatter", self._mine, self._summands, mesh, mesh.ndim - 1, op)
 
     def row(self) -> Any:
-        """Wait. This rank's row."""
+        """Wait for the reduction, and return this rank's row."""
         if self._work is not None:
             self._work.wait()
             self._work = self._summands = None
         return self._mine
 
     def let_go(self) -> None:
-        """Give back the memory of what was sent, if it is reduced by now."""
+        """Free the memory of the sent rows, if they are reduced by now."""
         ask = getattr(self._work, "is_completed", None)
         if ask is not None and ask():
             self.row()
 
     def all_reduce(self, more: Any) -> None:
-        """Begin to reduce the row, to which ``more`` is added unless it is None, over the dimension that replicates."""
+        """Begin the all-reduce of the row over the dimension that replicates, with ``more`` added unless it is None."""
         self._mine = self.row() if more is None else self.row() + more
         if self._selection.length:
             self._work = asynchronous.start("all_reduce", self._mine, self._mine, self.mesh, 0, self._op)
 
     def shards(self, divisor: float = 1.0) -> list[Any]:
-        """Wait. This rank's shard of each gradient, by ``divisor``; None for what no rank has used, as far as nothing
-        has been added to it since."""
+        """Wait, and return this rank's shard of each gradient, divided by ``divisor``. It is None where no rank has
+        used the parameter, neither now nor in gradients accumulated before."""
         selection, whole, hook = self._selection, self.row(), self._comms.all_reduce_hook
         platform, flags = selection.platform, selection.width
         if hook is not None:
@@ -387,7 +387,7 @@ class Reduction:
         for i, block in enumerate(selection.blocks):
             row = platform.narrow(mine, 0, start, block.reduced)
             start += block.reduced
-            # Another rank may have used it; those that have know without looking.
+            # Another rank may have used it. Ranks that have used it themselves need not look.
             unused = (
                 hook is None
                 and platform.tells_unused

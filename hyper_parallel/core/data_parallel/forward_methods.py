@@ -1,4 +1,4 @@
-"""Other methods than forward that compute with the parameters of a unit; several models that train together."""
+"""Methods other than forward that compute with the parameters of a unit; several models that train together."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     """Let a method of a module compute with whole parameters, as its forward does.
 
     Args:
-        module: to which `fully_shard` was applied; nothing happens to another one.
-        method_name: of the method.
+        module: module to which `fully_shard` was applied. Nothing happens to another one.
+        method_name: name of the method.
 
     Raises:
-        ValueError: for a method that it does not have.
+        ValueError: for a method that the module does not have.
 
     Example:
         >>> import torch
@@ -42,7 +42,7 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     if not callable(method):
         raise ValueError(f"register_fsdp_forward_method: a {type(module).__name__} has no method {method_name!r}")
     own = getattr(method, "__self__", None) is module
-    # Of a copy of the module, the function is called with the copy.
+    # The function is called with the module at hand, which may be a copy.
     function = method.__func__ if own else lambda _, *args, **kwargs: method(*args, **kwargs)
 
     @wraps(method)
@@ -53,14 +53,15 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[Any]) -> None:
-    """Let several models share what their communication needs. Here all do, whatever this is told: collectives run on
-    the streams of their groups.
+    """Let several models share the state of their communication. The call changes nothing: all models share it always.
+
+    Collectives run on the streams of their groups.
 
     Args:
-        modules: to which `fully_shard` was applied.
+        modules: modules to which `fully_shard` was applied.
 
     Raises:
-        ValueError: for others.
+        ValueError: for other modules.
 
     Source: ``torch.distributed.fsdp.share_comm_ctx``.
     """

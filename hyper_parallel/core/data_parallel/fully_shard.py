@@ -1,6 +1,6 @@
 """`fully_shard`: parameters are sharded over data-parallel ranks. Mirrors ``torch.distributed.fsdp.fully_shard``.
 
-Each call makes a unit (`unit.py`) of the parameters below a module that belong to none yet.
+Each call makes a unit (`unit.py`) of the parameters below a module that belong to no unit yet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hyper_parallel.core.weak_table import WeakTable
 
 __all__ = ["buffers_of", "fully_shard"]
 
-#: parameter -> what it is called in the unit that it belongs to.
+#: parameter -> its name in the unit that it belongs to.
 _OWNED = WeakTable()
 
 
@@ -44,44 +44,43 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of a module over data-parallel ranks (ZeRO-3), in place.
 
-    The parameters below ``module`` that belong to no unit yet become one: apply it to the blocks of a model, then to
-    the model. They become DTensors, of which each rank holds shards, and so do gradients and the state of optimizers.
-    While the module runs, in forward and in backward, its parameters are gathered, by one all-gather a dtype, and read
-    as what they were before. In backward one reduce-scatter a dtype averages the gradients over the ranks, each of
-    which has its own part of the batch and its own loss. Where the batch is made of DTensors on ``mesh``, there is one
-    loss for all, and gradients are sums.
+    The parameters below ``module`` that belong to no unit yet become one unit. Apply `fully_shard` to the blocks of a
+    model, then to the model. Parameters become DTensors, of which each rank holds shards. So do their gradients and the
+    optimizer's state. While the module runs, in forward and in backward, its parameters are whole. One all-gather for
+    each dtype makes them so, and modules read them as they were before. In backward one reduce-scatter for each dtype
+    averages the gradients over the ranks. Each rank has its own part of the batch, and its own loss. Where the batch is
+    made of DTensors on ``mesh``, all ranks have one loss, and gradients are sums.
 
-    With tensor parallelism: `parallelize_module` first, over another dimension of the same mesh.
+    With tensor parallelism: call `parallelize_module` first, over another dimension of the same mesh.
 
-    Each rank shards the values that it has: they must be the same on all ranks. An auxiliary loss that the module's
-    forward sets as an attribute is to be added to the loss of what it returns, for one backward.
+    Each rank shards the values that it has: they must be the same on all ranks. If the module's forward sets an
+    auxiliary loss as an attribute, add that to the loss of its result. One backward has to serve both.
 
     Args:
-        module: module of the selected platform, or a list of some that are one unit: its parameters are gathered when
-            the first of them runs, and given back when all have run, or the outermost unit's forward is over.
-        mesh: of one dimension, over which is sharded, or of two, of which the first replicates and the second shards.
+        module: module of the selected platform, or a list of modules that are one unit. The parameters of a list are
+            gathered when its first module runs. They are freed when all have run, or the outermost unit's forward ends.
+        mesh: 1-D mesh, over which is sharded, or 2-D mesh, whose first dimension replicates and whose second shards.
             None is the one entered with ``with mesh:``, or else all ranks in one dimension.
-        reshard_after_forward: give the whole parameters back after forward, and gather again in backward. None is True
-            for all but the outermost unit, with which backward begins. A number n, which divides that of the ranks that
-            shard, has each n ranks that follow each other keep the parameters between them, to gather them faster. All
-            ranks of the world call it then.
-        shard_placement_fn: ``shard_placement_fn(parameter)`` gives the `Shard` by which a parameter is cut; None is
-            ``Shard(0)``. Sizes need not divide.
-        mp_policy: in which dtypes to compute and communicate.
+        reshard_after_forward: free the whole parameters after forward, and gather them again in backward. None is True
+            for all but the outermost unit, with which backward begins. A number n shards them over fewer ranks after
+            forward, to gather them faster: over each n ranks that follow each other. It divides the number of ranks
+            that shard. All ranks of the world must make this call then.
+        shard_placement_fn: ``shard_placement_fn(parameter)`` returns the `Shard` that cuts a parameter; None is
+            ``Shard(0)``. Sizes need not be divisible.
+        mp_policy: dtypes in which to compute and communicate.
         offload_policy: where shards are kept.
         ignored_params: parameters that are left as they are.
-        dp_mesh_dims: which dimensions of ``mesh``, then the mesh of the whole job, shard and replicate.
+        dp_mesh_dims: the dimensions of ``mesh`` that shard and replicate; ``mesh`` is that of the whole job then.
 
     Returns:
-        ``module``, which is an `FSDPModule` too, as are the modules of a list.
+        ``module``, which is now an `FSDPModule` too, as are the modules of a list.
 
     Raises:
-        TypeError: for a module of another framework, and arguments of other types; on MindSpore when it is called, for
-            a result that is no tensor, nor tensors in tuples, lists, dicts and dataclasses.
-        ValueError: on all ranks, before anything is changed, for a mesh of more dimensions, a module to which it was
-            applied already, a parameter that belongs to another unit, and a number of ranks that does not divide
-            theirs. When the module is called, before communication, where something has taken the place of a
-            parameter.
+        TypeError: for a module of another framework, and arguments of other types. On MindSpore when the module is
+            called, for a result that is no tensor, nor tensors in tuples, lists, dicts and dataclasses.
+        ValueError: on all ranks, before anything is changed, for a mesh of more dimensions, a module that is a unit
+            already, a parameter that belongs to another unit, and a number n that does not divide the number of ranks.
+            When the module is called, before communication, where something has taken the place of a parameter.
         RuntimeError: when a compiler traces its call, as `torch.export` does; for gradients of gradients of
             parameters; for a parameter that was changed between forward and backward.
 
@@ -142,11 +141,11 @@ def fully_shard(
 
 
 def _listed(module: Any, platform: Any) -> list[Any]:
-    """The modules that are to be one unit.
+    """Return the modules that are to be one unit.
 
     Raises:
-        TypeError: for what is no module, nor several.
-        ValueError: for modules of which one is inside of another, or is in a unit already.
+        TypeError: for anything but modules.
+        ValueError: for no modules, and for one that is inside of another, or in a unit already.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     for one in modules:
@@ -166,18 +165,18 @@ def _listed(module: Any, platform: Any) -> list[Any]:
 
 
 def _meet(modules: Sequence[Any], platform: Any) -> bool:
-    """Whether one of the modules is another one, or inside of it."""
+    """Return whether one of the modules is another one, or inside of it."""
     below = [{id(inner) for _, inner in platform.named_modules(one)} for one in modules]
     return any(id(one) in inner for i, one in enumerate(modules) for j, inner in enumerate(below) if i != j)
 
 
 def buffers_of(module: Any) -> list[FlatBuffer]:
-    """The flat buffers of a unit, one a dtype; none before its first call."""
+    """Return the flat buffers of a unit, one for each dtype; none before its first call."""
     return unit_of(module).parameters.buffers if is_unit(module) else []
 
 
 def _sharded(forward: Callable[..., Any], platform: Any, what: str) -> Callable[..., Any]:
-    """``forward(module, ...)`` with whole parameters."""
+    """Return a function that runs ``forward(module, ...)`` with whole parameters."""
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
         if platform.is_compiling():
@@ -200,8 +199,10 @@ def _check_options(mp_policy: Any, offload_policy: Any) -> None:
 
 
 def _modules_of(modules: Sequence[Any], platform: Any) -> Iterator[tuple[int, str, Any]]:
-    """The modules below that are in no unit yet, with the number of the one of ``modules`` that they are below, and
-    their paths from there."""
+    """Yield the modules that are in no unit yet.
+
+    Each comes with its path from one of ``modules``, after the index of that.
+    """
     for root, module in enumerate(modules):
         inside: tuple[str, ...] = ()
         for path, submodule in platform.named_modules(module):
@@ -216,7 +217,7 @@ def _modules_of(modules: Sequence[Any], platform: Any) -> Iterator[tuple[int, st
 def _placement(
     p: Any, mesh: DeviceMesh, shard_placement_fn: Callable[[Any], Any] | None, what: str
 ) -> tuple[Layout, Layout | None, int | None]:
-    """The layout that a parameter gets, the one that it has, and the dimension that is cut."""
+    """Return the layout that a parameter gets, the layout that it has, and the dimension that is sharded."""
     owner = _OWNED.get(p)
     if owner is not None:
         raise ValueError(
@@ -244,7 +245,7 @@ def _placement(
 
 
 def _check_inner(inner: Layout, mesh: DeviceMesh, what: str) -> None:
-    """Raise ValueError for a tensor-parallel parameter on another mesh than one beside ``mesh``."""
+    """Raise ValueError unless the tensor-parallel mesh is of other dimensions than ``mesh``, with the same root."""
     if not mesh.is_beside(inner.mesh):
         raise ValueError(
             f"{what} is placed {list(inner.placements)} on {inner.mesh}: fully_shard needs another dimension of the "
@@ -254,7 +255,7 @@ def _check_inner(inner: Layout, mesh: DeviceMesh, what: str) -> None:
 
 
 def _shard_of(local: Any, mesh: DeviceMesh, dim: int | None) -> Any:
-    """This rank's chunk of a plain tensor, as a new one on its device."""
+    """Return this rank's chunk of a plain tensor, as a new one on its device."""
     platform = mesh.platform
     local = platform.to_device(local)
     if dim is not None:

@@ -17,14 +17,14 @@ __all__ = ["Gradients", "add_gradients", "let_wait", "with_waiting"]
 
 
 class Gradients:
-    """How the gradients of a unit are reduced, and what of them waits for a later backward.
+    """Reduction of the gradients of a unit, and gradients that are accumulated for a later backward.
 
     Attributes:
-        reduce_gradients: whether backward reduces gradients; otherwise they are kept, whole, and added to the next.
-        all_reduce_gradients: whether it does so over the mesh dimension that replicates.
-        divide_factor: by what sums of gradients are divided, in place of the number of ranks.
-        under_way: how many reductions may be under way at a time, each of which holds a buffer as large as the unit.
-        force_sum: whether collectives sum where an average is wanted, which is divided after.
+        reduce_gradients: whether backward reduces gradients. Otherwise whole ones are accumulated.
+        all_reduce_gradients: whether it also reduces them over the mesh dimension that replicates.
+        divide_factor: divisor of summed gradients, in place of the number of ranks.
+        under_way: most reductions that may be pending at a time. Each holds a buffer as large as the unit.
+        force_sum: whether collectives sum where an average is wanted, with a division after.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -33,24 +33,26 @@ class Gradients:
         self.divide_factor: float | None = None
         self.force_sum = False
         self.under_way = 1
-        #: Of a buffer, cotangents by the index of the parameter, None for what this rank has not used; and the indices
-        #: of a row that was reduced over shards alone, with that.
+        #: Buffer -> accumulated cotangents by the index of the parameter, None for one that this rank has not used.
         self._sums: dict[FlatBuffer, dict[int, Any]] = {}
+        #: Buffer -> indices of parameters, and their row, which was reduced over the dimension that shards alone.
         self._rows: dict[FlatBuffer, tuple[Sequence[int], Any]] = {}
 
     @property
     def has_kept(self) -> bool:
-        """Return whether cotangents or rows wait to be reduced."""
+        """Return whether accumulated cotangents or rows are still to be reduced."""
         return bool(self._sums or self._rows)
 
     def forget(self) -> None:
-        """Drop what waits."""
+        """Discard accumulated gradients."""
         self._sums.clear()
         self._rows.clear()
 
     def kept(self, buffer: FlatBuffer) -> Sequence[int]:
-        """The parameters of a buffer whose cotangents wait for a backward that does as this one, the same on all
-        ranks."""
+        """Return the parameters of a buffer whose accumulated gradients a backward reduces with the present settings.
+
+        All ranks return the same.
+        """
         if not self.reduce_gradients:
             return ()
         if buffer in self._sums:
@@ -75,11 +77,11 @@ class Gradients:
             members: the indices of all parameters of the buffer.
             parameters: of the unit.
             indices: of the parameters that gradients are asked for, the same on all ranks.
-            cotangents: one each, None where there is none.
-            delay: add the results to the gradients that the parameters have when the backward pass is over.
+            cotangents: one for each index, None where there is none.
+            delay: add the results to the gradients of the parameters when the backward pass is over.
 
         Returns:
-            The shards of the gradients; None each with ``delay``, for what is kept, and for what no rank has used.
+            The shards of the gradients. None with ``delay``, for accumulated ones, and where no rank has used them.
         """
         platform, nothing = self._platform, [None] * len(indices)
         kept: dict[int, Any] = self._sums.pop(buffer, {}) if self._sums else {}
@@ -98,7 +100,7 @@ class Gradients:
         op, divisor = self._scale(model, buffer)
         if len(model.delayed) >= self.under_way:
             model.delayed[-self.under_way][0].row()
-        # Mostly all of them.
+        # Usually all parameters of the buffer are trained.
         places = range(len(members)) if len(indices) == len(members) else [members.index(i) for i in indices]
         reduction = buffer.reduce(places, cotangents, op)
         if self._plan.mesh.ndim > 1:
@@ -126,12 +128,12 @@ class Gradients:
         return nothing
 
     def _scale(self, model: Model, buffer: FlatBuffer) -> tuple[str, float]:
-        """The operation by which gradients are reduced, and what the result is to be divided by."""
+        """Return the operation that reduces gradients, and the divisor of its result."""
         if model.one_loss:
             return "sum", 1.0
         if self.divide_factor is not None:
             return "sum", self.divide_factor
-        # What a program brings may know sums alone, as gloo does.
+        # A reduce-scatter of the program may support sums alone, as gloo does.
         force_sum = self.force_sum or buffer.comms.reduce_scatter is not None
         return ("sum", float(self._plan.mesh.size())) if force_sum else ("avg", 1.0)
 
@@ -143,7 +145,7 @@ def _add_to_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> No
 
 
 def add_gradients(leaves: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-    """Sums of cotangents and the gradients of as many leaves, which lose them; None where neither is there."""
+    """Return sums of cotangents and the leaves' gradients, and clear these; None where neither is there."""
     found = []
     for leaf, g in zip(leaves, cotangents, strict=True):
         found.append(leaf.grad if g is None else g if leaf.grad is None else g + leaf.grad)
@@ -158,7 +160,10 @@ def let_wait(waiting: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dim
 
 
 def with_waiting(waiting: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
-    """Cotangents of the parameters ``indices``, with the sums of those among ``waiting``, which are taken out."""
+    """Return cotangents of the parameters ``indices`` with their waiting parts added.
+
+    These parts are summed over tensor-parallel ranks, and taken out of ``waiting``.
+    """
     new = dict(zip(indices, cotangents, strict=True))
     groups: dict[Any, list[Any]] = {}
     taken = [entry for entry in waiting if entry[0] in new]

@@ -1,4 +1,4 @@
-"""The meshes of `fully_shard`: the one over which it shards, and the one of fewer ranks after forward."""
+"""The meshes of `fully_shard`: the mesh over which it shards, and the mesh of fewer ranks after forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DataParallelMeshDims:
         replicate: the same of the dimension over which they are replicated; None for none.
 
     Raises:
-        ValueError: for no dimension that shards: `replicate` is for that.
+        ValueError: without a dimension that shards: `replicate` is for that.
 
     Example:
         >>> from hyper_parallel import DataParallelMeshDims
@@ -60,11 +60,11 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DeviceMesh:
-    """The mesh that `fully_shard` was given, or that of ``dims`` in it: of one dimension or two.
+    """Return the mesh that `fully_shard` was given, or its dimensions ``dims``; it has one dimension or two.
 
     Raises:
-        TypeError: for dimensions that are none of `DataParallelMeshDims`.
-        ValueError: for a mesh of more dimensions, or without those that are named.
+        TypeError: for ``dims`` that are no `DataParallelMeshDims`.
+        ValueError: for a mesh of more dimensions, or without a dimension that is named.
     """
     if mesh is None:
         mesh = current_mesh() or init_device_mesh()
@@ -108,17 +108,18 @@ def _in_order(meshes: Sequence[DeviceMesh], dims: DataParallelMeshDims) -> Devic
 
 
 def fewer_ranks(mesh: DeviceMesh, reshard_after_forward: Any) -> DeviceMesh | None:
-    """The mesh of the ranks between which each keeps a part after forward, in its last dimension; None for all of them,
-    or for each having all.
+    """Return a mesh whose last dimension shards the parameters after forward, over fewer ranks than ``mesh``.
+
+    None means that all ranks of ``mesh`` shard them, or that each rank has them whole.
 
     Args:
         mesh: of data parallelism, whose last dimension shards.
         reshard_after_forward: as `fully_shard` was given it.
 
     Raises:
-        TypeError: for what is no bool, number or None.
-        ValueError: for a number that does not divide that of ranks, and where not all ranks of the world are in a mesh
-            of which ``mesh`` is a slice: all of them have to make the new groups.
+        TypeError: for anything but a bool, a number or None.
+        ValueError: for a number that does not divide the number of ranks. Also where the root mesh of ``mesh`` lacks
+            ranks of the world: all of them have to make the new groups.
     """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return None

@@ -1,8 +1,8 @@
 """State that the units of one model share: their order, and the units that are whole in backward.
 
-The model of a unit is that of the outermost unit whose forward runs. In forward, the parameters of the next unit are
-gathered while this one computes; which is next is known from the forward before. Backward comes to units in the order
-in which their forwards ended, the last first: to the outermost one before all others, though its forward begins first.
+The model of a unit is that of the outermost unit whose forward runs. In forward the parameters of the next unit are
+prefetched while this one computes. The order of the forward before tells which unit is next. Backward comes to units in
+the reverse order in which their forwards ended. So the outermost unit comes first, though its forward begins first.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Model:
     """The units below an outermost one.
 
     Args:
-        outermost: that one.
-        module: to which it belongs.
+        outermost: the outermost unit.
+        module: the module that this unit belongs to.
 
     Attributes:
         outermost: a weak reference to it.
         is_last_backward: whether gradients are to be complete after the next backward.
-        abandoned: how often what was under way was forgotten.
-        keeping: units that may have kept gradients, in the order in which they began to, the same on all ranks.
-        delayed: reductions that nobody has waited for, each with a function that waits and delivers the gradients.
-        nests: whether a backward pass has begun within one that is running, as reentrant checkpointing has it; known
-            where the platform tells the beginning.
+        abandoned: how often pending work was discarded.
+        keeping: units that may have accumulated gradients, in the order in which they began to, the same on all ranks.
+        delayed: pending reductions, each with a function that waits and delivers the gradients.
+        nests: whether a backward pass has begun within one that is running, as in reentrant checkpointing; known where
+            the platform tells when backward begins.
         one_loss: whether the batch of this step is distributed: then all ranks have one loss, and gradients are summed.
     """
 
@@ -53,10 +53,10 @@ class Model:
         self.delayed: list[Any] = []
         self.nests = self.one_loss = False
         self._beside: tuple[DeviceMesh, ...] | None = None
-        #: In the order in which their forwards began: of the last step, and of this one.
+        #: Units in the order in which their forwards began, in the last step and in this one.
         self._order: Sequence[Unit] = ()
         self._began: list[Unit] = []
-        #: Those to which a backward may come, in the order in which their forwards ended: likewise.
+        #: Units to which a backward may come, in the order in which their forwards ended, for the same two steps.
         self._ends: Sequence[Unit] = ()
         self._ended: list[Unit] = []
         self._ahead: list[Unit] = []
@@ -66,7 +66,7 @@ class Model:
         self._count = 0  # of backward passes
         if self.platform.frees_storage:
             self.platform.before_backward(self._begins)
-        #: Backward passes by what the platform calls them; those after the first run within those before.
+        #: Running backward passes by the platform's keys. Those after the first run within those before.
         self._passes: dict[Any, BackwardPass] = {}
         self._position = 0  # in `_ends`, to which they have come
         self._paths, self._agreements = agreements_below(module, self.platform)
@@ -74,7 +74,7 @@ class Model:
 
     # ---------------------------------------------------------------------- forward
     def begin(self) -> None:
-        """The forward of the outermost unit begins."""
+        """Begin the forward of the outermost unit."""
         if self._passes:
             self.abandon()
         self._began, self._ended = [], []
@@ -85,7 +85,7 @@ class Model:
                 agreement.forward, agreement.paths = outermost.steps.forward, self._paths
 
     def abandon(self) -> None:
-        """Backward has failed: forget what it was doing, and the gradients that it has not delivered."""
+        """Discard the state of a failed backward, and the gradients that it has not delivered."""
         self.abandoned += 1
         for left in self._passes.values():
             left.abandon()
@@ -96,7 +96,7 @@ class Model:
             reduction.row()
 
     def end(self, complete: bool) -> None:
-        """It has ended, or failed."""
+        """End the forward of the outermost unit, which is ``complete`` or has failed."""
         for unit in self._began:
             unit.forward_is_over()
         self.drop_ahead()
@@ -105,17 +105,17 @@ class Model:
         outermost = self.outermost()
         if outermost is not None:
             self._has_come(outermost.steps.end)
-        # Where ranks differ, none keeps this one: what is gathered ahead is the same on all.
+        # The order is kept only after ranks have agreed, so that all of them prefetch the same units.
         self._order, self._ends = tuple(self._began), tuple(self._ended)
 
     def _has_come(self, event: Event) -> None:
-        """Compare it where ranks have communicated in this forward."""
+        """Have ranks agree on ``event``, where they have communicated in this forward."""
         for agreement in self._agreements:
             if agreement.forward is None:
                 agreement.comes(event)
 
     def entered(self, unit: Unit) -> None:
-        """The forward of ``unit`` has its parameters, and begins to compute."""
+        """Prefetch the next unit: the forward of ``unit`` has its parameters, and begins to compute."""
         at, order = len(self._began), self._order
         self._began.append(unit)
         if unit.forward_prefetch:
@@ -124,10 +124,10 @@ class Model:
             self.gather_ahead(order[at + 1 : at + 2])
 
     def left(self, unit: Unit, goes_on: bool) -> None:
-        """The forward of ``unit``, to which a backward may come, has computed what it returns.
+        """Remember that the forward of ``unit``, to which a backward may come, has computed its results.
 
         Args:
-            unit: see there.
+            unit: the unit.
             goes_on: whether this is one more module of a unit of several, of which others have run.
         """
         if goes_on and unit in self._ended:
@@ -135,19 +135,19 @@ class Model:
         self._ended.append(unit)
 
     def gather_ahead(self, units: Sequence[Unit], again: bool = False) -> None:
-        """Begin to gather the parameters of units that are needed next, ``again`` in backward."""
+        """Prefetch the parameters of units, ``again`` in backward."""
         for unit in units:
             if (unit.whole_in_backward or not again) and unit.parameters.start(again=again):
                 self._ahead.append(unit)
 
     def drop_ahead(self) -> None:
-        """Forget what was gathered for units that were not needed."""
+        """Discard pending prefetches of units that were not needed."""
         for unit in self._ahead:
             unit.parameters.drop()
         self._ahead = []
 
     def meshes_beside(self, module: Any) -> tuple[DeviceMesh, ...]:
-        """The meshes on which tensor-parallel styles have placed parameters below ``module``, the outermost one."""
+        """Return the meshes on which tensor-parallel styles have placed parameters below the outermost ``module``."""
         if self._beside is None:
             plans = [getattr(below, UNIT, None) for _, below in self.platform.named_modules(module)]
             inner = [layout for plan in plans if plan is not None for layout in plan.inner]
@@ -155,15 +155,17 @@ class Model:
         return self._beside
 
     def recorded(self, unit: Unit, call: Call) -> None:
-        """A call of ``unit`` has ended of which there may be a backward."""
+        """Remember a call of ``unit`` that has ended, and to which a backward may come."""
         self._calls = [entry for entry in self._calls if entry[1]() is not None]
         self._calls.append((unit, weakref.ref(call)))
 
     # ---------------------------------------------------------------------- backward
     def _begins(self, runs: Callable[[Any], bool]) -> None:
-        """A backward pass begins. Where it comes to parameters of a call around what the call has returned, as for an
-        auxiliary loss that was set as an attribute, nothing else will tell when they have to be whole. So it is with
-        calls of which gradients were taken that have gradients themselves."""
+        """Make units whole, in a backward pass that begins, where it will bypass the results of a call.
+
+        An auxiliary loss that was set as an attribute has such a pass. Nothing else tells when to gather for it. Units
+        are made whole for calls whose backward was recorded (``create_graph``), too.
+        """
         self.nests = bool(self._passes)
         for unit, ref in self._calls:
             call = ref()
@@ -173,7 +175,7 @@ class Model:
                     running.hold(unit, call)
 
     def this_pass(self) -> BackwardPass | None:
-        """The backward pass that is running; None on a platform that does not say when one ends."""
+        """Return the running backward pass; None on a platform that does not tell when one ends."""
         key = self.platform.backward_pass()
         if key is None:
             return None
@@ -195,8 +197,8 @@ class Model:
         with self.platform.no_grad(), self.platform.no_dispatch():
             ended.close()
             if self._passes:
-                # Within another one, as reentrant checkpointing has it, which goes on: it needs what was gathered
-                # ahead, and may come to units that have kept gradients.
+                # This pass ran within another one, as in reentrant checkpointing, and the other is not over. It needs
+                # the prefetched units, and may come to units with accumulated gradients.
                 return
             self.drop_ahead()
             outermost = self.outermost()
@@ -209,24 +211,24 @@ class Model:
                 self.finish()
 
     def reduce_kept(self) -> None:
-        """Begin to reduce what was kept from backward passes before, also of units that this step does not call."""
+        """Begin to reduce accumulated gradients, also of units that this step does not call."""
         for unit in list(self.keeping):
             unit.reduce_kept()
             if not unit.gradients.has_kept:
                 del self.keeping[unit]
 
     def finish(self) -> None:
-        """Wait for the gradients, and add them to those that the parameters have."""
+        """Wait for pending reductions, and add their results to the gradients of the parameters."""
         delayed, self.delayed = self.delayed, []
         for _, deliver in delayed:
             deliver()
 
     def ran_once(self, unit: Unit) -> bool:
-        """Whether this is the backward of the only call of ``unit`` since the last backward."""
+        """Return whether this is the backward of the only call of ``unit`` since the last backward."""
         return self._forwards <= 1 and self._order.count(unit) == 1
 
     def gather_before(self, unit: Unit, is_open: Sequence[Unit]) -> None:
-        """Backward has come to ``unit``: begin to gather the next one, which is none of ``is_open``."""
+        """Prefetch the unit to which backward comes after ``unit``, skipping those in ``is_open``."""
         if not self.platform.frees_storage:
             return
         if unit.backward_prefetch:
@@ -246,10 +248,10 @@ class Model:
 
 
 class BackwardPass:
-    """One backward pass over a model: the units that are whole in it.
+    """One backward pass over a model, and the units that are whole in it.
 
     Attributes:
-        number: which of the model it is, from 1.
+        number: its number among the passes of the model, from 1.
     """
 
     def __init__(self, model: Model, number: int) -> None:
@@ -258,8 +260,10 @@ class BackwardPass:
         self._held: list[Unit] = []  # whole until the pass is over
 
     def reached(self, unit: Unit, call: Call) -> None:
-        """The cotangents of what ``unit`` returned are there. What is computed from now on, until another unit is
-        reached, is its backward, or that of a unit whose forward it was a part of."""
+        """Make ``unit`` whole: the cotangents of its results are there.
+
+        Until another unit is reached, its backward runs, or that of a unit whose forward contained its own.
+        """
         call.reached = self.number
         if unit in self._open or unit in self._held:
             return
@@ -268,14 +272,14 @@ class BackwardPass:
                 self._open.remove(other)
                 other.close()
         self._open.append(unit)
-        # The gradients of the unit before: their buffer makes room, if it can, for those that are computed now.
+        # Gradients of the unit before: free their rows, if they are reduced, for those that are computed now.
         if self._model.delayed:
             self._model.delayed[-1][0].let_go()
         unit.open(call)
         self._model.gather_before(unit, self._open)
 
     def hold(self, unit: Unit, call: Call) -> None:
-        """Have ``unit`` whole until the pass is over."""
+        """Make ``unit`` whole until the pass is over."""
         call.check_unchanged(unit.what)
         call.reached = self.number
         if unit not in self._held:
@@ -283,18 +287,18 @@ class BackwardPass:
             unit.open(call)
 
     def left(self, unit: Unit) -> None:
-        """The backward of a call of ``unit`` is over."""
+        """End the backward of ``unit``, if this was that of its only call."""
         if self._open and self._open[-1] is unit and self._model.ran_once(unit):
             self._open.pop().close()
 
     def close(self) -> None:
-        """The pass is over."""
+        """End the pass, and the backward of all units in it."""
         for units in (self._open, self._held):
             while units:
                 units.pop().close()
 
     def abandon(self) -> None:
-        """The pass has failed: forget what it was doing."""
+        """Discard the state of a failed pass."""
         for units in (self._open, self._held):
             while units:
                 units.pop().abandon()

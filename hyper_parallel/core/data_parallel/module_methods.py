@@ -1,4 +1,4 @@
-"""The methods that a module has once `fully_shard` was applied to it."""
+"""Methods of a module to which `fully_shard` was applied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Return when the parameters are whole; modules find them from then on."""
+        """Wait until the parameters are whole. Modules find them from then on."""
         if self._unit is not None:
             self._unit.parameters.unshard()
             self._unit = None
@@ -34,10 +34,10 @@ class GradientReductionHandle:
         self._count = 0 if unit.model is None else unit.model.abandoned
 
     def wait(self) -> None:
-        """Return when gradients are complete.
+        """Wait until gradients are complete.
 
         Raises:
-            RuntimeError: where `FSDPModule.reset_iter_state` has dropped them.
+            RuntimeError: where `FSDPModule.reset_iter_state` has discarded them.
         """
         unit, self._unit = self._unit, None
         if unit is None or unit.model is None:
@@ -51,7 +51,7 @@ class GradientReductionHandle:
 class FSDPModule:
     """The class of modules that are units, besides their own: ``isinstance(module, FSDPModule)``.
 
-    Units below count as modules of their own, and where a method has ``recurse``, they are set alike.
+    A method acts on this unit, not on units below it. With ``recurse`` it sets those too.
 
     Example:
         >>> from torch import nn
@@ -67,15 +67,15 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this unit, and let modules find the whole ones. All ranks call it.
 
-        They are attributes: `parameters`, state dicts and optimizers get the shards as ever. Modules find shards again
-        after `reshard`, and when the unit gives whole parameters back: after its forward, with
-        ``reshard_after_forward``, or its backward.
+        Whole parameters are attributes of modules. `parameters`, state dicts and optimizers still get the shards.
+        Modules find shards again after `reshard`, and when the unit frees the whole parameters: after its forward, with
+        ``reshard_after_forward``, or after its backward.
 
         Args:
-            async_op: begin to gather, and return what waits for it. The unit's own forward waits too.
+            async_op: begin the all-gather, and return a handle that waits for it. The unit's own forward waits too.
 
         Returns:
-            None without ``async_op``.
+            The handle with ``async_op``, otherwise None.
         """
         unit = unit_of(self)
         if not RUNNING.get():
@@ -88,15 +88,15 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Give the whole parameters of this unit back: after `unshard`, and before the optimizer's step where
+        """Free the whole parameters of this unit: after `unshard`, and before the optimizer's step where
         `set_reshard_after_backward` has left them whole."""
         unit_of(self).parameters.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """As the keyword of `fully_shard`, from the next forward on.
+        """Replace the argument of `fully_shard`, from the next forward on.
 
         Raises:
-            ValueError: for what is no bool.
+            ValueError: for anything but True or False.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"set_reshard_after_forward takes True or False, got {reshard_after_forward!r}")
@@ -104,25 +104,25 @@ class FSDPModule:
             unit.reshard_after_forward, unit.fewer = reshard_after_forward, None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are sharded again after backward. When they are not, the next forward gathers nothing, for
-        which `reshard` has to be called before they change."""
+        """Set whether parameters are sharded again after backward. With False, the next forward gathers nothing. Call
+        `reshard` before the parameters change then, or they are stale."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = bool(reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers the parameters of this unit. It need not where it does not read them, as with an
-        embedding: gradients are wrong where it does."""
+        """Set whether backward gathers the parameters of this unit. False is for a unit whose backward does not
+        read them, such as an embedding. The gradients of other units are wrong then."""
         unit_of(self).whole_in_backward = bool(unshard_in_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether the memory of whole parameters is kept while they are sharded: they have the same addresses each time
-        then."""
+        """Set whether the memory of whole parameters is kept while they are sharded. Their addresses are then the same
+        each time."""
         for unit in self._units(recurse):
             unit.parameters.keeps_storage = bool(keep)
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """See `Platform.replace_forward`: shards are what is moved, and then they may lie in one storage again."""
+        """Reshard before a module is moved. Then its shards may share storage again. See `Platform.replace_forward`."""
         parameters = unit_of(self).parameters
         parameters.reshard()
         before = parameters.memory()
@@ -131,31 +131,31 @@ class FSDPModule:
 
     # ---------------------------------------------------------------------- gradients
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. When it does not, whole ones are kept, and added to those of the next
-        backward that does: gradients are accumulated without communication."""
+        """Set whether backward reduces gradients. With False, whole gradients are accumulated without communication,
+        and added to those of the next backward with True."""
         for unit in self._units(recurse):
             unit.gradients.reduce_gradients = unit.gradients.all_reduce_gradients = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over the mesh dimension that replicates, on a mesh of two. When it does
-        not, they are reduced over the one that shards, kept, and added to those of the next backward that does."""
+        """Set whether backward all-reduces gradients over the dimension that replicates, on a 2-D mesh. With False,
+        they are accumulated after the reduce-scatter, and added to those of the next backward with True."""
         for unit in self._units(recurse):
             unit.gradients.all_reduce_gradients = bool(requires_all_reduce)
 
     def reset_iter_state(self) -> None:
-        """Forget what a forward or a backward that has failed has left: gradients that were not reduced, also those of
-        earlier micro batches. For the outermost unit, before the step is begun anew."""
+        """Discard gradients that were not reduced, also those of earlier micro batches, after a failed forward or
+        backward. For the outermost unit, before the step is repeated."""
         for unit in self._units(True):
             if unit.model is not None:
                 unit.model.abandon()
             unit.gradients.forget()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether gradients are to be complete after the next backward. With False, reductions that go on are waited
-        for after the next backward for which it is True. For the outermost unit.
+        """Set whether gradients are complete after the next backward. With False, its pending reductions are waited for
+        after the next backward with True. For the outermost unit.
 
         Raises:
-            RuntimeError: before the first forward, which finds the outermost unit, and for another one.
+            RuntimeError: before the first forward, which finds the outermost unit.
         """
         unit = unit_of(self)
         if unit.model is None:
@@ -163,8 +163,8 @@ class FSDPModule:
         unit.model.is_last_backward = bool(is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether gradients are complete only after `finalize_backward`; `set_is_last_backward` counts for nothing
-        then. For the outermost unit, before backward.
+        """Set whether gradients are complete only after `finalize_backward`. `set_is_last_backward` then has no effect.
+        For the outermost unit, before backward.
 
         Raises:
             RuntimeError: for another unit, and within backward.
@@ -177,14 +177,14 @@ class FSDPModule:
         unit.finalized_by_hand = bool(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what gradients were kept, where gradients are to be reduced, and wait for all reductions. For the
-        outermost unit, after all backward passes of a step; before the first forward it does nothing.
+        """Reduce accumulated gradients, where gradients are to be reduced, and wait for all reductions. For the
+        outermost unit, after all backward passes of a step. Before the first forward it does nothing.
 
         Args:
-            async_op: begin to reduce, and return what waits.
+            async_op: begin to reduce, and return a handle that waits.
 
         Returns:
-            None without ``async_op``.
+            The handle with ``async_op``, otherwise None.
 
         Raises:
             RuntimeError: without `set_manual_backward_finalization`, for another unit, and within backward.
@@ -207,31 +207,31 @@ class FSDPModule:
         return None
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Nothing is to be said here: a parameter that some ranks have not used counts as zeros there, always."""
+        """Do nothing: a parameter that some ranks have not used always counts as zeros there."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """By what sums of gradients are divided, in place of the number of data-parallel ranks. Not where the batch is
-        distributed: there gradients are sums.
+        """Set the divisor of summed gradients, in place of the number of data-parallel ranks. It has no effect on a
+        distributed batch, whose gradients are sums.
 
         Raises:
-            ValueError: for what is no positive number.
+            ValueError: for anything but a positive number.
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
             raise ValueError(f"set_gradient_divide_factor takes a positive number, got {factor!r}")
         unit_of(self).gradients.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of `set_gradient_divide_factor`."""
+        """Call `set_gradient_divide_factor`, whose old name this is."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Let collectives sum where an average is wanted, and divide after."""
+        """Set whether collectives sum where an average is wanted, with a division after."""
         unit_of(self).gradients.force_sum = bool(enable)
 
     # ---------------------------------------------------------------------- overlap
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """The units to gather while this one computes in forward, in place of the one that came next in the forward
-        before.
+        """Set the units to prefetch while this one computes in forward. The default is the unit that came next in the
+        forward before.
 
         Raises:
             ValueError: for a module that is no unit.
@@ -239,7 +239,7 @@ class FSDPModule:
         unit_of(self).forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """The units to gather while this one computes in backward, in place of the one before it in forward.
+        """Set the units to prefetch while this one computes in backward. The default is the one before it in forward.
 
         Raises:
             ValueError: for a module that is no unit.
@@ -247,12 +247,12 @@ class FSDPModule:
         unit_of(self).backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions of gradients may be under way when one of this unit begins, with that one: 1 unless it is
-        said. Each holds a buffer as large as its unit.
+        """Set how many reductions of gradients may be pending when one of this unit begins, including that one. The
+        default is 1. Each holds a buffer as large as its unit.
 
         Raises:
-            TypeError: for what is no number.
-            ValueError: for one below 1.
+            TypeError: for anything but a whole number.
+            ValueError: for a number below 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"set_reduce_scatter_max_input_buffers takes a number, got {max_input_buffers!r}")
@@ -263,7 +263,7 @@ class FSDPModule:
 
     # ---------------------------------------------------------------------- communication
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Have gradients reduced by another group of the same ranks than the one that gathers: not here.
+        """Ask for another group of the same ranks for reductions than for gathers: not supported here.
 
         Raises:
             ValueError: for ``enable=True``.
@@ -275,7 +275,7 @@ class FSDPModule:
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Have buffers of collectives in memory that the group of ranks gives: not here.
+        """Ask for buffers of collectives in memory that the process group gives: not supported here.
 
         Raises:
             ValueError: for ``enable=True``.
@@ -284,7 +284,7 @@ class FSDPModule:
             raise _memory("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Have buffers of collectives in memory that all ranks see: not here.
+        """Ask for buffers of collectives in memory that all ranks see: not supported here.
 
         Raises:
             ValueError: always.
@@ -295,27 +295,27 @@ class FSDPModule:
         """Let ``comm`` gather the parameters of this unit.
 
         Args:
-            comm: has ``allocate(size, *, dtype, device)``, which gives a buffer, and ``__call__(output_tensor,
-                input_tensor, group, async_op=True)``, which begins to gather the 1-D ``input_tensor`` of every rank of
-                ``group``, a group of the framework's own, into ``output_tensor``, and returns what has ``wait()``, or
-                None when that is done. None is the platform's own again.
+            comm: object with two methods; None is the platform's own all-gather again. ``allocate(size, *, dtype,
+                device)`` returns a buffer. ``__call__(output_tensor, input_tensor, group, async_op=True)`` begins to
+                gather the 1-D ``input_tensor`` of every rank of ``group``, the framework's own, into ``output_tensor``.
+                It returns a handle with ``wait()``, or None when that is done.
 
         Raises:
-            TypeError: for what has neither.
+            TypeError: for an object without these methods.
 
         Source: ``torch.distributed.fsdp.FSDPModule.set_custom_all_gather``.
         """
         unit_of(self).parameters.comms.all_gather = _comm(comm, "set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Let ``comm`` reduce the gradients of this unit and scatter them. They are summed, and divided after.
+        """Let ``comm`` reduce-scatter the gradients of this unit. They are summed, and divided after.
 
         Args:
             comm: as in `set_custom_all_gather`, with ``__call__(output_tensor, input_tensor, group, op,
                 async_op=True)``, where ``op`` is the framework's own.
 
         Raises:
-            TypeError: for what has neither.
+            TypeError: for an object without these methods.
 
         Source: ``torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter``.
         """
@@ -327,12 +327,12 @@ class FSDPModule:
         Parameters that no rank has used count as used then, with gradients of zeros: the hook may add to them.
 
         Args:
-            hook: gets the plain 1-D tensor that holds this rank's shards of the gradients, one after the other, reduced
-                over all dimensions of the mesh. What it writes there in place counts. None is no hook.
+            hook: takes the plain 1-D tensor of this rank's shards of the gradients, one after the other, reduced over
+                all dimensions of the mesh. It may change the tensor in place. None is no hook.
             stream: None. The hook runs where gradients are waited for.
 
         Raises:
-            TypeError: for what cannot be called.
+            TypeError: for a hook that cannot be called.
             ValueError: for a stream.
 
         Source: ``torch.distributed.fsdp.FSDPModule.set_all_reduce_hook``.
@@ -350,14 +350,14 @@ class FSDPModule:
         """Have the next forward wait for ``event``, recorded after the optimizer's step, before it gathers parameters.
         For the outermost unit, and one forward.
 
-        Without it, gathers come after all that was begun before them on the current stream: that is enough where the
-        optimizer steps there.
+        Without it, gathers run after all earlier work on the current stream. That is enough where the optimizer steps
+        there.
 
         Args:
             event: has ``wait()``, which lets the current stream wait.
 
         Raises:
-            TypeError: for what has not.
+            TypeError: for an object without it.
 
         Source: ``torch.distributed.fsdp.FSDPModule.set_post_optim_event``.
         """

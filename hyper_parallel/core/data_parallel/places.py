@@ -1,4 +1,4 @@
-"""Where the modules of a unit look for its parameters, and what stands there."""
+"""Places where the modules of a unit look for its parameters, and the tensors that are there."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Slot:
     """A parameter in one of the modules that hold it.
 
     Attributes:
-        path: of the module, from that of the unit.
-        root: which of the unit's modules that is, where it is of several.
-        name: of the parameter there.
-        index: which of the unit's parameters it is; modules that share one have slots of the same index.
-        layout: of the shard.
+        path: path of the module, from the module of the unit.
+        root: index of that among the modules of the unit.
+        name: name of the parameter in the module.
+        index: index of the parameter in the unit. Modules that share one have slots of the same index.
+        layout: layout of the shard.
     """
 
     path: str
@@ -38,19 +38,19 @@ class Slot:
 
 
 class Places:
-    """The slots of the module objects of a unit. It keeps none of the modules alive, but their tables of parameters.
+    """The slots of the module objects of a unit. It keeps their tables of parameters alive, but no modules.
 
     Args:
-        modules: those of the unit.
-        slots: all of the unit.
+        modules: the modules of the unit.
+        slots: all slots of the unit.
         what: the unit, for messages.
     """
 
     def __init__(self, platform: Any, modules: Sequence[Any], slots: Sequence[Slot], what: str) -> None:
         self._platform, self._what, self._described = platform, what, slots
         holders = [_module_at(modules[slot.root], slot.path) for slot in slots]
-        #: By slot: the table in which its module looks, which is its own as long as it lives, the name there, the
-        #: layout of the shard, and which parameter it is: None where each has one slot, in their order.
+        #: By slot: the parameter table of its module, the same one as long as the module lives; the name there; the
+        #: layout of the shard; the index of the parameter. Indices are None where each has one slot, in their order.
         self._tables = [platform.own_parameters(holder) for holder in holders]
         self._names, self._layouts = [slot.name for slot in slots], [slot.layout for slot in slots]
         indices = [slot.index for slot in slots]
@@ -58,21 +58,21 @@ class Places:
         self._gone: list[Any] = []
         self._holders = [weakref.ref(holder, self._gone.append) for holder in holders]
         self._count = 1 + max((slot.index for slot in slots), default=-1)
-        self.take_beside()  # what a copy of a module has taken along
-        #: The parameters, while something else stands in their place, and that, by index.
+        self.take_beside()  # attributes that a copy of a module has inherited
+        #: The shards by index, while other tensors are in their place, and these.
         self._shards: list[Any] | None = None
         self._shown: Sequence[Any] = ()
 
     @property
     def holds_others(self) -> bool:
-        """Whether something else stands in the place of the parameters now."""
+        """Return whether other tensors are in the place of the parameters now."""
         return self._shards is not None
 
     def parameters(self) -> list[Any]:
-        """The parameters in the order of their indices: shards, whatever stands in their place now.
+        """Return the shards in the order of their indices, also while other tensors are in their place.
 
         Raises:
-            ValueError: where something else has taken the place of one since, or a module is gone.
+            ValueError: where something has taken the place of one since, or a module is gone.
         """
         if self._shards is not None:
             return self._shards
@@ -95,7 +95,7 @@ class Places:
         return tensors if self._indices is None else [tensors[i] for i in self._indices]
 
     def _found(self) -> list[Any]:
-        """By slot, what is there; None for nothing."""
+        """Return the entry of each slot, None where there is none."""
         return [table.get(name) for table, name in zip(self._tables, self._names, strict=True)]
 
     def _check_holders(self) -> None:
@@ -103,7 +103,7 @@ class Places:
             raise self._taken([holder() is None for holder in self._holders], [False] * len(self._holders))
 
     def _taken(self, found: Sequence[Any], wanted: Sequence[Any]) -> ValueError:
-        """The error for the first slot in which the two differ."""
+        """Return the error for the first slot in which the two differ."""
         at = next(i for i, (x, y) in enumerate(zip(found, wanted, strict=True)) if x is not y)
         return ValueError(
             f"{self._what}: something has taken the place of its parameter {self._described[at]}. Copy values into the "
@@ -112,11 +112,11 @@ class Places:
         )
 
     def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> Any:
-        """Let modules find these tensors, by index; returns what `take_back` wants.
+        """Let modules find these tensors, by index; returns the argument of `take_back`.
 
         Args:
             tensors: one for each parameter.
-            parameters: what `parameters` has said before, if anybody has asked.
+            parameters: an earlier result of `parameters`, if there is one.
 
         Raises:
             ValueError: as `parameters`.
@@ -133,7 +133,7 @@ class Places:
         return before
 
     def check_there(self, tensors: Sequence[Any]) -> None:
-        """Raise ValueError where modules are gone, or have something else than ``tensors``, by index, in tables."""
+        """Raise ValueError where a module is gone, or its table has something else than ``tensors``, by index."""
         self._check_holders()
         wanted = self._by_slot(tensors)
         try:
@@ -144,18 +144,18 @@ class Places:
             raise self._taken(self._found(), wanted)
 
     def check_shown(self) -> None:
-        """Raise ValueError where something else has taken the place of what `put` has put there."""
+        """Raise ValueError where something has taken the place of a tensor that `put` has put there."""
         self.check_there(self._shown)
 
     def take_back(self, before: Any) -> None:
-        """Let modules find what they found before a `put`."""
+        """Let modules find the tensors that they found before a `put`."""
         found: Any = self._shards if before[0] is None else before[1]
         self._shards, self._shown = before
         self._write(found)
 
     def put_beside(self, tensors: Sequence[Any]) -> None:
-        """Let the attributes of modules be these tensors, by index, and leave their tables as they are: who asks for
-        parameters gets the parameters."""
+        """Let the attributes of modules be these tensors, by index. Parameters are looked for in the modules' tables,
+        and there the shards stay."""
         for holder, name, x in zip(self._holders, self._names, self._by_slot(tensors), strict=True):
             module = holder()
             if module is not None:
@@ -169,12 +169,12 @@ class Places:
                 vars(module).pop(name, None)
 
     def _write(self, tensors: Sequence[Any]) -> None:
-        # `setitem` returns None each time, so `any` comes to the last of them, without a loop in Python.
+        # `setitem` returns None each time, so `any` goes through all of them, without a loop in Python.
         any(map(setitem, self._tables, self._names, self._by_slot(tensors)))
 
 
 def found_there(platform: Any, x: Any) -> str:
-    """The end of a message about ``x`` in the place of a parameter: what it is, if no DTensor could be made of it."""
+    """Return the end of a message about ``x`` in the place of a parameter, where it cannot become a DTensor."""
     foreign = platform.foreign_tensor(x)
     return "" if foreign is None else f". There is {foreign}"
 

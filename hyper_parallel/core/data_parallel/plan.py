@@ -20,14 +20,14 @@ class Plan:
     """The parameters of a unit, and how they are treated.
 
     Attributes:
-        mesh: of data parallelism: one dimension, which shards, or two, of which the first replicates.
+        mesh: of data parallelism: 1-D, which shards, or 2-D, whose first dimension replicates.
         slots: where the parameters are.
-        inner: of each, its layout on another mesh, as a tensor-parallel style has placed it; None for a plain one.
-        shapes: of each, the local shape under that.
-        dims: of each, the dimension that is cut, None for what every rank has whole.
-        reshard_after_forward, mp_policy, offload_policy: as `fully_shard` was given them. A number of ranks is True.
-        fewer: the mesh of these ranks, in its last dimension; None where there is none.
-        keeps_dtype: of each parameter, whether it is gathered in its own dtype whatever ``mp_policy`` says.
+        inner: for each, its layout on another mesh, as a tensor-parallel style has placed it; None for a plain one.
+        shapes: for each, its local shape under that layout.
+        dims: for each, the dimension that is sharded; None for one that every rank has whole.
+        reshard_after_forward, mp_policy, offload_policy: as `fully_shard` was given them. Several ranks are True.
+        fewer: mesh whose last dimension has that number of ranks; None without such a number.
+        keeps_dtype: for each, whether it is gathered in its own dtype whatever ``mp_policy`` says.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Plan:
         keeps_dtype: Sequence[bool] = (),
     ) -> None:
         self.mesh, self.slots, self.inner = mesh, tuple(slots), tuple(inner)
-        #: The index and the layout of each that is read as a DTensor, and whether some ranks of that have the same.
+        #: Index and layout of each that is read as a DTensor, and whether that replicates over some dimension.
         self.distributed = [
             (i, layout, any(p is Replicate() for p in layout.placements))
             for i, layout in enumerate(inner)
@@ -60,20 +60,20 @@ class Plan:
 
     @property
     def moves_shards(self) -> bool:
-        """Whether `kept` does anything."""
+        """Return whether `kept` copies shards."""
         return isinstance(self.offload_policy, CPUOffloadPolicy)
 
     def kept(self, x: Any) -> Any:
-        """A plain tensor where shards are kept: ``x``, or its copy in the memory of the host."""
+        """Return a plain tensor where shards are kept: ``x``, or its copy in the memory of the host."""
         policy = self.offload_policy
         return self.mesh.platform.to_host(x, policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else x
 
     def reduce_dtype(self, dtype: Any) -> Any:
-        """In which gradients of parameters of ``dtype`` are reduced."""
+        """Return the dtype in which gradients of parameters of ``dtype`` are reduced."""
         return dtype if self.mp_policy.reduce_dtype is None else self.mp_policy.reduce_dtype
 
     def buffers(self, parameters: Sequence[Any]) -> tuple[list[FlatBuffer], list[list[int]]]:
-        """A flat buffer for the parameters of each dtype, in which they are kept and read, and the indices of these."""
+        """Return a flat buffer for each pair of kept and read dtypes, and the indices of its parameters."""
         mesh, platform = self.mesh, self.mesh.platform
         size, rank = mesh.shape[-1], mesh.get_local_rank(mesh.ndim - 1)
         by_dtype: dict[tuple[Any, Any], list[int]] = {}

@@ -11,16 +11,16 @@ __all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """In which dtypes the modules of a unit compute and communicate. Shards, their gradients and the optimizer's state
+    """Dtypes in which the modules of a unit compute and communicate. Shards, their gradients and the optimizer's state
     keep the dtype of the parameters.
 
     Attributes:
         param_dtype: dtype of the framework in which floating point parameters are gathered and read; None is their own.
-        reduce_dtype: in which gradients are reduced, and accumulated while they are not; None is that of the parameter.
-        output_dtype: to which floating point outputs of the module are converted; None leaves them.
+        reduce_dtype: dtype in which gradients are reduced, and accumulated before; None is that of the parameter.
+        output_dtype: dtype to which floating point outputs of the module are converted; None leaves them.
         cast_forward_inputs: convert floating point inputs of the module to ``param_dtype``.
-        param_dtype_override_fn: called with each parameter when `fully_shard` is; where it gives the parameter's own
-            dtype, that stays, and ``param_dtype`` where it gives that or None. It must give the same on all ranks.
+        param_dtype_override_fn: called with each parameter by `fully_shard`. A parameter keeps its own dtype where it
+            returns that, and gets ``param_dtype`` where it returns that or None. All ranks must return the same.
 
     Example:
         >>> import torch
@@ -38,14 +38,14 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Callable[[Any], Any] | None = field(default=None, kw_only=True)
 
     def keeps_dtype(self, p: Any, what: str) -> bool:
-        """Whether a parameter is gathered and read in its own dtype.
+        """Return whether a parameter is gathered and read in its own dtype.
 
         Args:
             p: the parameter.
-            what: it, for messages.
+            what: its name, for messages.
 
         Raises:
-            ValueError: where the function gives another dtype than that and ``param_dtype``.
+            ValueError: where the function returns a dtype that is neither this nor ``param_dtype``.
         """
         found = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(p)
         if found is not None and found not in (self.param_dtype, p.dtype):
@@ -70,7 +70,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     device to be gathered, and a gradient to the host when it was reduced.
 
     Attributes:
-        pin_memory: keep shards in memory that the device reads without the help of the processor, where there is such.
+        pin_memory: keep shards in page-locked memory, where there is such.
 
     Source: ``torch.distributed.fsdp.CPUOffloadPolicy``.
     """

@@ -1,4 +1,4 @@
-"""Parameters that a module under `replicate` computes with: their local parts."""
+"""Local parts of parameters, with which a module under `replicate` computes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["MARK", "REPLICA", "Mark", "Options", "Replica", "entered", "replica_of"]
 
-#: Attribute of a module: the `Mark` of one that `replicate` was applied to, or to a module above it.
+#: Attribute of a module at or below one that `replicate` was applied to: its `Mark`.
 MARK = "_replicated"
-#: Attribute of a module: the `Replica` that it belongs to; None of a copy that was not called yet.
+#: Attribute of a module: the `Replica` that it belongs to; None before the first call, also of a copy.
 REPLICA = "_replica"
 
 
@@ -36,7 +36,7 @@ class Options:
     mesh: DeviceMesh
     bucket_bytes: float
     broadcast_buffers: bool
-    #: Whether some parameters had no values, so that all get those of the first rank when the module is called.
+    #: Whether some parameters had no values. All then get those of the first rank when the module is called.
     waits: bool = False
 
 
@@ -45,16 +45,16 @@ class Mark:
     """Mark that `replicate` leaves on one module. Copies of the module share it.
 
     Attributes:
-        options: how.
-        layouts: name of a parameter that the module itself holds -> its layout, and the tensor-parallel one with which
-            the module reads it, None for a plain one.
+        options: the arguments of `replicate`.
+        layouts: name of a parameter that the module itself holds -> its layout, and the tensor-parallel layout with
+            which the module reads it, None for a plain parameter.
     """
 
     options: Options
     layouts: dict[str, tuple[Layout, Layout | None]] = field(default_factory=dict)
 
     def marks(self, module: Any) -> bool:
-        """Whether the call of `replicate` that made this mark is about ``module`` too, and not another, of experts."""
+        """Return whether this mark's call of `replicate` marked ``module`` too. Experts may have one of their own."""
         other: Mark | None = vars(module).get(MARK)
         return other is not None and other.options is self.options
 
@@ -67,7 +67,7 @@ class Replica:
 
     Args:
         module: the module.
-        state: of the replica that this one is a part of.
+        state: state of the replica that this one is a part of, if it is one.
     """
 
     def __init__(self, module: Any, state: State | None = None) -> None:
@@ -76,7 +76,7 @@ class Replica:
         self.platform = platform = self.mesh.platform
         self.state = state or State()
         self._is_part = state is not None
-        #: Where a parameter is: module, its table of parameters, name, layouts.
+        #: Places of parameters: module, its table of parameters, name, layouts.
         self._at = [
             (holder, platform.own_parameters(holder), name, *layout)
             for _, holder in platform.named_modules(module)
@@ -88,11 +88,11 @@ class Replica:
         self._beside = tuple(dict.fromkeys(inner.mesh for *_, inner in self._at if inner is not None))
         self._waits = mark.options.waits
         self._known: tuple[Any, Arrangement] | None = None
-        #: The call before: it, its token, views of the parameters that are trained, and what the module read.
+        #: The last call, its token, views of the trained parameters, and the tensors that the module read.
         self._last: tuple[Call, Any, list[Any], list[Any]] | None = None
 
     def __deepcopy__(self, memo: dict) -> None:
-        """A copy of the module makes its own."""
+        """Return None: a copy of the module makes its own replica."""
 
     def __reduce__(self) -> tuple:
         return (_nothing, ())
@@ -107,7 +107,7 @@ class Replica:
         return found
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """The module's ``forward(module, *args, **kwargs)`` on local parameters."""
+        """Run the module's ``forward(module, *args, **kwargs)`` on local parameters."""
         platform, module, state = self.platform, self.module, self.state
         what = f"{type(module).__name__} under replicate"
         if platform.is_compiling():
@@ -139,8 +139,8 @@ class Replica:
             SUMMED_OVER.reset(summed)
             if beside is not None:
                 BESIDE.reset(beside)
-        # All ranks use the same parameters for one batch, and come to the root through them. Gradients that were kept
-        # wait for the next backward, also for one that comes to no parameters.
+        # With one batch all ranks use the same parameters, and backward comes to the root through them. But accumulated
+        # gradients wait for the next backward, also for one that comes to no parameters.
         if call is None or call.into is not None or (one_batch and not state.kept):
             return output
         return self._anchored(output, call, token, one_batch)
@@ -163,8 +163,10 @@ class Replica:
         return self._known[1]
 
     def _begin(self, known: Arrangement, one_batch: bool, what: str) -> tuple[Call | None, Any, list[Any]]:
-        """The call that begins, None where nothing is recorded, its token, and what the module reads of each
-        parameter."""
+        """Begin a call. Return it, its token, and the tensor that the module reads of each parameter.
+
+        The call is None where nothing is recorded.
+        """
         platform, state = self.platform, self.state
         recorded = bool(known.trained) and platform.requires_grad(known.parameters[known.trained[0]])
         tensors: list[Any] = [None] * len(known.parameters)
@@ -192,7 +194,7 @@ class Replica:
         return last[0], last[1], tensors
 
     def _goes_on(self, last: tuple[Call, Any, list[Any], list[Any]], known: Arrangement, one_batch: bool) -> bool:
-        """Whether a call shares the views, and so the all-reduces, of the one before: no backward came between."""
+        """Return whether a call shares the views, and so the all-reduces, of the last one: no backward came between."""
         platform, (call, _, views, _) = self.platform, last
         trained = [known.parameters[i] for i in known.trained]
         return (
@@ -202,8 +204,8 @@ class Replica:
         )
 
     def _views(self, call: Call, known: Arrangement, one_batch: bool) -> tuple[Any, list[Any], list[Any]]:
-        """The token of a call, of each parameter that is trained what backward comes through, and what the module
-        reads."""
+        """Return the token of a call, views of trained parameters for its backward, and the tensors that modules
+        read."""
         platform, functions = self.platform, functions_of(self.platform)
         soon = (platform.fast or NOTHING_FASTER).run_soon
         trained = [known.parameters[i] for i in known.trained]
@@ -225,7 +227,7 @@ class Replica:
                     read[i] = self._as_read(views[i], known, known.trained[i], False)
                 else:
                     read[i] = self._as_read(found[j + len(members)], known, known.trained[i], True)
-                    # What readers get whose cotangents are summands, in place of one all-reduce for each parameter.
+                    # Readers whose cotangents are summands get these, instead of an all-reduce for each parameter.
                     platform.write_cache(read[i], partial_key(self.mesh, (0,)), views[i])
         return token, views, read
 
@@ -236,7 +238,7 @@ class Replica:
         return local if layout is None else self.platform.wrap(local, layout)
 
     def _anchored(self, output: Any, call: Call, token: Any, one_batch: bool) -> Any:
-        """``output``, whose cotangents lead to the root, although the rank may have used no parameter for it."""
+        """Return ``output``, connected to the root, although this rank may have used no parameter for it."""
         platform = self.platform
         anchor = functions_of(platform).anchor
         found: list[Any] = []
@@ -257,7 +259,7 @@ class Replica:
         return map_tensors(output, lambda x: new.get(id(x), x), platform, _left) if new else output
 
     def _broadcast_values(self, what: str) -> None:
-        """Give all ranks what the first has, of a module that had no values when `replicate` was called."""
+        """Give all ranks the values of the first, for a module that had none when `replicate` was called."""
         held = [(name, own.get(name)) for _, own, name, _, _ in self._at]
         if self.platform.needs_values:
             for name, p in held:
@@ -276,7 +278,7 @@ class Replica:
         broadcast_tensors([b for b in held if not isinstance(b, DTensor)], self.mesh, 0)
 
     def end(self, call: Call) -> None:
-        """To be called when the backward of ``call`` is at its end."""
+        """End the backward of ``call``, whose views the next call does not share."""
         if self._last is not None and self._last[0] is call:
             self._last = None
 
@@ -294,11 +296,14 @@ def replica_of(module: Any) -> Replica:
 
 
 def entered(forward: Callable[..., Any], requires_grad: Callable[[Any], bool]) -> Callable[..., Any]:
-    """Return the function that a call of a module runs in place of ``forward``. The outermost call, usually of the
-    whole model, puts local parameters in all submodules. Calls inside it change nothing.
+    """Return the function that a call of a module runs in place of ``forward``.
+
+    The outermost call, usually of the whole model, puts local parameters in all submodules. Calls inside it change
+    nothing.
 
     Args:
-        forward: see there.
+        forward: the module's own forward.
+        requires_grad: see `Platform.requires_grad`.
         requires_grad: see `Platform.requires_grad`.
     """
 
@@ -308,7 +313,7 @@ def entered(forward: Callable[..., Any], requires_grad: Callable[[Any], bool]) -
         if not state.running:
             return replica.part(module).run(forward, args, kwargs)
         if state.call is not None and not requires_grad(state.token):
-            # Perhaps this is computed again in backward: until that comes no bucket is complete.
+            # Perhaps backward recomputes this: until then no bucket is complete.
             state.call.deferred = True
         return forward(module, *args, **kwargs)
 
@@ -316,7 +321,7 @@ def entered(forward: Callable[..., Any], requires_grad: Callable[[Any], bool]) -
 
 
 def _left(x: Any) -> Any:
-    """An object that may hold tensors in a way that is not known: backward comes to the root through parameters."""
+    """Return an object that may hold unknown tensors as it is: backward comes to the root through parameters."""
     return x
 
 

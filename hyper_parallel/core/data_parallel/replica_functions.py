@@ -1,11 +1,13 @@
-"""The functions of autograd that a call of a module under `replicate` makes, and that its backward passes.
+"""Autograd functions that a call of a module under `replicate` makes, and that its backward runs.
 
-In this order: a root, whose operands are the parameters of one dtype; where there are several dtypes one that gathers
-the roots; of each bucket the views, which the module reads in place of its parameters; around what the module returns
-an anchor. Backward comes to them the other way round. The anchor says that it begins; views collect the gradients of
-their bucket, which is sent when it and all before it are there; the root waits for all and gives them to the
-parameters. A token, a zero that means nothing, leads from one to the next, so that backward comes to the root on every
-rank, whatever the rank has used.
+A call makes them in this order. A root takes the parameters of one dtype. With several dtypes, one more function
+gathers the roots. For each bucket, views are the tensors that the module reads in place of its parameters. An anchor
+goes around the module's results.
+
+Backward runs them in the reverse order. The anchor says that backward begins. Views collect the gradients of their
+bucket. A bucket is sent when it and all buckets before it are complete. The root waits for all buckets, and gives
+gradients to the parameters. A token leads from each function to the next: a zero without meaning. So backward comes
+to the root on every rank, whichever parameters the rank has used.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ class ReplicaFunctions:
     """The functions of one platform.
 
     Attributes:
-        give: the root: ``give((call, places of the parameters, zero), *parameters)`` gives a token.
-        gather: ``gather((call, zero), *tokens)`` gives a token.
-        read: ``read((call, number of the bucket, its parameters), token)`` gives plain tensors with their data.
-        anchor: ``anchor((call, zero), token, *results)`` gives the results.
+        give: the root: ``give((call, places of the parameters, zero), *parameters)`` returns a token.
+        gather: ``gather((call, zero), *tokens)`` returns a token.
+        read: ``read((call, number of the bucket, its parameters), token)`` returns plain tensors with their data.
+        anchor: ``anchor((call, zero), token, *results)`` returns the results.
     """
 
     def __init__(self, platform: Any) -> None:

@@ -1,7 +1,7 @@
 """`replicate`: data parallelism. Mirrors ``torch.distributed._composable.replicate`` and ``DistributedDataParallel``.
 
-The way of a step: `replica` puts local parameters into the modules, `replica_functions` are the functions of autograd
-that their gradients pass, `backward` collects them, and `buckets` all-reduces.
+In a call, `replica` puts local parameters into the modules. Their gradients pass the autograd functions of
+`replica_functions`. `backward` collects the gradients, and `buckets` all-reduces them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ReplicatedModule:
     """Methods that `replicate` adds to a module."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether the backward of calls that begin now all-reduces gradients.
+        """Set whether the backward of calls that begin now all-reduces gradients.
 
-        A backward without leaves ``.grad`` as it is, on MindSpore its gradients are zeros: each rank keeps what it has,
-        and the next backward with synchronisation all-reduces the sum. So gradients are accumulated over several
-        batches with the communication of one, and a gradient that can be seen is complete always.
+        With False, backward leaves ``.grad`` as it is. On MindSpore its gradients are zeros. Each rank accumulates
+        its own gradients, and the next backward with True all-reduces the sum. Several batches then cost the
+        communication of one, and a gradient that can be seen is always complete.
 
         Args:
             requires_gradient_sync: True or False.
@@ -51,7 +51,7 @@ class ReplicatedModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context without synchronisation, see `set_requires_gradient_sync`. The forward must be inside.
+        """Run a block without synchronisation, see `set_requires_gradient_sync`. The forward must be inside.
 
         Example:
             >>> import torch
@@ -83,40 +83,41 @@ def replicate(
     broadcast_buffers: bool = False,
     ignored_modules: Iterable[Any] | None = None,
 ) -> Any:
-    """Train a module on the batches of all ranks of a mesh, each of which has the whole module (data parallelism).
+    """Train a module on the batches of all ranks of a mesh (data parallelism). Each rank has the whole module.
 
-    The parameters become DTensors placed ``[Replicate()]``, with the values that the first rank has; those of a model
-    that `parallelize_module` has made tensor parallel, on both dimensions of the mesh. Modules read their local parts,
-    without copying them. Each rank calls the module with plain tensors, its own part of the batch, and has
-    a loss of its own; gradients are averaged over the ranks. Called with DTensors on the mesh, such as a batch placed
-    ``[Shard(0)]``, the ranks have one loss, and gradients are summed: batches of unequal size are exact then.
+    The parameters become DTensors placed ``[Replicate()]``, with the values of the first rank. Parameters that
+    `parallelize_module` has made tensor parallel are placed on both dimensions of the mesh. Modules read their local
+    parts, without copying them. Each rank calls the module with plain tensors, its own part of the batch. It has a loss
+    of its own, and gradients are averaged over the ranks. Called with DTensors on the mesh, such as a batch placed
+    ``[Shard(0)]``, the ranks have one loss. Gradients are sums then, and batches of unequal size are exact.
 
     Gradients are complete when backward is done. They are all-reduced in buckets while backward goes on, where the
-    framework can; which parameters travel together follows from their order and size alone. A parameter that one rank
-    has not used counts as zero there; one that no rank has used keeps its ``grad``, None for example.
+    framework can. The order and the size of parameters alone decide which share a bucket. A gradient that one rank has
+    not computed counts as zero there. A parameter that no rank has used keeps its ``grad``, None for example.
 
-    A model that was built without memory (on meta) gets it after this, and the first rank's values when it is called.
+    Give a model that was built without memory (on meta) its memory after this. It gets the first rank's values when it
+    is called.
 
-    The module may be called several times before a backward, with one all-reduce for each bucket in all. It gets the
-    methods of `ReplicatedModule`, for accumulating gradients without communication.
+    The module may be called several times before a backward: each bucket is all-reduced once for all of them. It gets
+    the methods of `ReplicatedModule`, for accumulating gradients without communication.
 
     Args:
         module: module of the selected platform; changed in place.
         device_mesh: 1-D mesh; None is the one entered with ``with mesh:``, or else all ranks.
         bucket_cap_mb: MiB of gradients with which a bucket is full.
-        broadcast_buffers: let all ranks have the buffers of the first, such as running statistics, before each forward
-            whose gradients will be all-reduced. All have them once, when this is called, in any case.
-        ignored_modules: modules whose parameters, and of those below them, are left as they are.
+        broadcast_buffers: give all ranks the buffers of the first, such as running statistics, before each forward
+            whose gradients will be all-reduced. They get them once in any case, when this is called.
+        ignored_modules: modules whose parameters are left as they are, with all modules below them.
 
     Returns:
         ``module``.
 
     Raises:
         TypeError: for a module of another framework.
-        ValueError: on all ranks, before anything is changed, for a mesh that is not 1-D, a ``bucket_cap_mb`` that is
-            not positive, and a parameter that has no values, to which `replicate` or `fully_shard` was applied already,
-            or that is tensor parallel on a mesh with another root. When the module is called, before communication, for
-            plain tensors and DTensors at once.
+        ValueError: on all ranks, before anything is changed, for a mesh that is not 1-D and a ``bucket_cap_mb`` that is
+            not positive. Also for a parameter without values, one to which `replicate` or `fully_shard` was applied
+            already, and one that is tensor parallel on a mesh with another root. When the module is called, before
+            communication, for plain tensors and DTensors at once.
         RuntimeError: when a compiler traces its call, as `torch.export` does; for gradients of gradients of
             parameters.
 
@@ -181,7 +182,7 @@ def replicate(
 
 
 def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None]:
-    """The layout that a parameter gets, and the one that it has, None for a plain one.
+    """Return the layout that a parameter gets, and the layout that it has, None for a plain one.
 
     Raises:
         ValueError, TypeError: for a parameter that cannot be replicated.

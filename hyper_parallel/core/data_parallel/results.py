@@ -22,9 +22,9 @@ class Results:
     """The results of the calls of one unit.
 
     Args:
-        plan: that of the unit.
+        plan: plan of the unit.
         what: the unit, for messages.
-        parameters: that of the unit.
+        parameters: parameters of the unit.
         reached: ``reached(call)`` is called when the cotangent of one of its results is there.
     """
 
@@ -34,10 +34,10 @@ class Results:
         self._identity = self._platform.joint_function(named("FullyShardOutput", self._forward), self._backward)
 
     def opening(self, output: Any, call: Call, one_loss: bool) -> Any:
-        """``output``, whose cotangents make the parameters whole before they reach what the forward has computed.
+        """Return ``output``, whose cotangents make the parameters whole before backward goes on into the module.
 
         Args:
-            output: what the module has returned.
+            output: the result of the module.
             call: the call.
             one_loss: whether the batch is distributed.
         """
@@ -73,12 +73,15 @@ class Results:
         return map_tensors(output, lambda x: new.get(id(x), x), platform, self._unknown)
 
     def _holds(self, x: Any) -> bool:
-        """Whether a plain tensor lies in memory that is given back."""
+        """Return whether a plain tensor lies in memory that will be freed."""
         return any(buffer.holds(x) for buffer in self._parameters.buffers)
 
     def _unknown(self, x: Any) -> Any:
-        """A result that may hold tensors in a way that is not known, such as a cache: what comes back to them comes
-        around the results."""
+        """Return a result that may hold unknown tensors, such as a cache: their backward bypasses the results.
+
+        Raises:
+            TypeError: on a platform that does not tell when backward begins.
+        """
         if self._platform.tells_beginning:
             return x
         raise TypeError(
@@ -87,13 +90,15 @@ class Results:
         )
 
     def _may_lead(self, x: Any, call: Call) -> bool:
-        """Whether backward may come from a result to the anchors, where this rank's forward used frozen parameters
+        """Return whether backward may come from a result to the anchors, if the forward here used frozen parameters
         alone."""
         return bool(call.anchors) and self._platform.is_floating_point(x)
 
     def _led(self, call: Call, *xs: Any) -> Sequence[Any]:
-        """Results from which backward also comes to one parameter of each buffer. This rank may use no parameter of a
-        buffer, and other ranks wait for it to reduce their gradients."""
+        """Return results from which backward also comes to one parameter of each buffer.
+
+        This rank may use no parameter of a buffer, while other ranks wait for it to reduce their gradients.
+        """
         return self._identity((call, len(call.anchors)), *call.anchors, *xs)
 
     def _forward(self, ctx: Any, static: tuple[Call, int], *xs: Any) -> Sequence[Any]:

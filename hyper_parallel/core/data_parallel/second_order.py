@@ -1,4 +1,4 @@
-"""Gradients that have gradients themselves: those of inputs pass, on some backends; those of parameters are refused."""
+"""Gradients of gradients: on some backends those of inputs pass; those of parameters are refused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["refuse_second_order"]
 
 
 def refuse_second_order(platform: Platform, what: str) -> None:
-    """Raise RuntimeError in a backward that is recorded: on all ranks, whatever each of them has used.
+    """Raise RuntimeError in a backward that is recorded: on all ranks, whichever parameters each of them has used.
 
     Args:
-        platform: that of the module.
-        what: the function that was applied to it.
+        platform: platform of the module.
+        what: name of the function that was applied to it.
     """
     if platform.backward_is_recorded():
         passes = "ask in a backward with create_graph for gradients of inputs alone"

@@ -15,7 +15,7 @@ class Together:
     """Modules of one unit that have run since its parameters were gathered.
 
     Args:
-        count: of modules. With one, each call is for itself.
+        count: number of modules. With one, each call is for itself.
     """
 
     def __init__(self, count: int) -> None:
@@ -27,16 +27,16 @@ class Together:
 
     @property
     def is_over(self) -> bool:
-        """Whether no module is to come."""
+        """Return whether no module of the running call is still to run."""
         return self._call is None or len(self._ran) == self._count
 
     def call_of(self, module: Any, asked: bool, again: bool) -> tuple[Call, Sequence[Any]] | None:
-        """The call that one of ``module`` is a part of, and its whole parameters; None where another one begins.
+        """Return the running call that ``module`` joins, and its whole parameters; None where a new call begins.
 
         Args:
-            module: one of the unit, which begins to run.
+            module: a module of the unit, which begins to run.
             asked: whether gradients of parameters are asked for.
-            again: whether it is computed again in backward.
+            again: whether the module is computed again in backward.
         """
         if self._call is None or again or asked is not self._asked or id(module) in self._ran:
             return None
@@ -44,12 +44,12 @@ class Together:
         return self._call, self._wholes
 
     def begin(self, module: Any, call: Call, wholes: Sequence[Any], asked: bool, again: bool) -> None:
-        """``module`` is the first to run of a call."""
+        """Begin a call, in which ``module`` is the first to run."""
         if self._count > 1 and not again:
             self._ran, self._call, self._wholes, self._asked = {id(module)}, call, wholes, asked
 
     def end(self) -> Call | None:
-        """The call is over: give it, where there is one of several modules."""
+        """End the call, and return it where the unit has several modules."""
         call, self._call, self._wholes = self._call, None, ()
         self._ran = set()
         return call

@@ -1,4 +1,4 @@
-"""Tensors inside what modules are called with and return."""
+"""Tensors inside the arguments and results of modules."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ __all__ = ["map_tensors", "tensors_in"]
 
 
 def map_tensors(tree: Any, convert: Callable[[Any], Any], platform: Any, unknown: Callable[[Any], Any]) -> Any:
-    """``tree`` with ``convert(x)`` in place of each tensor, and ``unknown(x)`` in place of an object that could hold
-    tensors in a way that is not known. Known are tuples, named ones too, lists, mappings and dataclasses."""
+    """Return ``tree`` with ``convert(x)`` in place of each tensor in tuples, lists, mappings and dataclasses.
+
+    Named tuples keep their class. ``unknown(x)`` takes the place of other objects, which could hold tensors as well.
+    """
     if platform.is_tensor(tree):
         return convert(tree)
     if isinstance(tree, (type(None), bool, int, float, complex, str, bytes)):
@@ -42,7 +44,7 @@ def map_tensors(tree: Any, convert: Callable[[Any], Any], platform: Any, unknown
 
 
 def tensors_in(tree: Any, platform: Any) -> list[Any]:
-    """The tensors of a tree, as `map_tensors` knows it."""
+    """Return the tensors of a tree that `map_tensors` finds."""
     found: list[Any] = []
     _collect(tree, platform.is_tensor, found)
     return found

@@ -2,9 +2,9 @@
 
 A call gathers the parameters, and lets the modules find whole ones where they look for theirs (`UnitParameters`).
 Whole parameters are results of one differentiable function of the shards, whose backward reduces the gradients
-(`Gradients`). What the module returns goes through an identity: when the first cotangent comes back to it, the
-parameters are made whole again. When their own cotangents are there, and of frozen ones that of the input, where the
-platform tells, they are given back, before their gradients are reduced.
+(`Gradients`). Results of the module pass an identity, which makes the parameters whole again at the first cotangent.
+The parameters are freed when their own cotangents are there, before gradients are reduced. With frozen ones, the
+cotangent of the input has to be there too, where the platform tells.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class Unit:
     """The unit of one module object, or of several.
 
     Args:
-        plan: what is the same for modules and their copies.
-        modules: these. They are not kept alive.
+        plan: facts that modules share with their copies.
+        modules: the modules. They are not kept alive.
 
     Attributes:
-        plan: what is the same for a module and its copies.
+        plan: facts that a module shares with its copies.
         what: the unit, for messages.
         fewer: the mesh, in its last dimension, of the ranks over which parameters are sharded after forward, or None.
         reshard_after_forward: None leaves it to the model: the outermost unit stays whole until its backward.
         reshard_after_backward: whether parameters are sharded again after backward.
-        gradients: how they are reduced.
-        parameters: sharded or whole.
+        gradients: reduction of its gradients.
+        parameters: its parameters, sharded or whole.
         steps: its steps, which ranks compare.
-        model: what it shares with the other units below the outermost one; None before the first forward.
-        forward_prefetch, backward_prefetch: units to gather ahead, in place of the next one.
-        post_optim_event: what the next forward waits for; None is nothing.
+        model: state that it shares with the other units below the outermost one; None before the first forward.
+        forward_prefetch, backward_prefetch: units to prefetch in place of the next one.
+        post_optim_event: event that the next forward waits for, or None.
         whole_in_backward: whether backward needs the whole parameters.
         finalized_by_hand: whether backward ends when the program says so, where this is the outermost unit.
     """
@@ -76,11 +76,11 @@ class Unit:
         self.post_optim_event: Any = None
         self._opened = 0  # by how many backward passes, one within the other
         self._leaves: list[Any] = []
-        #: The buffers of these, and of each buffer those that gradients are asked for.
+        #: The buffers that `_leaves` were made for, and for each buffer the indices of trained parameters.
         self._leaves_of: tuple[Any, list[list[int]]] = (None, [])
         self._trained_leaves: set[int] = set()
         self._waiting: list[Any] = []
-        self._awaited = -1  # how much is missing until the backward of this unit is known to be over; negative: unknown
+        self._awaited = -1  # how many cotangents are missing until the backward of this unit is over; negative: unknown
         self._views = self.platform.joint_function(
             named("FullyShardParameters", self._views_forward), self._views_backward
         )
@@ -89,7 +89,7 @@ class Unit:
 
     # ---------------------------------------------------------------------- forward
     def run(self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """``forward(module, *args, **kwargs)`` with whole parameters in their places."""
+        """Run ``forward(module, *args, **kwargs)`` with whole parameters in their places."""
         platform, running = self.platform, RUNNING.get()
         again = platform.in_backward()
         if running:
@@ -136,7 +136,7 @@ class Unit:
                 model.end(complete)
 
     def _check_batch(self, inputs: Sequence[Any], decides: bool) -> None:
-        """Find out, in the outermost unit, whether the batch is distributed, and in others, whether theirs is alike."""
+        """Find out in the outermost unit whether the batch is distributed, and check that other units agree."""
         model: Any = self.model
         distributed = is_distributed(inputs, self.plan.mesh, self.what)
         if decides:
@@ -162,7 +162,7 @@ class Unit:
             output = forward(module, *args, **kwargs)
             if running or again or not model.keeping or not platform.accumulates_gradients:
                 return output
-            # Gradients that were kept wait for the next backward, also for one that comes to no parameters.
+            # Accumulated gradients wait for the next backward, also for one that comes to no parameters.
             return self._results.opening(output, Call([], [], True, running), model.one_loss)
         with platform.no_dispatch():
             parameters = self.parameters.shards()
@@ -208,7 +208,7 @@ class Unit:
                 self.forward_is_over(call)
 
     def forward_is_over(self, call: Call | None = None) -> None:
-        """Free the whole parameters, unless they are to stay; by default of the running call of several modules."""
+        """Free the whole parameters of ``call``, by default of the running one of several modules, unless they stay."""
         call, model = self._together.end() or call, self.model
         if call is None or model is None:
             return
@@ -221,13 +221,13 @@ class Unit:
             self.parameters.free()
 
     def _runs_in_order(self, call: Call) -> bool:
-        """Whether in backward all that reads the whole parameters has run when their cotangents are there: what was
-        recorded since has. Another device has an order of its own, but gives those that are trained a cotangent."""
+        """Return whether all readers of the whole parameters have run in backward when their cotangents are there. The
+        last recorded node runs first. Another device has its own order, but its reads give trained ones cotangents."""
         all_trained = sum(map(len, call.trained)) == len(call.parameters)
         return all_trained and (self.platform.fast or NOTHING_FASTER).backward_in_order
 
     def _wholes(self, call: Call, values: Sequence[Any], asked: bool) -> list[Any]:
-        """The whole parameters in the order of their indices, differentiable where that is ``asked``."""
+        """Return the whole parameters in the order of their indices, differentiable where that is ``asked``."""
         found: list[Any] = [None] * len(call.parameters)
         for b, (buffer, members) in enumerate(zip(self.parameters.buffers, self.parameters.members, strict=True)):
             trained = call.trained[b] if asked else []
@@ -250,11 +250,11 @@ class Unit:
         return self._as_read(found, call.waiting)
 
     def _as_read(self, xs: list[Any], waiting: list[Any]) -> list[Any]:
-        """Whole tensors as modules read them: as DTensors where a tensor-parallel style has made them such.
+        """Return whole tensors as modules read them: as DTensors where a tensor-parallel style has made them such.
 
         Args:
-            xs: new plain tensors, one of each parameter; the list is changed.
-            waiting: takes what `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
+            xs: new plain tensors, one for each parameter; the list is changed.
+            waiting: takes cotangents that `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
         """
         found = self.parameters.as_planned(xs, waiting)
         if self.model is not None and self.model.one_loss:
@@ -282,7 +282,7 @@ class Unit:
         return self._reduce(b, call.parameters, trained, given, delay)
 
     def _check_reached(self, call: Call) -> None:
-        """Raise RuntimeError where backward has come to freed parameters by another way than the results."""
+        """Raise RuntimeError where backward has come to freed parameters without passing the results."""
         running = None if self.model is None else self.model.this_pass()
         if running is not None and call.reached != running.number:
             call.check_whole(self.what)
@@ -294,7 +294,7 @@ class Unit:
             running.left(self)
 
     def _reached(self, call: Call) -> None:
-        """A cotangent of what a call has returned is there."""
+        """Take note that a cotangent of a result of ``call`` is there."""
         call.check_unchanged(self.what)
         assert self.model is not None
         running = self.model.this_pass()
@@ -303,7 +303,7 @@ class Unit:
 
     # ---------------------------------------------------------------------- backward
     def open(self, call: Call) -> None:
-        """Backward begins: gather the parameters, for tensors that autograd has kept and for recomputed forwards."""
+        """Begin the backward: gather the parameters, for saved tensors and for recomputed forwards."""
         if not self.platform.frees_storage or not self.plan.slots or not self.whole_in_backward:
             return
         if self._opened:
@@ -323,7 +323,7 @@ class Unit:
         self.parameters.show(leaves, call.parameters)
 
     def _make_leaves(self, call: Call) -> list[Any]:
-        """Whole parameters as tensors that nothing was computed from yet."""
+        """Return whole parameters as new leaves of autograd."""
         found: list[Any] = [None] * len(call.parameters)
         for buffer, members in zip(self.parameters.buffers, self.parameters.members, strict=True):
             for i, x in zip(members, buffer.views(buffer.whole), strict=True):
@@ -335,7 +335,7 @@ class Unit:
         return found
 
     def close(self) -> None:
-        """The backward of this unit is over."""
+        """End the backward of this unit."""
         if not self._opened:
             return
         self._opened -= 1
@@ -354,12 +354,12 @@ class Unit:
             self.parameters.keep()
 
     def _nests(self) -> bool:
-        """Whether a recomputed forward may have had a backward of its own, as reentrant checkpointing has it."""
+        """Return whether a recomputed forward may have had its own backward, as in reentrant checkpointing."""
         nests = not self.platform.tells_beginning or (self.model is not None and self.model.nests)
         return self.platform.accumulates_gradients and nests
 
     def _with_leaves(self, indices: Sequence[int], cotangents: Sequence[Any]) -> Sequence[Any]:
-        """Cotangents with the gradients of the leaves, which lose them."""
+        """Return cotangents with the gradients of the leaves added, and clear those."""
         with self.platform.no_dispatch():
             return with_waiting(self._waiting, indices, add_gradients(chosen(self._leaves, indices), cotangents))
 
@@ -371,7 +371,7 @@ class Unit:
                 self._reduce(b, self.parameters.places.parameters(), trained, cotangents, True)
 
     def abandon(self) -> None:
-        """Backward has failed."""
+        """Discard the state of a failed backward."""
         if self._opened:
             self._opened, self.parameters.is_open = 0, False
             self.parameters.hide()
@@ -392,7 +392,7 @@ class Unit:
         return gradients.reduce(self.model, self.parameters.buffers[b], members, parameters, indices, cotangents, delay)
 
     def reduce_kept(self) -> None:
-        """A backward pass is over that did not come to this unit: reduce what was kept from those before."""
+        """Reduce accumulated gradients, after a backward pass that did not come to this unit."""
         if self.gradients.has_kept and self.platform.accumulates_gradients:
             for b, buffer in enumerate(self.parameters.buffers):
                 kept = self.gradients.kept(buffer)

@@ -30,19 +30,19 @@ class UnitParameters:
     """Parameters of a unit.
 
     Args:
-        plan: that of the unit.
-        modules: those of the unit. They are not kept alive.
+        plan: plan of the unit.
+        modules: modules of the unit. They are not kept alive.
         what: the unit, for messages.
-        steps: what ranks compare of it.
+        steps: steps of the unit, which ranks compare.
 
     Attributes:
         buffers: one for each dtype.
-        members: of each buffer, the indices of its parameters.
-        places: where modules look for them.
+        members: for each buffer, the indices of its parameters.
+        places: where modules look for the parameters.
         is_open: whether a backward needs the whole parameters.
-        scope: the module that is recorded with the gathering, also where another unit has it begin; None until known.
-        keeps_storage: whether the storage of whole parameters is not given back, so that its address stays.
-        comms: what does the collectives of the buffers.
+        scope: the module that is recorded with the all-gather, also where another unit begins it; None until known.
+        keeps_storage: whether the storage of whole parameters is never freed, so that its address stays.
+        comms: functions that do the collectives of the buffers.
     """
 
     def __init__(self, plan: Plan, modules: Sequence[Any], what: str, steps: Steps) -> None:
@@ -57,18 +57,18 @@ class UnitParameters:
         self._dtypes: list[Any] | None = None
         self._asked: list[bool] | None = None
         self._trained: tuple[list[list[int]], int | None] = [], None
-        #: Of each buffer, the flat storage that is whole now; None while the unit is sharded.
+        #: For each buffer, the flat storage that is whole now; None while the unit is sharded.
         self._values: list[Any] | None = None
-        self._kept: Any = None  # versions of the parameters, of a unit that stays whole until it is told otherwise
-        self._under_way = False  # whether gathering has begun, and nobody has waited for it
-        self._sent: Any = None  # what is being gathered
+        self._kept: Any = None  # versions of the shards, of a unit that stays whole until it is told otherwise
+        self._under_way = False  # whether an all-gather is pending
+        self._sent: Any = None  # the shards of the pending all-gather
         self._read: list[Any] | None = None  # the shards that the last forward has read
         self._shown: list[Any] = []  # the whole parameters that modules find since `unshard`
-        self._put: list[Any] = []  # what `Places.take_back` wants, innermost last
+        self._put: list[Any] = []  # arguments of `Places.take_back`, innermost last
 
     def shards(self) -> list[Any]:
-        """The parameters; makes buffers for them when there are none for their dtypes. While they are being gathered,
-        those that are: `show` finds out whether they are still there."""
+        """Return the parameters, and make buffers for them when there are none for their dtypes. While an all-gather is
+        pending, return the shards of that: `show` finds out whether they are still there."""
         if self._under_way and self._sent is not None:
             return self._sent
         parameters = self.places.parameters()
@@ -82,16 +82,16 @@ class UnitParameters:
         return parameters
 
     def memory(self) -> list[Any]:
-        """The memory of the shards, as plain tensors."""
+        """Return the memory of the shards, as plain tensors."""
         with self._platform.no_dispatch(), self._platform.no_grad():
             return [*map(self._platform.detach, self.places.parameters())]
 
     def move(self, before: Sequence[Any] = ()) -> None:
         """Move the shards of each buffer into one storage, which is gathered without copies. Called before the program
-        can have taken any of them: from then on they stay where they are.
+        can hold any of them: from then on they stay where they are.
 
         Args:
-            before: what `memory` has said. Where a shard still has the same, it may have been taken, and all stay.
+            before: an earlier result of `memory`. A shard that still has its memory may be held, and then all stay.
         """
         platform = self._platform
         if not self._plan.slots:
@@ -108,8 +108,8 @@ class UnitParameters:
                 buffer.move(chosen(parameters, members))
 
     def trained(self, parameters: Sequence[Any]) -> tuple[list[list[int]], int | None]:
-        """Return for each buffer the indices of ``parameters`` that are trained, and one of these parameters. That
-        one answers for all whether gradients are recorded now. The lists must not be changed."""
+        """Return for each buffer the indices of trained ``parameters``, and the index of one trained parameter. That
+        one tells for all whether gradients are recorded now. The lists must not be changed."""
         asked = list(map(_REQUIRES_GRAD, parameters))
         if asked != self._asked:
             found = [[i for i in members if asked[i]] for members in self.members]
@@ -117,8 +117,12 @@ class UnitParameters:
         return self._trained
 
     def as_planned(self, xs: list[Any], waiting: list[Any]) -> list[Any]:
-        """Whole parameters, new plain tensors by index: ``xs`` itself, with DTensors where a tensor-parallel style has
-        made them such. ``waiting`` takes what `coalesce_gradients` leaves to be summed over tensor-parallel ranks."""
+        """Return ``xs`` itself, with DTensors where a tensor-parallel style has made the parameters such.
+
+        Args:
+            xs: whole parameters by index, as new plain tensors.
+            waiting: takes cotangents that `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
+        """
         wrap = self._platform.wrap
         for i, layout, is_shared in self._plan.distributed:
             xs[i] = x = wrap(xs[i], layout)
@@ -134,12 +138,12 @@ class UnitParameters:
         self._platform.stand_for(wholes, self.places.parameters())
 
     def take_writes(self, call: Call, wholes: Sequence[Any], versions: Sequence[int]) -> None:
-        """Let what a forward has written to ``wholes`` arrive in the shards.
+        """Copy values that a forward has written to ``wholes`` into the shards.
 
         Args:
-            call: of the unit.
-            wholes: what modules have found.
-            versions: theirs, before.
+            call: call of the unit.
+            wholes: the tensors that modules have found.
+            versions: their `counts_of` before the forward.
 
         Raises:
             ValueError: where the forward has put something in the place of a parameter.
@@ -157,13 +161,13 @@ class UnitParameters:
                 self._follow(wholes, self._values)
 
     def _follow(self, wholes: Sequence[Any], before: Sequence[Any]) -> None:
-        """Give values that a forward has written to parameters that stay whole until `reshard`.
+        """Copy values that a forward has written to the parameters that stay whole until `reshard`.
 
-        Writes of a backend that does not count them may have gone to memory of their own.
+        A backend that does not count writes may have put them into other memory.
 
         Args:
-            wholes: tensors that modules have found.
-            before: storage of each buffer, as it was gathered.
+            wholes: the tensors that modules have found.
+            before: the storage of each buffer, as it was gathered.
         """
         platform = self._platform
         with platform.no_grad():
@@ -174,7 +178,7 @@ class UnitParameters:
                 platform.write(shown, whole)
 
     def hide(self) -> None:
-        """Let modules find what they found before `show`."""
+        """Let modules find the tensors that they found before `show`."""
         self.places.take_back(self._put.pop())
         if self._shown and not self._put:
             self.places.put_beside(self._shown)
@@ -184,7 +188,7 @@ class UnitParameters:
         self._kept = versions_of(self.places.parameters())
 
     def check_kept(self, shards: Sequence[Any]) -> None:
-        """Raise RuntimeError where what is whole since another step is not what the shards are."""
+        """Raise RuntimeError where parameters that have stayed whole are stale: the shards have changed since."""
         if self._kept is not None and not self._is_current(shards):
             raise RuntimeError(
                 f"{self._what}: a parameter was changed while it was whole: call reshard() before the optimizer's step"
@@ -201,23 +205,25 @@ class UnitParameters:
 
     # ---------------------------------------------------------------------- whole and sharded
     def start_by_hand(self) -> None:
-        """Begin to gather, outside of forward and backward. Within, they are whole anyhow, and what is gathered before
-        a forward has ended lacks what it writes."""
+        """Begin the all-gather, unless a forward or backward of the unit runs.
+
+        There the parameters are whole anyway, and values gathered before the end of a forward lack its writes.
+        """
         if not self._put:
             self.start()
 
     def start(self, parameters: list[Any] | None = None, again: bool = False) -> bool:
-        """Begin to gather; returns False where nothing is to be done.
+        """Begin the all-gather; returns False where nothing is to be done.
 
         Args:
-            parameters: what `shards` has said right now, if anybody has asked.
-            again: in a backward: from what was kept on fewer ranks, if anything was.
+            parameters: the result of `shards`, where that was just called.
+            again: whether this is for a backward: it gathers from parts that were kept on fewer ranks, if any.
         """
         if self._values is not None or not self._plan.slots or self._under_way:
             return False
         self._steps.gather()
         with self._platform.no_dispatch():
-            # What backward needs again is what forward has read; `show` finds out whether it is still there.
+            # Backward needs the shards that forward has read; `show` finds out whether they are still there.
             again = again and self._read is not None
             if parameters is None:
                 parameters = self._read if again else self.shards()
@@ -239,15 +245,15 @@ class UnitParameters:
                 buffer.start(chosen(parameters, members), again)
 
     def drop(self) -> None:
-        """Forget what was begun and not needed."""
+        """Discard the pending all-gather, if there is one."""
         if self._under_way:
             self._under_way, self._sent = False, None
             for buffer in self.buffers:
                 buffer.drop()
 
     def unshard(self) -> None:
-        """Make the parameters whole, and let modules find them, until `reshard`, or until the unit gives them back
-        after forward or backward. Within these they are whole anyhow."""
+        """Make the parameters whole, and let modules find them until `reshard`. The unit also frees them after its
+        forward or backward. Within these it does nothing: they are whole anyway."""
         if not self._plan.slots or self._put or self._shown:
             return
         platform = self._platform
@@ -271,15 +277,15 @@ class UnitParameters:
             self.places.take_beside()
 
     def reshard(self) -> None:
-        """Undo `unshard`, and what `reshard_after_backward` has left whole."""
+        """Undo `unshard`, and free parameters that have stayed whole after backward."""
         self.drop()
         self.take_over()
         self._kept = None
         self.free()
 
     def gather(self, keep: bool, parameters: list[Any] | None = None) -> list[Any]:
-        """The flat storage of each buffer, whole. With ``keep`` it is what `free` frees. ``parameters`` as for
-        `start`."""
+        """Return the flat storage of each buffer, whole. With ``keep`` it is the storage that `free` frees.
+        ``parameters`` as for `start`."""
         if self._values is not None and (self.is_open or self._kept is not None):
             return self._values
         values, self._values = self._values, None
@@ -290,26 +296,26 @@ class UnitParameters:
         return found
 
     def open(self) -> None:
-        """A backward begins: be whole until `is_open` is False again."""
+        """Begin a backward: the parameters are whole until `is_open` is False again."""
         if self._values is None:
             self.start(again=True)
             self.gather(True)
         self.is_open = True
 
     def shrink(self, mesh: DeviceMesh) -> None:
-        """Before `free`: keep a part of the whole parameters on each rank of the last dimension of ``mesh``."""
+        """Keep a part of the whole parameters on each rank of the last dimension of ``mesh``, before `free`."""
         if self._values is not None and not self.is_open and self._kept is None and self._platform.frees_storage:
             with self._platform.no_grad(), self._platform.no_dispatch():
                 for buffer in self.buffers:
                     buffer.shrink(mesh)
 
     def drop_parts(self) -> None:
-        """Forget what `shrink` has kept."""
+        """Discard the parts that `shrink` has kept."""
         for buffer in self.buffers:
             buffer.part = None
 
     def free(self) -> None:
-        """Give the whole parameters back."""
+        """Free the whole parameters, unless they are to stay."""
         if self._values is not None and not self.is_open and self._kept is None:
             self._values = None
             for buffer in () if self.keeps_storage else self.buffers:

@@ -12,14 +12,14 @@ from hyper_parallel.core.weak_table import WeakTable
 
 __all__ = ["is_unit", "make_unit", "shows_whole_parameters", "unit_of"]
 
-#: module -> its `Unit`. A copy of a module, which has the plan, makes its own.
+#: module -> its `Unit`. A copy of a module has the same plan, and makes its own unit.
 _UNITS = WeakTable()
-#: Attribute of a module of a unit of several: the `_Together` of it.
+#: Attribute of a module in a unit of several: the `_Together` of these.
 _TOGETHER = "_fully_sharded_together"
 
 
 class _Together:
-    """The modules of one unit. What copies one of them copies them all."""
+    """The modules of one unit. A copy of one of them has a copy of this, with copies of all."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self.modules = list(modules)
@@ -35,12 +35,12 @@ def make_unit(modules: Sequence[Any], plan: Plan) -> None:
 
 
 def is_unit(module: Any) -> bool:
-    """Whether `fully_shard` was applied to ``module``, or to what it is a copy of."""
+    """Return whether `fully_shard` was applied to ``module``, or to a module that it is a copy of."""
     return hasattr(module, UNIT)
 
 
 def unit_of(module: Any) -> Unit:
-    """The unit of a module to which `fully_shard` was applied, made when it is first asked for."""
+    """Return the unit of a module to which `fully_shard` was applied, made when it is first asked for."""
     unit = _UNITS.get(module)
     if unit is None:
         together = vars(module).get(_TOGETHER)
@@ -52,6 +52,6 @@ def unit_of(module: Any) -> Unit:
 
 
 def shows_whole_parameters(module: Any) -> bool:
-    """Whether modules have whole parameters now where a unit has shards: inside of its forward."""
+    """Return whether modules find whole parameters now where a unit has shards: inside of its forward."""
     unit = _UNITS.get(module) if is_unit(module) else None
     return unit is not None and unit.parameters.places.holds_others

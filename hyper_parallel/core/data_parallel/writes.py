@@ -1,7 +1,8 @@
 """Writes of modules to whole parameters while their unit runs. They go into the shards: each rank keeps its part.
 
-Frameworks count most writes, and those of the platform's hooks. What they do not count (`p.data.mul_()`) is looked for
-by comparing values, in the first forwards of a unit and inside `check_ranks`; where it is found once, always.
+Frameworks and the platform's hooks count most writes. Others (`p.data.mul_()`) are found by comparing values. Values
+are compared in the first forwards of a unit, and inside `check_ranks`. A parameter with one such write is compared in
+every forward after it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Writes", "counts_of"]
 
-#: In how many forwards of a unit values are compared.
+#: Number of first forwards of a unit in which values are compared.
 _FIRST = 2
 
 
 def counts_of(wholes: Sequence[Any]) -> list[int]:
-    """How often each has been written to, as far as that is counted."""
+    """Return how often each tensor has been written to, as far as that is counted."""
     try:
         return versions_of(wholes)
     except RuntimeError:  # torch's inference mode counts nothing
@@ -35,14 +36,14 @@ class Writes:
     """Writes to the parameters of one unit.
 
     Args:
-        plan: that of the unit.
+        plan: plan of the unit.
         what: the unit, for messages.
     """
 
     def __init__(self, plan: Plan, what: str) -> None:
         self._plan, self._platform, self._what = plan, plan.mesh.platform, what
         self._forwards = 0
-        self._uncounted: set[int] = set()  # parameters to which something is written that nobody counts
+        self._uncounted: set[int] = set()  # parameters with writes that are not counted
 
     def arrive(
         self,
@@ -52,13 +53,13 @@ class Writes:
         buffers: Sequence[FlatBuffer],
         members: Sequence[Sequence[int]],
     ) -> bool:
-        """Write to the shards what a forward has written; returns whether that was anything. Interception is off.
+        """Copy values that a forward has written into the shards; returns whether there were any. Interception is off.
 
         Args:
-            wholes: what modules have found, by the index of the parameter.
-            versions: their `counts_of`, before.
+            wholes: the tensors that modules have found, by the index of the parameter.
+            versions: their `counts_of` before the forward.
             parameters: the shards.
-            buffers, members: those of the unit.
+            buffers, members: buffers of the unit, and the indices of their parameters.
         """
         self._forwards += 1
         counted = counts_of(wholes)
@@ -81,7 +82,7 @@ class Writes:
         return written
 
     def _take(self, buffer: FlatBuffer, place: int, whole: Any, parameter: Any) -> bool:
-        """Write this rank's part of what was written to its shard, unless that has these values."""
+        """Write this rank's part of a whole parameter to its shard; returns False where that has these values."""
         platform, block = self._platform, buffer.blocks[place]
         if not block.local_count:
             return False
@@ -90,14 +91,14 @@ class Writes:
             return False
         shard = platform.detach(parameter)
         if part.dtype != shard.dtype:
-            # Gathered in another dtype: what was not written keeps its own precision.
+            # Gathered in another dtype: elements that were not written keep their own precision.
             kept = platform.masked_fill(platform.to_device(shard), part != sent, 0.0)
             part = kept + platform.masked_fill(platform.to_dtype(part, shard.dtype), part == sent, 0.0)
         platform.write(shard, self._plan.kept(part))
         return True
 
     def _compare(self, wholes: Sequence[Any]) -> None:
-        """Have ranks compare what is in the whole parameters now: what was gathered, or what they have written."""
+        """Have ranks compare the whole parameters: gathered values, and values that they have written."""
         platform, mesh = self._platform, self._plan.mesh
         facts = {}
         for slot in self._plan.slots:

@@ -19,9 +19,11 @@ from hyper_parallel.core.rules.registry import rule
     memory="fresh",
 )
 def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Scaled dot-product attention, independent for each batch element and head. With fewer key and value heads than
-    query heads, each serves as many consecutive query heads, so both are cut at the same places where the number of
-    shards divides them. The sequence may be cut too: see `cut_attention`."""
+    """Scaled dot-product attention, independent for each batch element and head.
+
+    With fewer key and value heads than query heads, each serves equally many consecutive query heads. So both are cut
+    at the same places where the number of shards divides them. The sequence may be cut too: see `cut_attention`.
+    """
     found = by_heads(shapes, static_args)
     q, k, v, mask = (*shapes, None)[:4]
     if found is None or any(static_args[4:5]) or not cuts_sequence(q, k, v):

@@ -14,9 +14,11 @@ from hyper_parallel.core.rules.registry import rule
     "which of batch and heads must be whole, number of statistics",
 )
 def flex_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Attention with scores that functions change, independent for each batch element and head; and so many statistics
-    of the scores, each a number for each query. The local call is told which batch elements and heads it has: the
-    static arguments that it gets end on their (start, length), in pieces where shards are packed."""
+    """Attention with scores that functions change, and statistics of them, independent for each batch element and head.
+
+    A statistic is a number for each query. The local call is told which batch elements and heads it has. The static
+    arguments that it gets end on their (start, length), in pieces where shards are packed.
+    """
     fixed, statistics = static_args[:2]
     found = by_heads(shapes[:3], (False, 0.0))
     if found is None or any(len(x) != 4 for x in shapes[:3]):

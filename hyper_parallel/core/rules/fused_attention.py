@@ -1,5 +1,7 @@
-"""Attention as accelerators have it in one piece: the layout of its operands is an argument, heads may be packed in the
-last dimension, and the statistics of the softmax are results too."""
+"""Attention as accelerators have it in one piece, where an argument says how dimensions are ordered.
+
+Heads may be packed in the last dimension. The statistics of the softmax are results too.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ _LAYOUTS = ("BNSD", "BSND", "BSH", "SBH", "TND")
 def fused_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Attention and the statistics of its softmax, independent for each batch element and head.
 
-    ``static_args`` are the layout of query, key and value (`_LAYOUTS`), the number of query heads, the probability to
-    keep a weight, whether what holds one entry for each batch element is given besides (then batches must be whole),
-    and the last size of the two statistics. Operands are query, key, value, a bias of the scores (B or 1, N or 1, ...;
-    or one number for each head, (N,) or (B, N)), a mask ((B or 1, N or 1, ...) or two dimensions), one more score for
-    each head (N,), and further features of query and key that lie as these do; all but the first three may be None.
+    Results are the output and two statistics. These are (B, N, S, size), for tokens (N, T, size) or (T, N, size).
 
-    Results are the output and two statistics of (B, N, S, size), for tokens of (N, T, size) or (T, N, size).
+    Args:
+        shapes: of query, key, value, bias of the scores, mask, one more score for each head (N,), and further features
+            of query and key, which lie as these do. All but the first three may be None. A bias is (B or 1, N or 1,
+            ...), or one number for each head: (N,) or (B, N). A mask is (B or 1, N or 1, ...), or has two dimensions.
+        static_args: the layout of query, key and value (`_LAYOUTS`), the number of query heads, and the probability to
+            keep a weight. Whether something with one entry for each batch element is given besides: then batches must
+            be whole. The last size of the two statistics, and whether those of tokens have the tokens first.
     """
     layout, heads, keep, per_batch, statistic, tokens_first = static_args[:6]
     found = _Attention.of(layout, heads, shapes)
@@ -115,7 +119,7 @@ class _Attention:
         return None if () in labels else labels[: len(shapes)]
 
     def _of_scores(self, shape: Shape, alone: bool) -> Labels:
-        """Labels of a tensor that broadcasts to (B, N, S, S), or to (B, N) where it may be ``alone`` with the heads."""
+        """Return labels of a tensor that broadcasts to (B, N, S, S); where ``alone``, to (B, N) or (N,) too."""
         batch = None if self.batch is None else self.q[self.batch]
         if len(shape) == 2 and not alone:
             return (None, None)
