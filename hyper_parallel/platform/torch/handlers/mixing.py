@@ -65,12 +65,11 @@ def _recurrent(input: Any, *_: Any) -> Sequence[int]:
     return tuple(input.shape[:-1])
 
 
-_VF: Any = torch._VF
 #: function -> (its name, lengths of the dimensions that a call mixes).
 MIXING: dict[Any, tuple[str, Lengths]] = {
     **{getattr(torch, name): (name, _convolution) for name in ("conv1d", "conv2d", "conv3d")},
     **{getattr(torch, f"conv_transpose{n}d"): (f"conv_transpose{n}d", _convolution) for n in (1, 2, 3)},
-    **{getattr(_VF, name): (name, _recurrent) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{getattr(torch, name): (name, _recurrent) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     **{
         getattr(home, name): (name, _along)
         for name in ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
