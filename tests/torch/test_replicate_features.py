@@ -300,6 +300,8 @@ def refused(mesh: Any) -> None:
     sparse = replicate(nn.Embedding(5, 3, sparse=True).to(device()), mesh)
     with pytest.raises(TypeError, match="dense gradients"):
         sparse(torch.tensor([1, 2], device=device())).sum().backward()
+    # All modules are called by one function. Where earlier tests have compiled it to torch's limit, torch skips it.
+    torch._dynamo.reset()
     # Not in a CommDebugMode: torch compiles nothing inside of a mode that sees operations.
     sent: list[Any] = []
     LISTENERS.append(sent.append)
