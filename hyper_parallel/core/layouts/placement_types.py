@@ -255,7 +255,7 @@ class PackedShard(Shard):
         if isinstance(self.sizes, int):
             if size % self.sizes:
                 raise ValueError(
-                    f"{size} elements cannot be cut into {self.sizes} equal parts: give the size of each part"
+                    f"{size} elements cannot be cut into {self.sizes} parts of equal size: give the size of each part"
                 )
             return PackedShard(self.dim, (size // self.sizes,) * self.sizes)
         if sum(self.sizes) != size:
