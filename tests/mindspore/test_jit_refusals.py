@@ -152,9 +152,9 @@ HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda mesh: recomputed(styled(mesh, dense(), ColwiseParallel())),
         "it is computed again in backward",
     ),
-    "dropout": (lambda mesh: beside_dropout(mesh, nn.Dropout(p=0.5)), "its dropout draws from MindSpore's kernel"),
-    "dropout of rows": (lambda mesh: beside_dropout(mesh, nn.Dropout1d(p=0.5)), "its dropout draws"),
-    "dropout of images": (lambda mesh: beside_dropout(mesh, nn.Dropout2d(p=0.5)), "its dropout draws"),
+    "dropout": (lambda mesh: beside_dropout(mesh, nn.Dropout(p=0.5)), "its dropout would draw from MindSpore's kernel"),
+    "dropout of rows": (lambda mesh: beside_dropout(mesh, nn.Dropout1d(p=0.5)), "its dropout would draw"),
+    "dropout of images": (lambda mesh: beside_dropout(mesh, nn.Dropout2d(p=0.5)), "its dropout would draw"),
 }
 
 

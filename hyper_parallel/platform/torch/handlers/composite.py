@@ -192,7 +192,7 @@ def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
         offset = args[positions] if len(args) > positions else kwargs.get("storage_offset")
         if offset is not None and x._family is not None:
             raise ValueError(
-                f"{func.__name__}(storage_offset={offset}) counts from the start of the storage, and this DTensor, "
+                f"{func.__name__}(storage_offset={offset}) counts from the start of its memory, and this DTensor, "
                 f"placed {list(x._layout.placements)}, may be a view into a larger one: leave storage_offset out and "
                 "index x, or call it on x.clone()"
             )
