@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +48,33 @@ def numbers_of_ranks(numbers: Sequence[int], mesh: DeviceMesh, what: str) -> np.
                     explain(error, "all_gather", what, platform, group, ranks)
                     raise
         return np.frombuffer(platform.bytes_of(x), np.int64).reshape(shape)
+
+
+def digests_of(facts: Mapping[str, Any]) -> list[int]:
+    """Return a number for each fact, to be exchanged: integers themselves, a checksum of the text of all others."""
+    return [int(fact) if isinstance(fact, int) else zlib.crc32(str(fact).encode()) for fact in facts.values()]
+
+
+def check_digests(digests: np.ndarray, facts: Mapping[str, Any], mesh: DeviceMesh, what: str, remedy: str) -> None:
+    """Compare facts that the ranks of a 1-D mesh have exchanged. No rank communicates.
+
+    Args:
+        digests: (ranks, facts), the `digests_of` each rank.
+        facts: of this rank, by name.
+        mesh: of the ranks.
+        what: names the call in messages.
+        remedy: the end of the message.
+
+    Raises:
+        RankMismatchError: on all ranks, where they differ in a fact.
+    """
+    ranks = mesh.ranks_along(0)
+    for i, (name, fact) in enumerate(facts.items()):
+        odd = tuple(rank for rank, row in zip(ranks, digests, strict=True) if row[i] != digests[0, i])
+        if odd:
+            raise RankMismatchError(
+                f"{what}: {names_of(odd)} and rank {ranks[0]} differ in {name}, here {fact}: {remedy}", odd
+            )
 
 
 def misfit_of(layout: Layout, local_shape: Shape) -> str | None:

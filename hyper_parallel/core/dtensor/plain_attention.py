@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from hyper_parallel.core.caches import Cache, Table
-from hyper_parallel.core.communication.errors import RankMismatchError, names_of
-from hyper_parallel.core.communication.parts import numbers_of_ranks
+from hyper_parallel.core.communication.parts import check_digests, digests_of, numbers_of_ranks
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.layouts.layout import get_layout, replicated_layout
@@ -134,18 +132,10 @@ class _Parts(ABC):
         Raises:
             RankMismatchError: on all ranks, where facts differ.
         """
-        told = [*_lengths(shapes), *(zlib.crc32(fact.encode()) for fact in facts.values())]
-        rows = numbers_of_ranks(told, self.mesh, self.where).reshape(-1, len(told)).tolist()
-        for i, (name, fact) in enumerate(facts.items(), 3):
-            first = rows[0][i]
-            odd = tuple(rank for rank, row in zip(self.mesh.ranks_along(0), rows, strict=False) if row[i] != first)
-            if odd:
-                raise RankMismatchError(
-                    f"{self.where}: {names_of(odd)} and rank {self.mesh.ranks_along(0)[0]} differ in {name}, here "
-                    f"{fact}: the ranks compute one attention together, so give all of them the same",
-                    odd,
-                )
-        return [tuple(row[:3]) for row in rows]
+        rows = numbers_of_ranks([*_lengths(shapes), *digests_of(facts)], self.mesh, self.where)
+        remedy = "the ranks compute one attention together, so give all of them the same"
+        check_digests(rows[:, 3:], facts, self.mesh, self.where, remedy)
+        return [tuple(row[:3]) for row in rows.tolist()]
 
     def _whole(self, x: Any, length: int) -> Any:
         """The tensor of the whole sequence, of which ``x`` is this rank's part."""

@@ -6,7 +6,6 @@ Two ways are known. ``module(tokens, counts)`` has the tokens of the first exper
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hyper_parallel.core.communication import collectives
-from hyper_parallel.core.communication.errors import RankMismatchError, names_of
+from hyper_parallel.core.communication.parts import check_digests, digests_of
 from hyper_parallel.core.communication.routes import Routes, order_of
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], wh
             "whether tokens need a gradient": platform.requires_grad(x),
             "the number of experts of a token": call.copies if call.weights is not None else 0,
         }
-    digests = [n if isinstance(n, int) else zlib.crc32(str(n).encode()) for n in facts.values()] or [0] * 4
+    digests = digests_of(facts) or [0] * 4
     mine = np.array([[*call.problem, *digests, *call.counts.tolist()]], np.int64)
     rows = mine
     if mesh.size() > 1:
@@ -173,14 +172,7 @@ def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], wh
     ]
     if wrong:
         raise ValueError(f"{what} has {sum(sizes)} experts, and {'; '.join(wrong)}: {_REMEDY}")
-    for i, (name, value) in enumerate(facts.items(), 3):
-        odd = tuple(rank for rank, row in zip(ranks, rows, strict=True) if row[i] != rows[0, i])
-        if odd:
-            raise RankMismatchError(
-                f"{what}: {names_of(odd)} and rank {ranks[0]} differ in {name}, {value} here: call it so on all "
-                f"ranks of {mesh}, also with no tokens",
-                odd,
-            )
+    check_digests(rows[:, 3:], facts, mesh, what, f"call it so on all ranks of {mesh}, also with no tokens")
     return Routes(mesh, 0, rows[:, 7:], sizes, call.order)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hyper_parallel.core.communication.errors import RankMismatchError, names_of
-from hyper_parallel.core.communication.parts import numbers_of_ranks
+from hyper_parallel.core.communication.parts import check_digests, digests_of, numbers_of_ranks
 from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.communication.routes import ROUTE_WATCHERS, Combine, Dispatch
 from hyper_parallel.core.communication.transitions import ConvertCotangent
@@ -191,19 +189,11 @@ class ExpertParallel(ModuleStyle):
         return super()._apply(module, device_mesh)
 
     def _compare_experts(self, module: Any, device_mesh: DeviceMesh) -> None:
-        shapes = [(name, tuple(p.shape)) for name, p in device_mesh.platform.named_parameters(module)]
-        told = shapes[0][1][0], zlib.crc32(repr(shapes).encode())
-        rows = numbers_of_ranks(told, device_mesh, f"the comparison of the experts of {module_label(module)}")
-        odd = tuple(
-            rank for rank, row in zip(device_mesh.ranks_along(0), rows.tolist(), strict=True) if row != rows[0].tolist()
-        )
-        if odd:
-            raise RankMismatchError(
-                f"{module_label(module)}: {names_of(odd)} and rank {device_mesh.ranks_along(0)[0]} differ in the "
-                f"number of experts, or the names and shapes of their weights, here {dict(shapes)}: make the same "
-                "model on all ranks",
-                odd,
-            )
+        shapes = {name: tuple(p.shape) for name, p in device_mesh.platform.named_parameters(module)}
+        facts = {"the number of experts, or the names and shapes of their weights": shapes}
+        name = module_label(module)
+        told = numbers_of_ranks(digests_of(facts), device_mesh, f"the comparison of the experts of {name}")
+        check_digests(told, facts, device_mesh, name, "make the same model on all ranks")
 
     def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
         if mesh.get_coordinate() is None:
