@@ -137,6 +137,13 @@ class _Parts(ABC):
         check_digests(rows[:, 3:], facts, self.mesh, self.where, remedy)
         return [tuple(row[:3]) for row in rows.tolist()]
 
+    def _no_parts(self, given: Sequence[tuple[int, ...]], wanted: str) -> ValueError:
+        """The error for lengths that are not those of parts."""
+        return ValueError(
+            f"{self.where}: ranks gave queries, keys and values of {given} positions (dimension -2; -1 for tensors of "
+            f"fewer than 3 dimensions), and {wanted}"
+        )
+
     def _whole(self, x: Any, length: int) -> Any:
         """The tensor of the whole sequence, of which ``x`` is this rank's part."""
         shape = tuple(x.shape)
@@ -190,10 +197,10 @@ class PartsInContext(_Parts):
         else:
             given = self._exchange(shapes, facts)
         if given != [(n, n, n) for n in wanted]:
-            raise ValueError(
-                f"{self.where}: ranks gave queries, keys and values of {given} positions (dimension -2 of at least 3), "
-                f"and parts of the sequence of {length} have {list(wanted)}: give context_parallel all tensors with "
-                "the sequence as buffers, or call attention to other keys outside of it"
+            raise self._no_parts(
+                given,
+                f"parts of the sequence of {length} have {list(wanted)}: give context_parallel all tensors with the "
+                "sequence as buffers, or call attention to other keys outside of it",
             )
         if not alone:
             compared[call] = True
@@ -219,11 +226,10 @@ class PartsOfModule(_Parts):
             given = self._exchange(shapes, facts)
         sizes = tuple(n for n, _, _ in given)
         if given != [(n, n, n) for n in sizes] or -1 in sizes or sizes != chunk_sizes(sum(sizes), mesh.size()):
-            raise ValueError(
-                f"{self.where}: ranks gave queries, keys and values of {given} positions (dimension -2; -1 for tensors "
-                f"of fewer than 3 dimensions), and parts of one sequence have "
-                f"{chunk_sizes(max(0, sum(sizes)), mesh.size())}: cut the sequence with shard_sequence, or move cross "
-                "attention to a module without the style"
+            raise self._no_parts(
+                given,
+                f"parts of one sequence have {chunk_sizes(max(0, sum(sizes)), mesh.size())}: cut the sequence with "
+                "shard_sequence, or move cross attention to a module without the style",
             )
         mesh._has_uneven_shards |= len(set(sizes)) > 1
         self._compared.add(call)
