@@ -224,7 +224,9 @@ def take(root: Path, backend: str, run: Path) -> Recording:
     data.read()
     lines, sources = {}, {}
     for file in data.measured_files():
-        path = Path(file).resolve().relative_to(root).as_posix() if Path(file).is_absolute() else file
+        found = (root / file).resolve()
+        # An installed copy of the library, in whose name a plugin was loaded, is not under test.
+        path = found.relative_to(root).as_posix() if found.is_relative_to(root) else ""
         if path.startswith(AREAS):
             by_line = data.contexts_by_lineno(file)
             lines[path] = {line: sorted(index[t] for t in by_line[line] if t in index) for line in sorted(by_line)}
