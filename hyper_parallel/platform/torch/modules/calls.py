@@ -79,6 +79,9 @@ def _with_replaced_forward(cls: Any, mixin: type | None) -> type:
             return run_forward(self, args, kwargs)
         return self._replaced_forward(self, *args, **kwargs)
 
+    # Other libraries read the names of the arguments, with `inspect.signature`.
+    forward.__wrapped__, forward.__doc__ = cls.forward, cls.forward.__doc__  # type: ignore[attr-defined]
+
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self._moving():
             return cls._apply(self, *args, **kwargs)

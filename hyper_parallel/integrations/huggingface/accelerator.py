@@ -1,0 +1,277 @@
+"""`parallelize_accelerator`: jobs of Hugging Face accelerate whose ranks share models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel import checkpoint
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.integrations.huggingface.division import Division
+from hyper_parallel.integrations.huggingface.saving import full_state_dict
+
+__all__ = ["parallelize_accelerator"]
+
+#: Releases that this was written for.
+_KNOWN = "1.15"
+#: What this replaces of accelerate's class, or calls.
+_NEEDED = (
+    *("prepare_model", "prepare_data_loader", "prepare_scheduler", "no_sync", "gather", "gather_for_metrics"),
+    *("reduce", "get_state_dict", "save_state", "load_state", "dataloader_config", "gradient_state", "state"),
+)
+#: The folder of sharded values in a folder of `save_state`.
+_FOLDER = "parallel_state"
+
+
+def parallelize_accelerator(
+    accelerator: Any,
+    mesh: DeviceMesh | None = None,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    data_parallel: str = "fully_shard",
+    units: Sequence[str] | None = None,
+    **options: Any,
+) -> Any:
+    """Let the ranks of an ``accelerate.Accelerator`` share models, in place.
+
+    Call it before ``accelerator.prepare``, on all ranks. ``prepare`` then divides the model by tensor and data
+    parallelism, and gives ranks that share the model the same batches. ``gather``, ``gather_for_metrics`` and ``reduce``
+    count each batch once. ``save_state`` writes each rank's own shards, and ``load_state`` reads them on any mesh.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``, which has prepared nothing.
+        mesh: over all ranks, with names. The dimension ``"tp"`` is for tensor parallelism, all others are for data
+            parallelism. Of two others `fully_shard` replicates over the first, and shards over the second. None is the
+            one entered with ``with mesh:``.
+        plan: as for `parallelize_model`. For another model than one of transformers: names of modules to styles.
+        data_parallel: ``"fully_shard"``, or ``"replicate"`` for whole parameters on each rank.
+        units: names of the classes of modules that become units of `fully_shard`. None takes the layers that a model of
+            transformers names, ``_no_split_modules``.
+        options: further keywords of `parallelize_model`, such as ``gather_heads``.
+
+    Returns:
+        ``accelerator``.
+
+    Raises:
+        TypeError: for another object. ValueError: for an accelerator with another way of dividing models (FSDP,
+            DeepSpeed, ``parallelism_config``), for ``dispatch_batches=True``, and for a mesh that does not fit. Nothing
+            has been changed then.
+
+    Example:
+        >>> from accelerate import Accelerator  # doctest: +SKIP
+        >>> from hyper_parallel import init_device_mesh
+        >>> from hyper_parallel.integrations.huggingface import parallelize_accelerator
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
+        >>> accelerator = parallelize_accelerator(Accelerator(), mesh)  # doctest: +SKIP
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
+    """
+    division = Division(mesh, plan, data_parallel, units, options, "parallelize_accelerator")
+    attach(accelerator, division)
+    return accelerator
+
+
+def attach(accelerator: Any, division: Division) -> None:
+    """Give an accelerator the methods of `_Divided`."""
+    _check(accelerator)
+    accelerator._division = division
+    # Batches that one process reads for all would be divided over all ranks.
+    accelerator.dataloader_config.dispatch_batches = False
+    kind = type(accelerator)
+    accelerator.__class__ = type(kind.__name__, (_Divided, kind), {"__module__": kind.__module__})
+
+
+def _check(accelerator: Any) -> None:
+    if isinstance(accelerator, _Divided):
+        raise ValueError("parallelize_accelerator: this accelerator has a mesh already")
+    lacking = [name for name in _NEEDED if not hasattr(type(accelerator), name) and not hasattr(accelerator, name)]
+    if lacking and len(lacking) > len(_NEEDED) // 2:
+        raise TypeError(f"parallelize_accelerator takes an accelerate.Accelerator, got {type(accelerator).__name__}")
+    if lacking:
+        raise ValueError(
+            f"parallelize_accelerator: this release of accelerate has no {', '.join(lacking)}; known is {_KNOWN}: "
+            f'pip install "accelerate~={_KNOWN}.0"'
+        )
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
+        raise ValueError(f"the accelerator divides models by {kind} already: leave that out of its configuration")
+    config = getattr(accelerator, "parallelism_config", None)
+    if config is not None and config.total_size > 1:
+        raise ValueError(
+            "the accelerator has a parallelism_config: the mesh of parallelize_accelerator takes its place"
+        )
+    if accelerator.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches=True divides each batch over all ranks, and ranks that share a model need the same one: "
+            "leave it out of the DataLoaderConfiguration"
+        )
+    if accelerator._models or accelerator._dataloaders:
+        raise ValueError("parallelize_accelerator: call it before accelerator.prepare")
+
+
+class _Divided:
+    """Methods of an accelerator whose ranks share models: a base before ``accelerate.Accelerator``."""
+
+    _division: Division
+
+    @property
+    def num_processes(self) -> int:
+        """How many batches the ranks have at a time."""
+        return self._division.count
+
+    @property
+    def process_index(self) -> int:
+        """The number of this rank's batch."""
+        return self._division.index
+
+    def prepare_model(self: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        """Divide the model. Accelerate's own method then prepares it for autocast and compilation alone."""
+        if device_placement is not False and self.device_placement and not _is_divided(model):
+            model = model.to(self.device)
+        self._division.apply(model)
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def prepare_data_loader(self: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Give ranks that share a model the same batches, also where workers draw random numbers for them."""
+        begin = getattr(data_loader, "worker_init_fn", None)
+        if isinstance(begin, partial) and "rank" in begin.keywords:
+            data_loader.worker_init_fn = partial(
+                begin.func, *begin.args, **{**begin.keywords, "rank": self.process_index}
+            )
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def prepare_scheduler(self: Any, scheduler: Any) -> Any:
+        """Prepare a scheduler, which takes a step for each batch of the ranks."""
+        prepared = super().prepare_scheduler(scheduler)
+        if not prepared.split_batches and not isinstance(prepared.scheduler, _Steps):
+            prepared.scheduler, prepared.split_batches = _Steps(prepared.scheduler, self.num_processes), True
+        return prepared
+
+    @contextmanager
+    def no_sync(self: Any, model: Any) -> Iterator[None]:
+        """Accumulate gradients inside without communication over data-parallel ranks."""
+        model = self.unwrap_model(model)
+        if hasattr(model, "no_sync"):
+            with model.no_sync():
+                yield
+            return
+        sync = getattr(model, "set_requires_gradient_sync", None)
+        if sync is not None:
+            sync(False)
+        try:
+            yield
+        finally:
+            if sync is not None:
+                sync(True)
+
+    def gather(self: Any, tensor: Any) -> Any:
+        """The values of all batches, once each."""
+        from accelerate.utils import recursively_apply
+
+        return recursively_apply(self._division.gather, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The values of all batches, once each, without those that fill the last batch."""
+        from accelerate.utils import gather_object, recursively_apply
+
+        try:
+            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if not use_gather_object:
+            data = self.gather(input_data)
+        else:
+            first = self._division.tensor is None or self._division.tensor.get_local_rank() == 0
+            found = gather_object([(self.process_index, input_data)] if first else [])
+            data = [each for _, values in sorted(found, key=lambda pair: pair[0]) for each in values]
+        state = self.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return data
+        return data[: state.remainder] if use_gather_object else recursively_apply(lambda x: x[: state.remainder], data)
+
+    def reduce(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or the mean over all batches, once each."""
+        from accelerate.utils import recursively_apply
+
+        def reduced(x: Any) -> Any:
+            whole = self._division.gather(x[None])
+            return x if reduction == "none" else (whole.sum(0) if reduction == "sum" else whole.mean(0)) * scale
+
+        return recursively_apply(reduced, tensor, error_on_other_type=True)
+
+    def split_between_processes(self: Any, inputs: Any, apply_padding: bool = False) -> Any:
+        """Refused: it would give ranks that share a model other inputs.
+
+        Raises:
+            ValueError: where ranks share a model.
+        """
+        if self._division.tensor is None or self._division.tensor.size() == 1:
+            return super().split_between_processes(inputs, apply_padding)
+        raise ValueError(
+            "split_between_processes gives each rank other inputs, and ranks that share a model need the same: take "
+            "inputs[accelerator.process_index :: accelerator.num_processes]"
+        )
+
+    def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:
+        """Whole weights, on all ranks. All must call it."""
+        return full_state_dict(self.unwrap_model(model))
+
+    def save_state(self: Any, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Save models and optimizers, each rank its own shards, and all else as accelerate does."""
+        handle = self.register_save_state_pre_hook(self._save_shards)
+        with self._without_optimizers(handle):
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+
+    def load_state(self: Any, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> Any:
+        """Load the files of `save_state`, which may be those of another mesh."""
+        handle = self.register_load_state_pre_hook(self._load_shards)
+        with self._without_optimizers(handle):
+            return super().load_state(input_dir, load_kwargs, **kwargs)
+
+    @contextmanager
+    def _without_optimizers(self: Any, handle: Any) -> Iterator[None]:
+        """Hide models and optimizers from accelerate, which would save those of one rank."""
+        hidden = self._hidden = (self._models, self._optimizers)
+        self._models, self._optimizers = [], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = hidden
+            handle.remove()
+
+    def _shards(self: Any) -> dict[str, Any]:
+        models, optimizers = self._hidden
+        return {
+            "models": [self.unwrap_model(model) for model in models],
+            "optimizers": [optimizer.optimizer for optimizer in optimizers],
+        }
+
+    def _save_shards(self: Any, models: list[Any], weights: list[Any], folder: str | os.PathLike[str]) -> None:
+        checkpoint.save(self._shards(), Path(folder) / _FOLDER, overwrite=True)
+
+    def _load_shards(self: Any, models: list[Any], folder: str | os.PathLike[str]) -> None:
+        checkpoint.load(self._shards(), Path(folder) / _FOLDER)
+
+
+def _is_divided(model: Any) -> bool:
+    return any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+
+class _Steps:
+    """A scheduler that takes several steps at a time, as accelerate's does: one for each batch of the ranks."""
+
+    def __init__(self, scheduler: Any, count: int) -> None:
+        self._scheduler, self._count = scheduler, count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Take the steps, as many as the schedule has."""
+        total = getattr(self._scheduler, "total_steps", None)
+        for _ in range(self._count):
+            if total is None or self._scheduler._step_count <= total:
+                self._scheduler.step(*args, **kwargs)

@@ -1,0 +1,118 @@
+"""The division of a training job over a mesh: who shares a model, and who shares a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hyper_parallel.core.data_parallel.fully_shard import fully_shard
+from hyper_parallel.core.data_parallel.replicate import replicate
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.placement_types import Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.tensor_parallel.api import parallelize_module
+from hyper_parallel.integrations.huggingface.api import parallelize_model
+from hyper_parallel.integrations.huggingface.lora import adapted_model
+
+__all__ = ["Division"]
+
+#: The dimension of a mesh for tensor parallelism. All others are for data parallelism.
+TENSOR = "tp"
+_WAYS = ("fully_shard", "replicate")
+
+
+class Division:
+    """The division of models and batches over a mesh.
+
+    Ranks that differ in the dimension ``"tp"`` alone share a batch, and each has a part of the model. Over the other
+    dimensions each rank has a batch of its own.
+
+    Args:
+        mesh: over all ranks of the world, with names.
+        plan: as for `parallelize_model`.
+        data_parallel: ``"fully_shard"`` or ``"replicate"``.
+        units: names of the classes of modules that become units of `fully_shard`; None asks the model.
+        options: further keywords of `parallelize_model`.
+        what: the caller, for messages.
+
+    Attributes:
+        tensor: the mesh of tensor parallelism, or None.
+        batches: a 1-D mesh of the ranks with other batches, or None.
+        count: how many batches the ranks have at a time.
+        index: the number of this rank's batch.
+
+    Raises:
+        ValueError: for a mesh without names, of some ranks only, or with a dimension that cuts sequences; for another
+            ``data_parallel``.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        plan: Mapping[str, Any] | None,
+        data_parallel: str,
+        units: Sequence[str] | None,
+        options: Mapping[str, Any],
+        what: str,
+    ) -> None:
+        mesh = resolve_mesh(mesh, what)
+        if data_parallel not in _WAYS:
+            raise ValueError(f"{what} takes 'fully_shard' or 'replicate' for data_parallel, got {data_parallel!r}")
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise ValueError(f"{what} needs a mesh with names, such as ('dp', 'tp'): give mesh_dim_names to it")
+        if "cp" in names:
+            raise ValueError(
+                f"{what} does not divide sequences, and {mesh} has a dimension 'cp': call parallelize_model in a "
+                "training loop of your own, as the page on long sequences shows"
+            )
+        world = mesh.platform.world_size()
+        if mesh.size() != world:
+            raise ValueError(f"{what} needs a mesh of all ranks: {mesh} has {mesh.size()} of {world}")
+        self._plan, self._fully_sharded, self._units = plan, data_parallel == "fully_shard", units
+        self._options, self._what = dict(options), what
+        self.tensor = mesh[TENSOR] if TENSOR in names else None
+        data = tuple(name for name in names if name != TENSOR)
+        self._data = mesh[data] if data else None
+        self.batches = self._data if len(data) < 2 or self._data is None else self._data._flatten()
+        self.count = 1 if self.batches is None else self.batches.size()
+        self.index = 0 if self.batches is None else self.batches.get_local_rank()
+
+    def apply(self, model: Any) -> None:
+        """Divide a model in place. A model with distributed parameters stays as it is.
+
+        Raises:
+            ValueError: for a plan that is missing, and all that `parallelize_model` and `fully_shard` refuse.
+        """
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            return
+        inner = adapted_model(model)
+        of_transformers = hasattr(inner, "config") and hasattr(inner, "base_model")
+        if self.tensor is not None and of_transformers:
+            parallelize_model(
+                model, self.tensor, plan=None if self._plan is None else dict(self._plan), **self._options
+            )
+        elif self.tensor is not None and self.tensor.size() > 1:
+            if not self._plan:
+                raise ValueError(
+                    f"{self._what} knows no plan for {type(model).__name__}, which is no model of transformers: give "
+                    "plan, from names of modules to styles"
+                )
+            parallelize_module(model, self.tensor, dict(self._plan))
+        if self._data is None:
+            return
+        if not self._fully_sharded:
+            replicate(model, self.batches)
+            return
+        kinds = self._units if self._units is not None else getattr(inner, "_no_split_modules", None) or ()
+        for module in [module for module in model.modules() if type(module).__name__ in kinds]:
+            fully_shard(module, mesh=self._data)
+        fully_shard(model, mesh=self._data)
+
+    def gather(self, x: Any) -> Any:
+        """The values of all batches, one after the other along dimension 0, once each. The shapes must be equal."""
+        if x.ndim == 0:
+            x = x.reshape(1)
+        if self.batches is None or self.count == 1:
+            return x
+        return DTensor.from_local(x.contiguous(), self.batches, (Shard(0),), run_check=False).full_tensor()

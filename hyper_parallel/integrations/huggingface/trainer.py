@@ -1,0 +1,196 @@
+"""`parallelize_trainer`: the Trainer of Hugging Face transformers, and its subclasses, for ranks that share a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel import checkpoint
+from hyper_parallel.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.integrations.huggingface.accelerator import attach
+from hyper_parallel.integrations.huggingface.division import Division
+from hyper_parallel.integrations.huggingface.saving import full_state_dict, load_pretrained
+
+__all__ = ["parallelize_trainer"]
+
+#: Releases that this was written for.
+_KNOWN = "5.24"
+#: Methods of a Trainer that this replaces.
+_NEEDED = (
+    *("get_total_train_batch_size", "_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"),
+    *("_load_from_checkpoint", "_load_best_model", "accelerator", "model", "args"),
+)
+#: The folder of an optimizer's shards in a checkpoint, and the files of a Trainer that is not divided.
+_FOLDER, _WHOLE, _SCHEDULER = "optimizer", "optimizer.pt", "scheduler.pt"
+_ADAPTERS = "adapter_model.safetensors"
+
+
+def parallelize_trainer(
+    trainer: Any,
+    mesh: DeviceMesh | None = None,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    data_parallel: str = "fully_shard",
+    units: Sequence[str] | None = None,
+    **options: Any,
+) -> Any:
+    """Divide the model of a ``transformers.Trainer`` over a mesh, in place. All else of the job stays as it is.
+
+    Ranks that share a model get the same batches, and count once in losses, metrics and numbers of tokens. A saved model
+    has whole weights, in files that ``from_pretrained`` reads. A checkpoint has the optimizer's shards, and resumes on any
+    mesh. Subclasses work in the same way, such as ``SFTTrainer`` of TRL.
+
+    Args:
+        trainer: a ``transformers.Trainer`` that has not trained.
+        mesh: over all ranks, with names. The dimension ``"tp"`` is for tensor parallelism, all others are for data
+            parallelism. Of two others `fully_shard` replicates over the first, and shards over the second. None is the
+            one entered with ``with mesh:``.
+        plan: as for `parallelize_model`.
+        data_parallel: ``"fully_shard"``, or ``"replicate"`` for whole parameters on each rank.
+        units: names of the classes of modules that become units of `fully_shard`. None takes the layers that the model
+            names, ``_no_split_modules``.
+        options: further keywords of `parallelize_model`, such as ``gather_heads``.
+
+    Returns:
+        ``trainer``. Its model is divided by then, unless it had distributed parameters before.
+
+    Raises:
+        TypeError: for another object. ValueError: for a Trainer with another way of dividing models (``fsdp``,
+            ``deepspeed``, ``parallelism_config``), for arguments that read batches in another way, for a mesh that does
+            not fit, and all that `parallelize_model` refuses.
+
+    Example:
+        >>> from hyper_parallel import init_device_mesh
+        >>> from hyper_parallel.integrations.huggingface import parallelize_trainer
+        >>> trainer = Trainer(model=model, args=args, train_dataset=data)  # doctest: +SKIP
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
+        >>> parallelize_trainer(trainer, mesh).train()  # doctest: +SKIP
+    """
+    division = Division(mesh, plan, data_parallel, units, options, "parallelize_trainer")
+    _check(trainer)
+    attach(trainer.accelerator, division)
+    division.apply(trainer.model)
+    kind = type(trainer)
+    trainer.__class__ = type(kind.__name__, (_Divided, kind), {"__module__": kind.__module__})
+    trainer._division = division
+    # The Trainer has kept the function of the class that the accelerator had.
+    trainer.gather_function = trainer.accelerator.gather_for_metrics
+    return trainer
+
+
+def _check(trainer: Any) -> None:
+    if isinstance(trainer, _Divided):
+        raise ValueError("parallelize_trainer: this Trainer has a mesh already")
+    lacking = [name for name in _NEEDED if not hasattr(trainer, name)]
+    if len(lacking) > len(_NEEDED) // 2:
+        raise TypeError(f"parallelize_trainer takes a transformers.Trainer, got {type(trainer).__name__}")
+    if lacking:
+        raise ValueError(
+            f"parallelize_trainer: this release of transformers' Trainer has no {', '.join(lacking)}; known is {_KNOWN}: "
+            f'pip install "transformers~={_KNOWN}.0"'
+        )
+    if getattr(trainer.args, "train_sampling_strategy", None) == "batch_rebalance":
+        raise ValueError(
+            "train_sampling_strategy='batch_rebalance' gives each rank other samples, and ranks that share a model need "
+            "the same: choose 'random', 'sequential' or 'group_by_length'"
+        )
+
+
+class _Divided:
+    """Methods of a Trainer whose ranks share a model: a base before ``transformers.Trainer``."""
+
+    _division: Division
+
+    def get_total_train_batch_size(self: Any, args: Any) -> int:
+        """Samples of a step: ranks that share a model count once."""
+        return self._train_batch_size * args.gradient_accumulation_steps * self._division.count
+
+    # ---------------------------------------------------------------------- saving
+    def _save(self: Any, output_dir: Any = None, state_dict: Any = None) -> None:
+        """Gather the weights on all ranks. The first rank writes them."""
+        super()._save(output_dir, full_state_dict(self.model) if state_dict is None else state_dict)
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        """Save the optimizer's shards of each rank, and the scheduler as the Trainer does."""
+        checkpoint.save({"optimizer": _native(self.optimizer)}, Path(output_dir) / _FOLDER, overwrite=True)
+        optimizer, self.optimizer = self.optimizer, _Nothing()
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            self.optimizer = optimizer
+        if self.args.should_save:
+            (Path(output_dir) / _WHOLE).unlink(missing_ok=True)
+
+    # ---------------------------------------------------------------------- loading
+    def _load_optimizer_and_scheduler(self: Any, checkpoint_folder: str | None) -> None:
+        """Load the optimizer, also from a Trainer that was not divided, and the scheduler."""
+        if checkpoint_folder is None:
+            return
+        from accelerate.utils.other import load  # it runs no code from files
+
+        folder = Path(checkpoint_folder)
+        if (folder / _FOLDER).is_dir():
+            checkpoint.load({"optimizer": _native(self.optimizer)}, folder / _FOLDER)
+        elif (folder / _WHOLE).is_file():
+            state = _by_names(load(folder / _WHOLE, map_location="cpu"), self.model, _native(self.optimizer))
+            set_optimizer_state_dict(
+                self.model, _native(self.optimizer), state, options=StateDictOptions(full_state_dict=True)
+            )
+        if (folder / _SCHEDULER).is_file():
+            self.lr_scheduler.load_state_dict(load(folder / _SCHEDULER))
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load whole weights, each rank its part."""
+        _load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
+
+    def _load_best_model(self: Any) -> None:
+        """Load the weights of the best checkpoint, each rank its part."""
+        _load_weights(self.model, Path(self.state.best_model_checkpoint))
+
+
+class _Nothing:
+    """Stands in for an optimizer that is saved otherwise."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def _native(optimizer: Any) -> Any:
+    """The optimizer in accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _load_weights(model: Any, folder: Path) -> None:
+    adapters = folder / _ADAPTERS
+    if not adapters.is_file():
+        load_pretrained(model, folder)
+        return
+    # Files have no names of adapters, and the model has.
+    names = {
+        name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): name
+        for name, _ in model.named_parameters()
+        for adapter in model.active_adapters
+    }
+
+    def name_of(saved: str) -> str:
+        if saved not in names:
+            raise ValueError(f"{adapters} has {saved!r}, which no adapter of the model has")
+        return names[saved]
+
+    load_pretrained(model, adapters, rename=name_of, strict=False)
+
+
+def _by_names(saved: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state dict by the names of parameters in place of their numbers."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    if len(order) != len(numbers):
+        raise ValueError(f"the saved optimizer has {len(numbers)} parameters, and this one {len(order)}")
+    named = dict(zip(numbers, order, strict=True))
+    return {
+        "state": {named[number]: state for number, state in saved["state"].items()},
+        "param_groups": [{**group, "params": [named[n] for n in group["params"]]} for group in saved["param_groups"]],
+    }
