@@ -39,8 +39,9 @@ def parallelize_accelerator(
     """Let the ranks of an ``accelerate.Accelerator`` share models, in place.
 
     Call it before ``accelerator.prepare``, on all ranks. ``prepare`` then divides the model by tensor and data
-    parallelism, and gives ranks that share the model the same batches. ``gather``, ``gather_for_metrics`` and ``reduce``
-    count each batch once. ``save_state`` writes each rank's own shards, and ``load_state`` reads them on any mesh.
+    parallelism, and gives ranks that share the model the same batches. ``gather``, ``gather_for_metrics`` and
+    ``reduce`` count each batch once. ``save_state`` writes each rank's own shards, and ``load_state`` reads them on any
+    mesh.
 
     Args:
         accelerator: an ``accelerate.Accelerator``, which has prepared nothing.
@@ -112,7 +113,11 @@ def _check(accelerator: Any) -> None:
         raise ValueError("parallelize_accelerator: call it before accelerator.prepare")
 
 
-class _Divided:
+#: Stands for ``accelerate.Accelerator``, which is not imported here.
+_Base: Any = object
+
+
+class _Divided(_Base):
     """Methods of an accelerator whose ranks share models: a base before ``accelerate.Accelerator``."""
 
     _division: Division
@@ -271,7 +276,7 @@ class _Steps:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Take the steps, as many as the schedule has."""
-        total = getattr(self._scheduler, "total_steps", None)
+        total = getattr(self._scheduler, "total_steps", float("inf"))
         for _ in range(self._count):
-            if total is None or self._scheduler._step_count <= total:
+            if self._scheduler._step_count <= total:
                 self._scheduler.step(*args, **kwargs)

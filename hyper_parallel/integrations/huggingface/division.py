@@ -14,7 +14,7 @@ from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.integrations.huggingface.api import parallelize_model
 from hyper_parallel.integrations.huggingface.lora import adapted_model
 
-__all__ = ["Division"]
+__all__ = ["Division", "whole_head"]
 
 #: The dimension of a mesh for tensor parallelism. All others are for data parallelism.
 TENSOR = "tp"
@@ -89,9 +89,8 @@ class Division:
         inner = adapted_model(model)
         of_transformers = hasattr(inner, "config") and hasattr(inner, "base_model")
         if self.tensor is not None and of_transformers:
-            parallelize_model(
-                model, self.tensor, plan=None if self._plan is None else dict(self._plan), **self._options
-            )
+            plan = {**whole_head(inner), **(self._plan or {})}
+            parallelize_model(model, self.tensor, plan=plan or None, **self._options)
         elif self.tensor is not None and self.tensor.size() > 1:
             if not self._plan:
                 raise ValueError(
@@ -116,3 +115,16 @@ class Division:
         if self.batches is None or self.count == 1:
             return x
         return DTensor.from_local(x.contiguous(), self.batches, (Shard(0),), run_check=False).full_tensor()
+
+
+def whole_head(model: Any) -> dict[str, None]:
+    """The entries of a plan that TRL asks for: its own forward reads the whole weight of the head.
+
+    The embeddings follow where they are tied to the head.
+    """
+    own = getattr(model.__dict__.get("forward"), "__func__", None)
+    if own is None or own.__code__.co_name != "_fused_forward":
+        return {}
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    whole = [head, embeddings] if embeddings.weight is head.weight else [head]
+    return {name: None for name, module in model.named_modules() if any(module is each for each in whole)}

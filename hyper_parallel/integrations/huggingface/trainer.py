@@ -38,9 +38,9 @@ def parallelize_trainer(
 ) -> Any:
     """Divide the model of a ``transformers.Trainer`` over a mesh, in place. All else of the job stays as it is.
 
-    Ranks that share a model get the same batches, and count once in losses, metrics and numbers of tokens. A saved model
-    has whole weights, in files that ``from_pretrained`` reads. A checkpoint has the optimizer's shards, and resumes on any
-    mesh. Subclasses work in the same way, such as ``SFTTrainer`` of TRL.
+    Ranks that share a model get the same batches, and count once in losses, metrics and numbers of tokens. A saved
+    model has whole weights, in files that ``from_pretrained`` reads. A checkpoint has the optimizer's shards, and
+    resumes on any mesh. Subclasses work in the same way, such as ``SFTTrainer`` of TRL.
 
     Args:
         trainer: a ``transformers.Trainer`` that has not trained.
@@ -88,17 +88,21 @@ def _check(trainer: Any) -> None:
         raise TypeError(f"parallelize_trainer takes a transformers.Trainer, got {type(trainer).__name__}")
     if lacking:
         raise ValueError(
-            f"parallelize_trainer: this release of transformers' Trainer has no {', '.join(lacking)}; known is {_KNOWN}: "
-            f'pip install "transformers~={_KNOWN}.0"'
+            f"parallelize_trainer: this release of transformers' Trainer has no {', '.join(lacking)}; known is "
+            f'{_KNOWN}: pip install "transformers~={_KNOWN}.0"'
         )
     if getattr(trainer.args, "train_sampling_strategy", None) == "batch_rebalance":
         raise ValueError(
-            "train_sampling_strategy='batch_rebalance' gives each rank other samples, and ranks that share a model need "
-            "the same: choose 'random', 'sequential' or 'group_by_length'"
+            "train_sampling_strategy='batch_rebalance' gives each rank other samples, and ranks that share a model "
+            "need the same: choose 'random', 'sequential' or 'group_by_length'"
         )
 
 
-class _Divided:
+#: Stands for ``transformers.Trainer``, which is not imported here.
+_Base: Any = object
+
+
+class _Divided(_Base):
     """Methods of a Trainer whose ranks share a model: a base before ``transformers.Trainer``."""
 
     _division: Division
@@ -106,6 +110,20 @@ class _Divided:
     def get_total_train_batch_size(self: Any, args: Any) -> int:
         """Samples of a step: ranks that share a model count once."""
         return self._train_batch_size * args.gradient_accumulation_steps * self._division.count
+
+    def floating_point_ops(self: Any, inputs: Any) -> float:
+        """The operations of this rank for a batch: ranks that share a model share them."""
+        operations: float = super().floating_point_ops(inputs)
+        return operations if self._division.tensor is None else operations / self._division.tensor.size()
+
+    def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch by its own mean, as one process does. In training the mean is over the tokens of all."""
+        averages = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
+        try:
+            return super().prediction_step(*args, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = averages
 
     # ---------------------------------------------------------------------- saving
     def _save(self: Any, output_dir: Any = None, state_dict: Any = None) -> None:

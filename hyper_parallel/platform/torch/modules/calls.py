@@ -41,9 +41,20 @@ def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], mix
     cls: Any = type(module)
     replaced = module.__dict__.get("_replaced_forward")
     module.__dict__.pop("_compiled_run", None)  # a new forward replaces the compiled one too
-    module.__dict__["_replaced_forward"] = make(cls.forward if replaced is None else replaced)
+    module.__dict__["_replaced_forward"] = make(_own_forward(module) or replaced or cls.forward)
     if replaced is None or mixin is not None:
         module.__class__ = _with_replaced_forward(cls, mixin)
+
+
+def _own_forward(module: nn.Module) -> Callable | None:
+    """Take the forward that another library has set on the object, as a function of the module. None without one."""
+    own = module.__dict__.pop("forward", None)
+    if own is None:
+        return None
+    if getattr(own, "__self__", None) is module:
+        function: Callable = own.__func__
+        return function
+    return lambda self, *args, **kwargs: own(*args, **kwargs)
 
 
 def share_compiled_inputs(module: nn.Module) -> None:

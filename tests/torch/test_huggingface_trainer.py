@@ -1,0 +1,172 @@
+"""Trainer, TRL and accelerate over a mesh equal one process: losses, norms, metrics, weights, resumed jobs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel.integrations.huggingface.division import whole_head
+from hyper_parallel.testing.extent import in_gate
+from tests.torch.huggingface_trainer_jobs import Job, in_one_process, llama, refuse
+
+pytestmark = pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="accelerate is not installed: platform/torch-cpu/requirements.txt has it"
+)
+needs_trl = pytest.mark.skipif(
+    find_spec("trl") is None, reason="trl is not installed: platform/torch-cpu/requirements.txt has it"
+)
+
+JOBS = "tests.torch.huggingface_trainer_jobs:over_a_mesh"
+GRIDS = {
+    "data and tensor": {"shape": (2, 2)},
+    "replicas": {"shape": (2, 2), "options": {"data_parallel": "replicate"}},
+    "tensor alone": {"shape": (1, 4), "options": {"gather_heads": True}},
+    "data alone": {"shape": (4,), "names": ("dp",)},
+    "replicas of shards": {"shape": (2, 2), "names": ("dp_replicate", "dp_shard")},
+    "tensor first": {"shape": (2, 2), "names": ("tp", "dp")},
+    "by hand": {"shape": (2, 2), "by_hand": True},
+}
+
+
+def compare(got: Any, wanted: Any, limit: float = 1e-6) -> None:
+    """Compare logs and weights. Losses are logged in single precision."""
+    rows, weights = got
+    assert len(rows) == len(wanted[0])
+    for row, other in zip(rows, wanted[0], strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            assert value == pytest.approx(other[name], rel=limit), (name, row, other)
+    assert weights.keys() == wanted[1].keys()
+    for name, value in weights.items():
+        np.testing.assert_allclose(value, wanted[1][name], rtol=0, atol=min(limit, 1e-7), err_msg=name)
+
+
+def later(rows: Any) -> Any:
+    """The rows of a log after the second step, without the mean loss, which counts the steps of one run."""
+    return [{k: v for k, v in row.items() if k != "train_loss"} for row in rows if row["step"] > 2]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: Any) -> tuple[str, Any]:
+    """The folder and the results of one process."""
+    folder = str(tmp_path_factory.mktemp("whole"))
+    return folder, in_one_process("trained", Job(folder))
+
+
+def test_trainer(pool: Any, tmp_path: Path, whole: Any) -> None:
+    """The whole way, and resumes: of this job on another mesh, of one process on this mesh."""
+    job = Job(str(tmp_path / "one"), **GRIDS["data and tensor"])
+    for got in pool.run(4, JOBS, "trained", job):
+        compare(got, whole[1])
+    for folder, grid in ((job.folder, "data alone"), (whole[0], "data and tensor")):
+        resumed = Job(str(tmp_path / "two"), **GRIDS[grid], resume=f"{folder}/checkpoint-2")
+        for rows, weights in pool.run(4, JOBS, "trained", resumed):
+            compare((later(rows), weights), (later(whole[1][0]), whole[1][1]))
+
+
+@pytest.mark.parametrize("grid", in_gate([*GRIDS][1:], ["replicas"]))
+def test_meshes(pool: Any, tmp_path: Path, whole: Any, grid: str) -> None:
+    for got in pool.run(4, JOBS, "trained", Job(str(tmp_path), **GRIDS[grid])):
+        compare(got, whole[1])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"arguments": {"bf16": True}},
+        {"arguments": {"gradient_checkpointing": True}},
+        {"arguments": {"load_best_model_at_end": True}},
+        {"arguments": {"include_num_input_tokens_seen": "all"}},
+        {"arguments": {"max_steps": 3}},  # of a dataset without a length
+    ],
+    ids=["bf16", "checkpointing", "best", "tokens", "stream"],
+)
+def test_arguments(pool: Any, tmp_path: Path, more: dict[str, Any]) -> None:
+    wanted = in_one_process("trained", Job(str(tmp_path / "whole"), **more))
+    job = Job(str(tmp_path / "ranks"), **GRIDS["data and tensor"], **more)
+    for got in pool.run(4, JOBS, "trained", job):
+        compare(got, wanted, 2e-2 if "bf16" in more.get("arguments", {}) else 1e-6)
+
+
+@pytest.mark.parametrize("grid", in_gate(["data and tensor", "replicas", "data alone"], ["data and tensor"]))
+def test_accelerate(pool: Any, tmp_path: Path, grid: str) -> None:
+    """A loop with accelerate, and its state on another mesh."""
+    rows, weights = in_one_process("accelerated", Job(str(tmp_path / "whole")))
+    job = Job(str(tmp_path / "ranks"), **GRIDS[grid])
+    resumed = Job(str(tmp_path / "more"), **GRIDS["tensor first"], resume=f"{job.folder}/state")
+    for given, wanted in ((job, rows), (resumed, rows[len(rows) // 2 :])):
+        for got, found in pool.run(4, JOBS, "accelerated", given):
+            for row, other in zip(got, wanted, strict=True):
+                assert row == pytest.approx(other, rel=1e-6)
+            for name, value in weights.items():
+                np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-7, err_msg=name)
+
+
+@needs_trl
+@pytest.mark.nightly
+@pytest.mark.parametrize("adapters", [False, True])
+def test_supervised_finetuning(pool: Any, tmp_path: Path, adapters: bool) -> None:
+    if adapters:
+        pytest.importorskip("peft")
+    wanted = in_one_process("supervised", Job(str(tmp_path / "whole"), adapters=adapters))
+    job = Job(str(tmp_path / "ranks"), **GRIDS["data and tensor"], adapters=adapters)
+    for rows, weights in pool.run(4, JOBS, "supervised", job):
+        compare((of_training(rows), weights), (of_training(wanted[0]), wanted[1]), 1e-5)
+    resumed = Job(
+        str(tmp_path / "more"), **GRIDS["tensor first"], resume=f"{job.folder}/checkpoint-2", adapters=adapters
+    )
+    for rows, weights in pool.run(4, JOBS, "supervised", resumed):
+        compare((of_training(later(rows)), weights), (of_training(later(wanted[0])), wanted[1]), 1e-5)
+
+
+def of_training(rows: Any) -> Any:
+    """The numbers that the number of ranks does not change. TRL's own are means over a step of all ranks."""
+    names = ("step", "before", "loss", "grad_norm", "learning_rate", "eval_loss")
+    return [{name: row[name] for name in names if name in row} for row in rows]
+
+
+REFUSED = [
+    ("trainer", {"shape": (1,), "names": None}, ValueError, "needs a mesh with names"),
+    ("trainer", {"shape": (1, 1), "names": ("cp", "tp")}, ValueError, "does not divide sequences"),
+    ("trainer", {"data_parallel": "zero"}, ValueError, "'fully_shard' or 'replicate'"),
+    ("trainer", {"arguments": {"train_sampling_strategy": "batch_rebalance"}}, ValueError, "batch_rebalance"),
+    ("trainer", {"twice": True}, ValueError, "has a mesh already"),
+    ("trainer", {"object": "a"}, TypeError, "takes a transformers.Trainer, got str"),
+    ("trainer", {"without": "_load_best_model"}, ValueError, "has no _load_best_model; known is 5.24"),
+    ("accelerator", {"twice": True}, ValueError, "has a mesh already"),
+    ("accelerator", {"object": "a"}, TypeError, "takes an accelerate.Accelerator, got str"),
+    ("accelerator", {"without": "no_sync"}, ValueError, "has no no_sync; known is 1.15"),
+    ("accelerator", {"after": True}, ValueError, "before accelerator.prepare"),
+    ("accelerator", {"dispatch": True}, ValueError, "dispatch_batches=True"),
+    ("accelerator", {"kind": "FSDP"}, ValueError, "divides models by FSDP already"),
+    ("accelerator", {"config": True}, ValueError, "has a parallelism_config"),
+]
+
+
+@pytest.mark.parametrize(("what", "how", "kind", "match"), REFUSED, ids=[f"{row[0]} {row[3][:24]}" for row in REFUSED])
+def test_refusals(tmp_path: Path, what: str, how: dict[str, Any], kind: type, match: str) -> None:
+    refuse(str(tmp_path), what, how, kind, match)
+
+
+def test_refusals_of_ranks(pool: Any) -> None:
+    pool.run(4, "tests.torch.huggingface_trainer_jobs:refuse_on_ranks")
+
+
+def test_a_head_that_is_read_in_whole() -> None:
+    """TRL's own forward of a model reads the weight of the head: head and tied embeddings stay whole."""
+    model = llama()
+    assert whole_head(model) == {}
+
+    def _fused_forward(self: Any) -> None:
+        """As TRL calls it."""
+
+    model.forward = MethodType(_fused_forward, model)
+    assert whole_head(model) == {"lm_head": None}
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert whole_head(model) == {"lm_head": None, "model.embed_tokens": None}
