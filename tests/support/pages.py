@@ -33,6 +33,8 @@ PROGRAMS = {
     "cross.py": "tests/torch/test_rules_page.py",
     "bilinear.py": "tests/torch/test_rules_page.py",
     "low_rank.py": "tests/torch/test_own_style.py",
+    "finetune.py": "tests/torch/test_huggingface_trainer.py",
+    "loop.py": "tests/torch/test_huggingface_trainer.py",
     # MindSpore compiles from files only
     "trace.py": "tests/mindspore/test_jit.py",
     "bytecode.py": "tests/mindspore/test_jit.py",

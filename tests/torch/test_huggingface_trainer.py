@@ -12,6 +12,7 @@ import pytest
 
 from hyper_parallel.integrations.huggingface.division import whole_head
 from hyper_parallel.testing.extent import in_gate
+from tests.support.programs import ROOT, program_of, run_ranks
 from tests.torch.huggingface_trainer_jobs import Job, in_one_process, llama, refuse
 
 pytestmark = pytest.mark.skipif(
@@ -96,10 +97,12 @@ def test_arguments(pool: Any, tmp_path: Path, more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("grid", in_gate(["data and tensor", "replicas", "data alone"], ["data and tensor"]))
 def test_accelerate(pool: Any, tmp_path: Path, grid: str) -> None:
-    """A loop with accelerate, and its state on another mesh."""
+    """A loop with accelerate, and its state on another mesh. Accelerate takes a step of the schedule for each
+    batch of the ranks. So the resumed job has as many."""
+    later_grid = "replicas of shards" if grid == "data alone" else "tensor first"
     rows, weights = in_one_process("accelerated", Job(str(tmp_path / "whole")))
     job = Job(str(tmp_path / "ranks"), **GRIDS[grid])
-    resumed = Job(str(tmp_path / "more"), **GRIDS["tensor first"], resume=f"{job.folder}/state")
+    resumed = Job(str(tmp_path / "more"), **GRIDS[later_grid], resume=f"{job.folder}/state")
     for given, wanted in ((job, rows), (resumed, rows[len(rows) // 2 :])):
         for got, found in pool.run(4, JOBS, "accelerated", given):
             for row, other in zip(got, wanted, strict=True):
@@ -170,3 +173,13 @@ def test_a_head_that_is_read_in_whole() -> None:
     assert whole_head(model) == {"lm_head": None}
     model.lm_head.weight = model.model.embed_tokens.weight
     assert whole_head(model) == {"lm_head": None, "model.embed_tokens": None}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["finetune.py", "loop.py"])
+def test_programs_of_the_page(tmp_path: Path, name: str) -> None:
+    script = tmp_path / name
+    script.write_text(program_of(ROOT / "docs" / "trainer.md", name), encoding="utf-8")
+    ended = run_ranks([script], 4, cwd=tmp_path, HYPER_PARALLEL_PLATFORM="torch-cpu")
+    assert [rank.status for rank in ended] == [0, 0, 0, 0], ended
+    assert (tmp_path / "trained" / "model.safetensors").exists()

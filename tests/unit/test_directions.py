@@ -81,7 +81,7 @@ MAY_IMPORT = {
     "torch": {"platforms", "contract"},
     "mindspore": {"platforms", "contract"},
     **{floor: below(floor) for floor in FLOORS},
-    "integrations": {*below("data_parallel"), "checkpoint"},
+    "integrations": {*below("data_parallel"), "data_parallel", "checkpoint"},
     "texts": {"platforms"},
     "checkpoint": {*below("programs"), "data_parallel", "texts"},
     "debug": {*below("programs"), "texts"},
