@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hyper_parallel.integrations.huggingface.division import whole_head
+from hyper_parallel.integrations.huggingface.trainer import by_names, load_weights
 from hyper_parallel.testing.extent import in_gate
 from tests.support.programs import ROOT, program_of, run_ranks
 from tests.torch.huggingface_trainer_jobs import Job, in_one_process, llama, refuse
@@ -183,3 +186,35 @@ def test_programs_of_the_page(tmp_path: Path, name: str) -> None:
     ended = run_ranks([script], 4, cwd=tmp_path, HYPER_PARALLEL_PLATFORM="torch-cpu")
     assert [rank.status for rank in ended] == [0, 0, 0, 0], ended
     assert (tmp_path / "trained" / "model.safetensors").exists()
+
+
+class Adapted(torch.nn.Module):
+    """A model with one adapter, by the names of peft."""
+
+    active_adapters = ("default",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Module()
+        self.base.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(4, 2, bias=False)})
+        self.base.weight = torch.nn.Parameter(torch.zeros(2))
+
+
+def test_saved_adapters(tmp_path: Path) -> None:
+    model, values = Adapted(), torch.arange(8.0).reshape(2, 4)
+    save_file({"base.lora_A.weight": values}, tmp_path / "adapter_model.safetensors")
+    load_weights(model, tmp_path)
+    assert torch.equal(model.base.lora_A["default"].weight, values)
+    save_file({"base.lora_C.weight": values}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"has 'base.lora_C.weight', which no adapter of the model has"):
+        load_weights(model, tmp_path)
+
+
+def test_an_optimizer_of_another_model() -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    saved = optimizer.state_dict()
+    assert by_names(saved, model, optimizer)["param_groups"][0]["params"] == ["weight", "bias"]
+    saved["param_groups"][0]["params"] = [0]
+    with pytest.raises(ValueError, match="has 1 parameters, and this one 2"):
+        by_names(saved, model, optimizer)

@@ -13,7 +13,7 @@ from hyper_parallel.integrations.huggingface.accelerator import attach
 from hyper_parallel.integrations.huggingface.division import Division
 from hyper_parallel.integrations.huggingface.saving import full_state_dict, load_pretrained
 
-__all__ = ["parallelize_trainer"]
+__all__ = ["by_names", "load_weights", "parallelize_trainer"]
 
 #: Releases that this was written for.
 _KNOWN = "5.24"
@@ -152,7 +152,7 @@ class _Divided(_Base):
         if (folder / _FOLDER).is_dir():
             checkpoint.load({"optimizer": _native(self.optimizer)}, folder / _FOLDER)
         elif (folder / _WHOLE).is_file():
-            state = _by_names(load(folder / _WHOLE, map_location="cpu"), self.model, _native(self.optimizer))
+            state = by_names(load(folder / _WHOLE, map_location="cpu"), self.model, _native(self.optimizer))
             set_optimizer_state_dict(
                 self.model, _native(self.optimizer), state, options=StateDictOptions(full_state_dict=True)
             )
@@ -161,11 +161,11 @@ class _Divided(_Base):
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load whole weights, each rank its part."""
-        _load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
+        load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_best_model(self: Any) -> None:
         """Load the weights of the best checkpoint, each rank its part."""
-        _load_weights(self.model, Path(self.state.best_model_checkpoint))
+        load_weights(self.model, Path(self.state.best_model_checkpoint))
 
 
 class _Nothing:
@@ -180,7 +180,12 @@ def _native(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _load_weights(model: Any, folder: Path) -> None:
+def load_weights(model: Any, folder: Path) -> None:
+    """Load the weights in a folder of a Trainer, or the adapters, each rank its part.
+
+    Raises:
+        ValueError: for an adapter that the model has not. ValueError, CheckpointError: as `load_pretrained`.
+    """
     adapters = folder / _ADAPTERS
     if not adapters.is_file():
         load_pretrained(model, folder)
@@ -200,8 +205,12 @@ def _load_weights(model: Any, folder: Path) -> None:
     load_pretrained(model, adapters, rename=name_of, strict=False)
 
 
-def _by_names(saved: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state dict by the names of parameters in place of their numbers."""
+def by_names(saved: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state dict by the names of parameters in place of their numbers.
+
+    Raises:
+        ValueError: for the state of another number of parameters.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
