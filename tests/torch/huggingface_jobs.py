@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.rules.random import _SYNCHRONIZED
 from hyper_parallel.integrations.huggingface import full_state_dict, parallelize_model
+from hyper_parallel.integrations.huggingface.shares import shares_of
 from hyper_parallel.testing.spmd import device_mesh, on_mesh
 from tests.torch.huggingface_models import batch, build
 from tests.torch.support import close, device, full
@@ -391,3 +393,26 @@ def fully_sharded(mesh: Any, case: str) -> None:
     model(**parts[mesh.get_local_rank("dp")]).loss.backward()
     for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
         close(p.grad.full_tensor(), q.grad, f"gradient of {name}", TOLERANCE)
+
+
+@on_mesh()
+def says_its_share(mesh: Any) -> None:
+    """The log has the share of bytes that is sharded, and a small one is a warning with the names."""
+    torch.manual_seed(0)
+    model = build("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallelize_model(model, mesh)
+    found = shares_of(model)
+    assert found.sharded_nbytes / found.nbytes > 0.9
+    assert set(found.whole) == {
+        "model.norm.weight",
+        "model.layers.*.input_layernorm.weight",
+        "model.layers.*.post_attention_layernorm.weight",
+    }
+    without = {f"model.layers.*.{name}": None for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
+    without |= {"model.embed_tokens": None, "lm_head": None}
+    with pytest.warns(
+        UserWarning, match=r"shards \d+% of the bytes of LlamaForCausalLM over 2 ranks, 8 of 21 .*'lm_head.w"
+    ):
+        parallelize_model(build("llama"), mesh, plan=without)

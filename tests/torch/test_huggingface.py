@@ -167,3 +167,7 @@ def test_use(pool: Any, job: str) -> None:
 
 def test_copies(pool: Any) -> None:
     pool.run(2, f"{JOBS}:copies", "mixtral")
+
+
+def test_the_share_that_is_sharded(pool: Any) -> None:
+    pool.run(2, f"{JOBS}:says_its_share")

@@ -16,6 +16,7 @@ from hyper_parallel.integrations.huggingface.head import fit_head
 from hyper_parallel.integrations.huggingface.lora import adapted_model, place_adapters, without_adapters
 from hyper_parallel.integrations.huggingface.plans import named_plan, resolve_styles
 from hyper_parallel.integrations.huggingface.sequences import check_cut, cut_sequences, meshes_of
+from hyper_parallel.integrations.huggingface.shares import say_shares
 
 __all__ = ["parallelize_model"]
 
@@ -134,6 +135,7 @@ def _parallelize(
     for module, attribute, size in local_sizes:
         setattr(module, attribute, size)
     _settle_rest(modules, mesh)
+    say_shares(model, mesh)
 
 
 def _refuse_quantised(modules: dict[str, Any], mesh: DeviceMesh) -> None:
