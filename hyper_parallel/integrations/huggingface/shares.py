@@ -20,14 +20,14 @@ class Shares(NamedTuple):
     """The parameters of a model, tied ones once.
 
     Attributes:
-        count: how many there are.
+        parameters: how many there are.
         sharded: how many of these are sharded.
         nbytes: bytes of all.
         sharded_nbytes: bytes of the sharded ones.
         whole: names of the others with their bytes, the largest first. ``*`` stands for the number of a layer.
     """
 
-    count: int
+    parameters: int
     sharded: int
     nbytes: int
     sharded_nbytes: int
@@ -59,7 +59,7 @@ def say_shares(model: Any, mesh: DeviceMesh) -> None:
     share = found.sharded_nbytes / max(found.nbytes, 1)
     text = (
         f"parallelize_model shards {share:.0%} of the bytes of {type(model).__name__} over {mesh.size()} ranks, "
-        f"{found.sharded} of {found.count} parameters"
+        f"{found.sharded} of {found.parameters} parameters"
     )
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     LOG.info("%s; whole on each rank: %s%s", text, ", ".join(names[:_NAMED]) or "none", more)
