@@ -9,7 +9,7 @@ derived from theirs. Its ``__call__`` runs the hooks before and after forward th
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, update_wrapper
 from itertools import count
 from typing import Any
 
@@ -91,7 +91,7 @@ def _with_replaced_forward(cls: Any, mixin: type | None) -> type:
         return self._replaced_forward(self, *args, **kwargs)
 
     # Other libraries read the names of the arguments, with `inspect.signature`.
-    forward.__wrapped__, forward.__doc__ = cls.forward, cls.forward.__doc__  # type: ignore[attr-defined]
+    update_wrapper(forward, cls.forward, assigned=("__doc__",), updated=())
 
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self._moving():
