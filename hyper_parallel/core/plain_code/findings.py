@@ -1,0 +1,80 @@
+"""Findings: an operation of plain code that is not what one device computes, with the line of the program."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Folder of this package: frames in it, and in the frameworks, are none of the program.
+_OWN = str(Path(__file__).resolve().parents[2])
+_LIBRARIES = ("site-packages", "dist-packages", "<frozen", "<string>", "<__array_function__")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A finding without its place, as it is kept for all equal calls.
+
+    Attributes:
+        kind: ``"whole"``: a dimension that is cut must be whole. ``"sum"``: a sum over ranks comes too late.
+            ``"count"``: what is the same on all ranks would count once for each. ``"mixed"``: a part meets what is cut
+            otherwise. ``"gradient"``: the gradient of a tensor is one summand a rank, and nobody adds these up.
+            ``"input"``, ``"output"``: a module is given, or the model gives, what the plan does not say.
+        text: the fact, as a sentence about the operation.
+        remedy: what to write.
+    """
+
+    kind: str
+    text: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A place of a program where its numbers, or its gradients, depart from those of one device.
+
+    Attributes:
+        kind: see `Problem`.
+        where: file and line of the program.
+        module: path of the innermost module whose forward is on the call stack; empty outside of the model.
+        operation: name of the operation.
+        text, remedy: see `Problem`.
+    """
+
+    kind: str
+    where: str
+    module: str
+    operation: str
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        of = f" in {self.module!r}" if self.module else ""
+        return f"{self.where}{of}: {self.text}. {self.remedy}"
+
+
+def place_in_program(paths: dict[int, str]) -> tuple[str, str]:
+    """File and line of the innermost frame of the program, and the path of the innermost module that runs.
+
+    Args:
+        paths: id of a module -> its path.
+    """
+    frame: Any = sys._getframe(1)
+    where, module = "", None
+    while frame is not None and not (where and module is not None):
+        code = frame.f_code
+        if not where and _is_of_program(code.co_filename):
+            where = f"{code.co_filename}:{frame.f_lineno}"
+        if module is None and code.co_varnames and code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            module = paths.get(id(owner)) if owner is not None else None
+        frame = frame.f_back
+    return where or "(a line that Python does not know)", module or ""
+
+
+def _is_of_program(file: str) -> bool:
+    if any(part in file for part in _LIBRARIES):
+        # Models of libraries are programs too: those of transformers, for example. The frameworks are not.
+        return not any(f"/{name}/" in file for name in ("torch", "mindspore", "torch_npu")) and "packages" in file
+    return not file.startswith(_OWN) or "/testing/" in file
