@@ -1,260 +1,245 @@
-"""Following a program: every operation on plain tensors with marks is judged, between the styled modules of a plan."""
+"""Following a program: every operation on plain tensors with marks is judged, between the styled modules of a plan.
+
+A tensor gets its first marks where a DTensor becomes plain, and they are compared with the plan where a plain tensor
+becomes a DTensor. These borders are in `DTensor.to_local` and `DTensor.from_local`, so no style says anything twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.core.communication.recorder import LISTENERS, CollectiveEvent
-from hyper_parallel.core.layouts.layout import Layout, get_layout
-from hyper_parallel.core.layouts.placement_types import Replicate, Shard
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.borders import misfit, output_problem
 from hyper_parallel.core.plain_code.findings import Finding, Problem, place_in_program
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
-from hyper_parallel.core.plain_code.marks import (
-    WHOLE,
-    Held,
-    Joined,
-    Lost,
-    Mark,
-    Ways,
-    describe,
-    held,
-    is_even,
-    mark_of,
-    partial_dims,
-    same_cut,
-    tensors_in,
-    ways_of,
-)
+from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Ways, held, is_even, mark_of, ways_of
+from hyper_parallel.core.plain_code.views import marks_of_base
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.interception import name_of
+from hyper_parallel.platform.watching import tensors_in
 
 __all__ = ["FOLLOWING", "Following", "follow"]
 
-#: The program that is followed, if one is.
+#: The programs that are followed, the innermost last; it is the one that counts.
 FOLLOWING: list[Following] = []
 
 
 class Following:
-    """A program that is followed. The backend hands over its operations, DTensors the borders of plain code.
+    """A program that is followed. ``str`` and ``print`` show the report; it is true where nothing was found.
+
+    The backend hands over operations, DTensors hand over the borders of plain code.
 
     Attributes:
         findings: in the order in which they were met, each once.
-        modules: finding -> how many modules have it.
-        unknown: names of operations that could not be followed -> how often.
+        unknown: operations that could not be followed, by name -> how often.
         notes: facts that are no findings -> how often.
         asked: number of operations that were judged.
-        paused: whether the program is inside of a styled module.
+        paused: how many styled modules the program is inside of.
     """
 
     def __init__(self, model: Any, platform: Platform) -> None:
-        self.platform = platform
-        self.paths = {id(module): path for path, module in platform.named_modules(model)}
-        self.findings: dict[Finding, int] = {}
+        self._platform = platform
+        self._paths = {id(module): path for path, module in platform.named_modules(model)}
+        self._found: dict[Finding, int] = {}
+        self._reached: set[Finding] = set()
         self.unknown: dict[str, int] = {}
         self.notes: dict[str, int] = {}
-        self.asked, self.paused, self.mesh = 0, 0, None
+        self.asked, self.paused = 0, 0
+        self._mesh: DeviceMesh | None = None
+        self._styled = ""
         self._verdicts: dict[Any, Verdict] = {}
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The findings, in the order in which they were met."""
+        return list(self._found)
+
+    @property
+    def reached(self) -> list[Finding]:
+        """The findings that a styled module, or the output of the model, was computed with. The values of others were
+        used for nothing that the program gives on, such as a number for a log."""
+        return [finding for finding in self._found if finding in self._reached]
+
+    def __bool__(self) -> bool:
+        return not self._found
 
     # ------------------------------------------------------------------------------------------------ operations
     def operation(self, op: Any, func: Any, args: tuple, kwargs: dict, call: Callable[[], Any]) -> Any:
-        """Run ``call()``, an operation of which some argument has marks, and mark its results. ``op`` is its row in the
-        op table, None for an operation without one."""
-        platform = self.platform
-        title = name_of(func)
-        if op is None:
+        """See `Follower.operation`."""
+        platform, title = self._platform, name_of(func)
+        bound = None if op is None else _bound(op, func, args, kwargs)
+        if bound is None:
             result = call()
             self._lose(result, args, kwargs, title)
             return result
-        bound: Any = None
-        try:
-            bound = op.bind(func, args, kwargs)
-        except Exception:  # noqa: BLE001 - the operation itself says better what is wrong with its arguments
-            bound = None
-        trains = [platform.is_tensor(x) and platform.requires_grad(x) for x in bound[0]] if bound else []
-        result = call()
-        if bound is None:
-            self._lose(result, args, kwargs, title)
-            return result
         operands, static = bound
+        trains = [platform.is_tensor(x) and platform.requires_grad(x) for x in operands]
+        result = call()
         target = operands[0] if op.in_place else result
-        results = list(tensors_in(target, platform.is_tensor))
+        results = list(tensors_in(target, platform.Tensor))
+        if not op.in_place:
+            # A call may give its operand back, which has its marks.
+            results = [] if any(y is x for y in results for x in operands) else results
         if not results:
             return result
-        if not op.in_place and any(y is x for y in results for x in operands):
-            return result  # it gave its operand back
         self.asked += 1
+        marks = [h for x in operands if platform.is_tensor(x) and (h := held(x)) is not None]
+        source = next((h.source for h in marks if h.source), "")
         described = tuple(
-            Operand(tuple(x.shape), ways_of(x), needs, isinstance(x, platform.Parameter)) if platform.is_tensor(x) else None
+            Operand(tuple(x.shape), ways_of(x), needs, isinstance(x, platform.Parameter))
+            if platform.is_tensor(x)
+            else None
             for x, needs in zip(operands, trains, strict=True)
         )
-        if op.name == "cat":  # an empty tensor of one dimension joins anything in torch: caches begin so
+        if op.name == "cat":  # torch joins an empty tensor of one dimension to any: caches begin so
             kept = [i for i, x in enumerate(described) if x is None or x.shape != (0,)]
             described, operands = tuple(described[i] for i in kept), tuple(operands[i] for i in kept)
         mesh = self._mesh_of(described)
-        if mesh is None:
-            return result
-        asked = Call(
-            op.name, title, static, described, tuple(tuple(y.shape) for y in results), op.in_place, operands, target
-        )
-        verdict = self._verdict(asked, mesh)
-        source = next((h.source for x in operands if (h := held(x)) is not None), "")
-        for problem in (*verdict.problems, *verdict.gradients):
-            self._found(problem, title)
-        for note in verdict.notes:
-            self.notes[note] = self.notes.get(note, 0) + 1
-        if verdict.problems:
-            lost = Lost(verdict.problems[0].text, found=True)
-            self._mark(results, (lost,) * len(results), source)
-        else:
-            self._mark(results, verdict.results, source)
+        ways: Sequence[Ways] = (WHOLE,) * len(results)
+        findings = tuple(dict.fromkeys(f for h in marks for f in h.findings))
+        if mesh is not None:
+            shapes = tuple(tuple(y.shape) for y in results)
+            asked = Call(op.name, title, static, described, shapes, op.in_place, operands, target)
+            verdict = self._verdict(asked, mesh)
+            findings += tuple(self._find(problem, title) for problem in (*verdict.problems, *verdict.gradients))
+            for note in verdict.notes:
+                self.notes[note] = self.notes.get(note, 0) + 1
+            ways = (Lost("after a finding"),) * len(results) if verdict.problems else verdict.results
+        self._mark(results, ways, source, findings)
         if op.in_place:
-            self._mark_base(operands[0], source)
+            self._mark_base(operands[0], source, findings)
         return result
 
     def _verdict(self, call: Call, mesh: DeviceMesh) -> Verdict:
-        scalars = tuple(x if not self.platform.is_tensor(x) else None for x in call.values)
-        key: Any = (call.name, call.title, call.static, call.operands, call.shapes, call.in_place, scalars)
+        """The judge's answer, which is the same for calls that differ in values alone."""
+        scalars = tuple(None if self._platform.is_tensor(x) else x for x in call.values)
+        key: Any = (call.name, call.title, call.operands, call.shapes, call.in_place, mesh)
         try:
-            found = self._verdicts.get(key)
+            found = self._verdicts.get((key, call.static, scalars))
+            key = (key, call.static, scalars)
         except TypeError:  # static arguments of element-wise operations are any objects, and do not count
-            key = (call.name, call.title, call.operands, call.shapes, call.in_place)
             found = self._verdicts.get(key)
         if found is None:
             found = self._verdicts[key] = judge(call, mesh)
         return found
 
     def _mesh_of(self, operands: tuple[Operand | None, ...]) -> DeviceMesh | None:
+        """The mesh of the marks of operands, None where all are the same on all ranks."""
         for x in operands:
-            if x is not None and isinstance(x.ways, tuple):
-                for mark in x.ways:
-                    if mark is not None:
-                        return mark.layout.mesh
-            elif x is not None and isinstance(x.ways, (Lost, Joined)):
-                return self.mesh
+            if x is None or x.ways is WHOLE:
+                continue
+            if not isinstance(x.ways, tuple):
+                return self._mesh
+            for mark in x.ways:
+                if mark is not None:
+                    return mark.layout.mesh
         return None
 
-    def _mark(self, tensors: list[Any], ways: tuple[Ways, ...], source: str) -> None:
+    def _mark(self, tensors: Sequence[Any], ways: Sequence[Ways], source: str, findings: tuple[Finding, ...]) -> None:
         for x, found in zip(tensors, ways, strict=False):
-            if found != WHOLE or held(x) is not None:
-                self.platform.write_mark(x, None if found == WHOLE else Held(found, source))
+            if found != WHOLE or findings:
+                self._platform.write_mark(x, Held(found, source, findings=findings))
+            elif held(x) is not None:
+                self._platform.write_mark(x, None)
 
-    def _mark_base(self, view: Any, source: str) -> None:
-        """Mark the tensor of which a view was written to: its cut dimension has the stride and size of the view's."""
-        base, ways = self.platform.base_of(view), ways_of(view)
-        if base is None or ways == WHOLE or held(base) is not None:
+    def _mark_base(self, view: Any, source: str, findings: tuple[Finding, ...]) -> None:
+        """Mark the tensor of which a view was written to."""
+        platform = self._platform
+        base, ways = platform.base_of(view), ways_of(view)
+        if base is None or (ways == WHOLE and not findings) or held(base) is not None:
             return
-        found: Ways = ways if isinstance(ways, Lost) else Lost("a view that was written to")
-        if isinstance(ways, tuple):
-            marks: list[Mark] = []
-            strides, of_view = self.platform.strides(base), self.platform.strides(view)
-            for mark in ways:
-                marks += [] if mark is None else _in_base(mark, view, base, of_view, strides)
-            found = tuple(dict.fromkeys(marks)) or found
-        self.platform.write_mark(base, Held(found, source))
+        found: Ways = ways
+        if isinstance(ways, tuple) and ways != WHOLE:
+            of_base = tuple(base.shape), platform.strides(base)
+            found = marks_of_base(ways, tuple(view.shape), platform.strides(view), *of_base)
+        self._mark((base,), (found,), source, findings)
 
     def _lose(self, result: Any, args: tuple, kwargs: dict, title: str) -> None:
         """Note that the results of an operation are not followed. One that gives no tensor, or an argument back, is
         none."""
-        given = list(tensors_in((args, kwargs), self.platform.is_tensor))
-        results = [y for y in tensors_in(result, self.platform.is_tensor) if not any(y is x for x in given)]
+        given = list(tensors_in((args, kwargs), self._platform.Tensor))
+        results = [y for y in tensors_in(result, self._platform.Tensor) if not any(y is x for x in given)]
         if not results:
             return
-        lost = next((w for x in given if isinstance(w := ways_of(x), Lost)), None)
+        marks = [h for x in given if (h := held(x)) is not None]
+        lost = next((h.ways for h in marks if isinstance(h.ways, Lost)), None)
         if lost is None:
+            lost = Lost(title)
             self.unknown[title] = self.unknown.get(title, 0) + 1
-            lost = Lost(f"{title} has no rule")
-        self._mark(results, (lost,) * len(results), "")
+        findings = tuple(dict.fromkeys(f for h in marks for f in h.findings))
+        self._mark(results, (lost,) * len(results), "", findings)
 
-    def _found(self, problem: Problem, title: str) -> None:
-        where, module = place_in_program(self.paths)
+    def _find(self, problem: Problem, title: str) -> Finding:
+        where, module = place_in_program(self._paths)
         finding = Finding(problem.kind, where, module, title, problem.text, problem.remedy)
-        self.findings[finding] = self.findings.get(finding, 0) + 1
+        self._found[finding] = self._found.get(finding, 0) + 1
+        return finding
 
     # ------------------------------------------------------------------------------------------------ borders
     def given(self, x: Any, layout: Layout, summed: tuple[int, ...] = ()) -> None:
         """A DTensor of ``layout`` became the plain tensor ``x``. Along the mesh dimensions ``summed`` its gradient is
         taken as one summand a rank."""
-        self.mesh = layout.mesh
+        self._mesh = layout.mesh
         mark = mark_of(layout, tuple(d for d in summed if layout.mesh.shape[d] > 1))
         if mark is None:
-            if held(x) is not None:
-                self.platform.write_mark(x, None)
             return
-        ways: Ways = (mark,) if is_even(layout) else Lost("parts of unequal size")
-        if isinstance(ways, Lost):
-            self.unknown[str(ways.why)] = self.unknown.get(ways.why, 0) + 1
-        self.platform.write_mark(x, Held(ways, self._styled, stated=True))
+        ways: Ways = (mark,)
+        if not is_even(layout):
+            ways = Lost("parts of unequal size")
+            self.unknown[ways.why] = self.unknown.get(ways.why, 0) + 1
+        self._platform.write_mark(x, Held(ways, self._styled, stated=True))
 
-    def cut_of(self, x: Any, mesh: DeviceMesh) -> Shard | None:
-        """How the 1-D ``mesh`` cuts a plain tensor, where it is known to be a part; a cut of the last dimension does
-        not count."""
+    def joined(self, x: Any, pieces: Sequence[Any], dim: int) -> None:
+        """A style joined ``pieces`` to ``x`` along ``dim``, each with marks of its own."""
+        dim %= len(x.shape)
+        found = Joined(dim, tuple(p.shape[dim] for p in pieces), tuple(ways_of(p) for p in pieces))
+        self._platform.write_mark(x, Held(found, self._styled, stated=True))
+
+    def cut_of(self, x: Any, mesh: DeviceMesh, whole: int) -> Shard | None:
+        """How the 1-D ``mesh`` cuts a plain tensor that is known to be a part. None where it is none, or is cut in one
+        of the last ``whole`` dimensions, which must not be."""
         ways = ways_of(x)
         for mark in ways if isinstance(ways, tuple) else ():
             if mark is not None and mark.layout.mesh is mesh:
                 placement = mark.layout.placements[0]
-                if isinstance(placement, Shard) and placement.dim < mark.layout.ndim - 1:
+                if isinstance(placement, Shard) and placement.dim < mark.layout.ndim - whole:
                     return placement
         return None
 
-    def joined(self, x: Any, pieces: tuple[Any, ...], dim: int) -> None:
-        """A style joined pieces to ``x`` along ``dim``, each with marks of its own."""
-        sizes = tuple(piece.shape[dim] for piece in pieces)
-        found = Joined(dim % len(x.shape), sizes, tuple(ways_of(piece) for piece in pieces))
-        self.platform.write_mark(x, Held(found, self._styled, stated=True))
-
     def taken(self, x: Any, layout: Layout) -> None:
         """A plain tensor became a DTensor of ``layout``: it must be that."""
+        self._reach(x)
         ways = ways_of(x)
         if not isinstance(ways, tuple):
             return
-        problems = [self._misfit(x, mark, layout) for mark in ways]
-        if problems and all(p is not None for p in problems):
-            self._found(problems[0], "from_local")  # type: ignore[arg-type]
-
-    def _misfit(self, x: Any, mark: Mark | None, layout: Layout) -> Problem | None:
-        """The problem of a tensor with ``mark`` that is taken for ``layout``, None where there is none."""
-        trains = self.platform.requires_grad(x)
-        shape = tuple(x.shape)
-        wanted = f"is taken for {', '.join(map(str, layout.placements))}"
-        if mark is None:
-            if trains and self.platform.is_made_with(x, x) and any(isinstance(p, Shard) and n > 1 for p, n in zip(layout.placements, layout.mesh.shape, strict=True)):
-                text = f"a plain input of shape {shape}, which is the same on all ranks, {wanted}"
-                return Problem("input", text, "Say with input_layouts=Replicate() that it is whole")
-            return None
-        if mark.layout.mesh is not layout.mesh:
-            return None
-        for d, (have, want) in enumerate(zip(mark.layout.placements, layout.placements, strict=True)):
-            if layout.mesh.shape[d] == 1 or (have is want and not mark.merged and d not in mark.summed):
-                continue
-            if d in mark.summed and want is Replicate():
-                if not trains:
-                    continue
-                text = f"{describe(mark, shape)} {wanted}: its gradient would be summed over the ranks once more"
-                return Problem("input", text, "Leave out partial_features= or grad_placements= where the style reads it")
-            if same_cut(have, want) and not mark.merged:
-                continue
-            remedy = f"Say with input_layouts={have} how it lies, or bring it to {want} before"
-            return Problem("input", f"{describe(mark, shape)} {wanted}", remedy)
-        return None
+        platform, shape = self._platform, tuple(x.shape)
+        trains = platform.requires_grad(x)
+        computed = trains and bool(platform.is_made_with(x, x))
+        problems = [misfit(mark, layout, shape, trains, computed) for mark in ways]
+        first = problems[0]
+        if first is not None and all(problems):
+            self._reached.add(self._find(first, "from_local"))
 
     def gives(self, output: Any) -> None:
         """The model gives ``output``: a part or a summand of the whole is a finding, unless a style itself gave it."""
-        for y in tensors_in(output, self.platform.is_tensor):
+        for y in tensors_in(output, self._platform.Tensor):
+            self._reach(y)
             found = held(y)
             if found is None or found.stated or not isinstance(found.ways, tuple):
                 continue
-            mark = next((m for m in found.ways), None)
-            if mark is None or None in found.ways:
-                continue
-            text = f"the model gives {describe(mark, tuple(y.shape))}, and no style says so"
-            remedy = "Give the last module PrepareModuleOutput, or the layer before a style that gathers"
-            if partial_dims(mark.layout) or mark.sharded:
-                self._found(Problem("output", text, remedy), "the model's output")
+            problem = output_problem(found.ways, tuple(y.shape), found.source)
+            if problem is not None:
+                self._reached.add(self._find(problem, "the model's output"))
 
-    _styled = ""
+    def _reach(self, x: Any) -> None:
+        found = held(x)
+        if found is not None:
+            self._reached.update(found.findings)
 
     def styled(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         """``call`` of a styled module: nothing inside is asked, and what it gives comes from the module ``name``."""
@@ -271,43 +256,64 @@ class Following:
         return run
 
     # ------------------------------------------------------------------------------------------------ the report
+    def as_dict(self) -> dict[str, Any]:
+        """The report for JSON."""
+        return {
+            "right": bool(self),
+            "findings": [{**vars(f), "used": f in self._reached, "times": n} for f, n in self._found.items()],
+            "not_followed": self.unknown,
+            "notes": self.notes,
+            "asked": self.asked,
+        }
+
+    def lines(self) -> list[str]:
+        """The findings, a line each: those of alike modules at one line of the program stand once."""
+        alike: dict[tuple[str, str, str, str], list[Finding]] = {}
+        for f in self._found:
+            alike.setdefault((f.kind, f.where, f.text, f.remedy), []).append(f)
+        lines = []
+        for same in alike.values():
+            more = f" (and in {len(same) - 1} more modules)" if len(same) > 1 else ""
+            unused = (
+                "" if any(f in self._reached for f in same) else " No module takes the result, nor does the output."
+            )
+            lines.append(f"{same[0]}{more}{unused}")
+        return lines
+
     def __str__(self) -> str:
-        lines = [f"{len(self.findings)} findings in plain code; {self.asked} operations asked"]
-        lines += [f"  [{f.kind}] {f}" + (f" ({n} times)" if n > 1 else "") for f, n in self.findings.items()]
-        lines += [f"  not followed: {name}, {count} times" for name, count in self.unknown.items()]
-        lines += [f"  taken as said: {note}, {count} times" for note, count in self.notes.items()]
-        return "\n".join(lines)
+        count = len(self.lines())
+        first = f"{count or 'no'} finding{'s' * (count != 1)} in plain code, of {self.asked} operations"
+        unknown = [f"not followed, {n} times: {name}" for name, n in self.unknown.items()]
+        return "\n".join([first, *self.lines(), *unknown])
+
+    __repr__ = __str__
 
 
-def _in_base(mark: Mark, view: Any, base: Any, of_view: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[Mark]:
-    """What the base of a view may be that has ``mark``."""
-    layout = mark.layout
-    cut = [(d, p) for d, p in enumerate(layout.placements) if isinstance(p, Shard)]
-    if len(cut) != 1:
-        return
-    (d, p) = cut[0]
-    size, stride = view.shape[p.dim], of_view[p.dim]
-    for dim, n in enumerate(base.shape):
-        if n == size and (strides[dim] == stride or n == 1):
-            whole = list(base.shape)
-            whole[dim] = layout.shape[p.dim]
-            placements = [q if i != d else p.with_dim(dim) for i, q in enumerate(layout.placements)]
-            yield Mark(get_layout(layout.mesh, tuple(placements), tuple(whole)))
-
-
-def refused(platform: Platform) -> Any:
-    """Raise TypeError for a backend that cannot follow programs."""
-    raise TypeError(f"the platform {platform.name!r} does not hand over the operations of a program: leave the check out")
+def _bound(op: Any, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any] | None:
+    """Operands and static arguments of a call, None for arguments that its row does not cover. The operation itself
+    says best what is wrong with them."""
+    try:
+        operands, static = op.bind(func, args, kwargs)
+    except Exception:
+        return None
+    return operands, static
 
 
 @contextmanager
 def follow(model: Any, platform: Platform) -> Iterator[Following]:
-    """Inside, the program is followed. Marks are forgotten with their tensors."""
+    """Inside, the program is followed.
+
+    Raises:
+        TypeError: for a backend that cannot do so.
+    """
     following = Following(model, platform)
+    handed_over = platform.follow(following)
+    if handed_over is None:
+        raise TypeError(f"the platform {platform.name!r} does not hand over the operations of a program to follow them")
     FOLLOWING.append(following)
-    LISTENERS.append(_hear_nothing)  # with a listener, styles ask whether a program is followed
+    LISTENERS.append(_hear_nothing)  # where there are listeners, styles ask whether a program is followed
     try:
-        with platform.follow(following) or refused(platform):
+        with handed_over:
             yield following
     finally:
         LISTENERS.remove(_hear_nothing)

@@ -108,7 +108,8 @@ def judge(call: Call, mesh: DeviceMesh) -> Verdict:
         return Verdict(results=(WHOLE if first is None else first.ways,))
     choices = [(None,) if x is None else x.ways for x in call.operands]
     found = [
-        _judge_way(call, way, mesh) for way in itertools.islice(itertools.product(*choices), _MOST_WAYS)  # type: ignore[arg-type]
+        _judge_way(call, way, mesh)
+        for way in itertools.islice(itertools.product(*choices), _MOST_WAYS)  # type: ignore[arg-type]
     ]
     fitting = [v for v in found if not v.problems]
     if not fitting:
@@ -149,29 +150,27 @@ def _only_summed(mark: Mark) -> bool:
 
 
 def _assumed(call: Call, marks: tuple[Mark | None, ...]) -> dict[int, Mark]:
-    """Operands without marks that have the size of a part, as parts: the program has made or cut them so itself."""
+    """Operands without a cut that have the size of a part, as parts: the program has made or cut them so itself."""
     known = next(((x, m) for x, m in zip(call.operands, marks, strict=True) if x and m and m.sharded), None)
     if known is None:
         return {}
-    x, mark = known
+    (x, mark), mesh = known, known[1].layout.mesh
     found = {}
-    for d, p in enumerate(mark.layout.placements):
-        if not isinstance(p, Shard):
+    for i, (other, own) in enumerate(zip(call.operands, marks, strict=True)):
+        if other is None or not (own is None or _only_summed(own)):
             continue
-        back, size = p.dim - len(x.shape), x.shape[p.dim]
-        for i, (other, own) in enumerate(zip(call.operands, marks, strict=True)):
-            if own is None and other is not None and len(other.shape) >= -back and other.shape[back] == size:
-                whole = list(other.shape)
-                whole[back] = mark.layout.shape[p.dim]
-                placements: list[Any] = [Replicate()] * mark.layout.mesh.ndim
-                placements[d] = p.with_dim(len(other.shape) + back)
-                found[i] = Mark(get_layout(mark.layout.mesh, tuple(placements), tuple(whole)))
+        whole, placements = list(other.shape), [Replicate()] * mesh.ndim
+        for d, p in enumerate(mark.layout.placements):
+            back = p.dim - len(x.shape) if isinstance(p, Shard) else 0
+            if back and len(other.shape) >= -back and other.shape[back] == x.shape[back]:
+                whole[back] = mark.layout.shape[back]
+                placements[d] = p.with_dim(len(other.shape) + back)  # type: ignore[attr-defined]
+        if whole != list(other.shape):
+            found[i] = Mark(get_layout(mesh, tuple(placements), tuple(whole)))
     return found
 
 
-def _judge_layouts(
-    call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh, assumed: dict[int, Mark]
-) -> Verdict:
+def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh, assumed: dict[int, Mark]) -> Verdict:
     layouts = tuple(
         None if x is None else assumed[i].layout if i in assumed else layout_of(m, mesh, x.shape)
         for i, (x, m) in enumerate(zip(call.operands, marks, strict=True))
@@ -182,8 +181,14 @@ def _judge_layouts(
     mark, operand = marks[0] if marks else None, call.operands[0] if call.operands else None
     if call.name in RESHAPES and mark is not None and operand is not None:
         ways = reshaped(mark, operand.shape, call.shapes[0])
-        return Verdict(results=(ways,)) if ways else Verdict(problems=(reshape_problem(call.title, mark, operand.shape, call.shapes[0]),))
-    texts = [describe(assumed.get(i, m), x.shape) for i, (x, m) in enumerate(zip(call.operands, marks, strict=True)) if x]
+        return (
+            Verdict(results=(ways,))
+            if ways
+            else Verdict(problems=(reshape_problem(call.title, mark, operand.shape, call.shapes[0]),))
+        )
+    texts = [
+        describe(assumed.get(i, m), x.shape) for i, (x, m) in enumerate(zip(call.operands, marks, strict=True)) if x
+    ]
     shape = () if operand is None else operand.shape
     static = of_whole(call.name, call.static, shape, layouts[0] if layouts else None, len(call.shapes))
     try:
@@ -278,7 +283,7 @@ def _is_native(rule_call: Any, call: Call, strategy: Strategy, mesh: DeviceMesh)
         with platform.no_dispatch(), platform.no_grad():
             given = rule_call(platform, native, call.values, call.static, strategy.operands, strategy.results)
             return given is call.result
-    except Exception:  # noqa: BLE001 - whatever it does besides the native call makes it another one
+    except Exception:
         return False
     finally:
         LISTENERS.remove(refuse)

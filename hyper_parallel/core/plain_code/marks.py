@@ -6,7 +6,6 @@ one of them. An operation keeps the marks that it can be right for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,6 +13,7 @@ from hyper_parallel.core.communication.recorder import dim_name
 from hyper_parallel.core.layouts.layout import Layout, replicated_layout
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.findings import Finding
 from hyper_parallel.platform.contract.observation import MARKS
 
 
@@ -93,11 +93,13 @@ class Held:
         ways: the marks.
         source: name of the module whose style gave the tensor, or one that it was computed of.
         stated: whether the style itself gave it.
+        findings: those that it was computed with.
     """
 
     ways: Ways
     source: str = ""
     stated: bool = False
+    findings: tuple[Finding, ...] = ()
 
 
 def held(x: Any) -> Held | None:
@@ -143,18 +145,6 @@ def describe(mark: Mark | None, shape: tuple[int, ...]) -> str:
 def partial_dims(layout: Layout) -> tuple[int, ...]:
     """The mesh dimensions over which a layout is a sum or another reduction."""
     return tuple(d for d, p in enumerate(layout.placements) if isinstance(p, Partial) and layout.mesh.shape[d] > 1)
-
-
-def tensors_in(tree: Any, is_tensor: Any) -> Iterator[Any]:
-    """The tensors in nested tuples, lists and dicts."""
-    if is_tensor(tree):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors_in(item, is_tensor)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item, is_tensor)
 
 
 def same_cut(one: Placement, other: Placement) -> bool:

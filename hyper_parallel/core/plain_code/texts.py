@@ -15,12 +15,12 @@ _WHOLE = (
     "PrepareModuleOutput do so"
 )
 _PACKED = (
-    "Where the layer's weight is several matrices in one, say so: ColwiseParallel(packed=...) or heads=(...); otherwise "
-    "let it gather, with output_layouts=Replicate()"
+    "Where the layer's weight is several matrices in one, say so: ColwiseParallel(packed=...) or heads=(...); "
+    "otherwise let it gather, with output_layouts=Replicate()"
 )
 _NORMED = (
-    "Give a norm inside attention heads HeadNormParallel(), one along the sequence SequenceParallel(), or let the layer "
-    "that gives the part gather, with output_layouts=Replicate()"
+    "Give a norm inside attention heads HeadNormParallel(), one along the sequence SequenceParallel(), or let the "
+    "layer that gives the part gather, with output_layouts=Replicate()"
 )
 _SUM = (
     "Let a RowwiseParallel layer compute the sum, or make it whole before: DTensor.from_local(x, mesh, "
@@ -31,14 +31,12 @@ _READ = (
     "summands up; where NoParallel gives it, say partial_features=... or local_output_grad_placements=Partial()"
 )
 _OWNED = (
-    "Give its module a style, such as SequenceParallel(), HeadNormParallel() or ParameterParallel({...}): the style adds "
-    "the summands up"
+    "Give its module a style, such as SequenceParallel(), HeadNormParallel() or ParameterParallel({...}): the style "
+    "adds the summands up"
 )
 
 
-def moved_problem(
-    title: str, name: str, texts: Sequence[str], have: Layout | None, want: Layout | None
-) -> Problem:
+def moved_problem(title: str, name: str, texts: Sequence[str], have: Layout | None, want: Layout | None) -> Problem:
     """The problem of an operation for which data would have to move.
 
     Args:
@@ -54,13 +52,17 @@ def moved_problem(
         if old is new:
             continue
         if old.is_partial():
-            return Problem("sum", f"{given}, and is not linear in the summand: the sum over ranks must come first", _SUM)
+            return Problem(
+                "sum", f"{given}, and is not linear in the summand: the sum over ranks must come first", _SUM
+            )
         if new.is_partial():
             text = f"{given}, and adds what is the same on all ranks once for each rank to a sum"
             return Problem("count", text, _SUM)
         if new is Replicate() and isinstance(old, Shard):
             remedy = _NORMED if "norm" in name else _PACKED if name in _TAKES_APART else _WHOLE
-            return Problem("whole", f"{given}, and needs dimension {old.dim} whole, of which each rank has a part", remedy)
+            return Problem(
+                "whole", f"{given}, and needs dimension {old.dim} whole, of which each rank has a part", remedy
+            )
     return Problem("mixed", f"{given}, which do not lie alike: a part meets what is no part, or cut otherwise", _WHOLE)
 
 
@@ -85,7 +87,7 @@ def gradient_problem(title: str, shape: tuple[int, ...], parameter: bool, mark: 
     what = "a parameter" if parameter else "a tensor"
     same = "taken for this rank's part of something" if assumed else "the same on all ranks"
     text = (
-        f"{title} reads {what} of shape {tuple(shape)}, {same}, next to this rank's part: each rank computes one summand "
-        "of its gradient, and nothing adds them up"
+        f"{title} reads {what} of shape {tuple(shape)}, {same}, next to this rank's part: each rank computes one "
+        "summand of its gradient, and nothing adds them up"
     )
     return Problem("gradient", text, _OWNED if parameter else _READ)

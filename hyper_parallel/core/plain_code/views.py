@@ -9,7 +9,7 @@ from typing import Any
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import PackedShard, Shard
 from hyper_parallel.core.operations.strategy import solve
-from hyper_parallel.core.plain_code.marks import Mark, is_even
+from hyper_parallel.core.plain_code.marks import Lost, Mark, Ways, is_even
 from hyper_parallel.core.rules import OPERATIONS
 
 RESHAPES = frozenset({"reshape", "view", "reshape_copy"})
@@ -135,3 +135,33 @@ def _is_slice_of_all(item: Any, size: int) -> bool:
         return False
     _, start, stop, step = item
     return (start or 0) == 0 and step in (None, 1) and stop is not None and stop >= size
+
+
+def marks_of_base(
+    ways: tuple[Mark | None, ...],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    base: tuple[int, ...],
+    base_strides: tuple[int, ...],
+) -> Ways:
+    """What a tensor may be of which a view was written to: its cut dimension has the size and the stride of the view's.
+
+    Args:
+        ways: marks of the view.
+        shape, strides: of the view.
+        base, base_strides: of the tensor.
+    """
+    found = []
+    for mark in ways:
+        cut = [] if mark is None else [(d, p) for d, p in enumerate(mark.layout.placements) if isinstance(p, Shard)]
+        if mark is None or len(cut) != 1:
+            continue
+        ((mesh_dim, placement),) = cut
+        for dim, size in enumerate(base):
+            if size == shape[placement.dim] and (base_strides[dim] == strides[placement.dim] or size == 1):
+                placements = list(mark.layout.placements)
+                placements[mesh_dim] = placement.with_dim(dim)
+                whole = list(base)
+                whole[dim] = mark.layout.shape[placement.dim]
+                found.append(Mark(get_layout(mark.layout.mesh, tuple(placements), tuple(whole))))
+    return tuple(dict.fromkeys(found)) or Lost("a view that was written to")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from mindspore import Tensor
 
@@ -23,8 +23,8 @@ __all__ = ["MarkedTensor", "follow", "write_mark"]
 class _Followers:
     """The programs that are followed, the innermost last, and the tensors with marks."""
 
-    active: list[Follower] = []  # noqa: RUF012 - one list for the process
-    marked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+    active: ClassVar[list[Follower]] = []
+    marked: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
 
 class MarkedTensor(InterceptedTensor):
@@ -45,7 +45,7 @@ class MarkedTensor(InterceptedTensor):
         return Tensor._make_subclass(Tensor, self)
 
     @staticmethod
-    def _dispatch(row: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _follow(row: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         if any(isinstance(x, InterceptedTensor) and x._layout is not None for x in tensors_in((args, kwargs), Tensor)):
             return InterceptedTensor._dispatch(row, func, args, kwargs)
         with NoDispatch():
@@ -61,6 +61,9 @@ class MarkedTensor(InterceptedTensor):
                 return y
 
             return _Followers.active[-1].operation(row, func, args, kwargs, call)
+
+
+MarkedTensor._dispatch = staticmethod(MarkedTensor._follow)  # type: ignore[assignment]
 
 
 def write_mark(x: Any, mark: Any) -> None:
