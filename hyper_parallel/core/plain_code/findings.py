@@ -77,4 +77,4 @@ def _is_of_program(file: str) -> bool:
     if any(part in file for part in _LIBRARIES):
         # Models of libraries are programs too: those of transformers, for example. The frameworks are not.
         return not any(f"/{name}/" in file for name in ("torch", "mindspore", "torch_npu")) and "packages" in file
-    return not file.startswith(_OWN) or "/testing/" in file
+    return not file.startswith(_OWN) or ("/testing/" in file and "/testing/adapters/" not in file)

@@ -9,7 +9,7 @@ from hyper_parallel.core.layouts.placement_types import Replicate, Shard
 from hyper_parallel.core.plain_code.findings import Problem
 from hyper_parallel.core.plain_code.marks import Mark, describe
 
-_TAKES_APART = frozenset({"split", "getitem", "reshape", "view", "reshape_copy", "repeat"})
+_TAKES_APART = frozenset({"split", "chunk", "getitem", "reshape", "view", "reshape_copy", "repeat"})
 _WHOLE = (
     "Let the layer that gives it gather, with output_layouts=Replicate(), or let PrepareModuleInput or "
     "PrepareModuleOutput do so"
@@ -71,6 +71,14 @@ def unfit_problem(title: str, name: str, texts: Sequence[str]) -> Problem:
     given = f"{title} gets {' and '.join(texts)}"
     if name == "split":
         return Problem("whole", f"{given}, and takes a dimension apart of which each rank has a part", _PACKED)
+    if "norm" in name:
+        return Problem("whole", f"{given}, and normalises a dimension of which each rank has a part", _NORMED)
+    if name == "linear":
+        return Problem(
+            "mixed",
+            f"{given}, a whole weight",
+            "Give this layer RowwiseParallel(), or " + _WHOLE[0].lower() + _WHOLE[1:],
+        )
     if name == "write":
         return Problem("mixed", f"{given}, and writes into a tensor that lies otherwise", _WHOLE)
     return Problem("mixed", f"{given}, whose whole tensors do not go together in it", _WHOLE)
