@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hyper_parallel.core.plain_code.following import Following, follow
-from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.contract.modules import APPLIED
+from hyper_parallel.core.plain_code.following import Following, follow, platform_of
 
 __all__ = ["check_plain_code"]
 
@@ -44,7 +42,7 @@ def check_plain_code(model: Any) -> Iterator[Following]:
 
     Source: the checker of types for plain SPMD code of torchtitan, which wants annotations where this has plans.
     """
-    platform = _platform_of(model)
+    platform = platform_of(model)
     if not isinstance(model, platform.Module):
         raise TypeError(
             f"check_plain_code takes a {platform.Module.__name__} of the platform {platform.name!r}, got "
@@ -56,13 +54,3 @@ def check_plain_code(model: Any) -> Iterator[Following]:
             yield following
         finally:
             handle.remove()
-
-
-def _platform_of(model: Any) -> Any:
-    """The platform on which styles were applied to a module or one below it, else the selected one."""
-    platform = get_platform()
-    if isinstance(model, platform.Module):
-        for _, module in platform.named_modules(model):
-            for _, mesh in getattr(module, APPLIED, ()):
-                return mesh.platform
-    return platform

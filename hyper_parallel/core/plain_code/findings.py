@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Folder of this package: frames in it, and in the frameworks, are none of the program.
-_OWN = str(Path(__file__).resolve().parents[2])
-_LIBRARIES = ("site-packages", "dist-packages", "<frozen", "<string>", "<__array_function__")
+#: Folder of this package: frames in it, and in the framework, are none of the program.
+_OWN = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)
@@ -54,17 +53,18 @@ class Finding:
         return f"{self.where}{of}: {self.text}. {self.remedy}"
 
 
-def place_in_program(paths: dict[int, str]) -> tuple[str, str]:
+def place_in_program(paths: dict[int, str], framework: str) -> tuple[str, str]:
     """File and line of the innermost frame of the program, and the path of the innermost module that runs.
 
     Args:
         paths: id of a module -> its path.
+        framework: folder of the framework.
     """
     frame: Any = sys._getframe(1)
     where, module = "", None
     while frame is not None and not (where and module is not None):
         code = frame.f_code
-        if not where and _is_of_program(code.co_filename):
+        if not where and _is_of_program(code.co_filename, framework):
             where = f"{code.co_filename}:{frame.f_lineno}"
         if module is None and code.co_varnames and code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
@@ -73,8 +73,14 @@ def place_in_program(paths: dict[int, str]) -> tuple[str, str]:
     return where or "(a line that Python does not know)", module or ""
 
 
-def _is_of_program(file: str) -> bool:
-    if any(part in file for part in _LIBRARIES):
-        # Models of libraries are programs too: those of transformers, for example. The frameworks are not.
-        return not any(f"/{name}/" in file for name in ("torch", "mindspore", "torch_npu")) and "packages" in file
-    return not file.startswith(_OWN) or ("/testing/" in file and "/testing/adapters/" not in file)
+def folder_of(cls: type) -> str:
+    """The folder of the package of a class."""
+    package = sys.modules[cls.__module__.partition(".")[0]]
+    return str(Path(str(package.__file__)).parent)
+
+
+def _is_of_program(file: str, framework: str) -> bool:
+    """Whether a line of ``file`` is one of the program: models of other libraries are programs too."""
+    if file.startswith(_OWN):
+        return "/testing/" in file and "/testing/adapters/" not in file
+    return not file.startswith(("<", framework))

@@ -15,15 +15,17 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.plain_code.borders import misfit, output_problem
-from hyper_parallel.core.plain_code.findings import Finding, Problem, place_in_program
+from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of, place_in_program
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Ways, held, is_even, mark_of, ways_of
 from hyper_parallel.core.plain_code.views import marks_of_base
+from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.interception import name_of
+from hyper_parallel.platform.contract.modules import APPLIED
 from hyper_parallel.platform.watching import tensors_in
 
-__all__ = ["FOLLOWING", "Following", "follow"]
+__all__ = ["FOLLOWING", "Following", "follow", "platform_of"]
 
 #: The programs that are followed, the innermost last; it is the one that counts.
 FOLLOWING: list[Following] = []
@@ -45,6 +47,7 @@ class Following:
     def __init__(self, model: Any, platform: Platform) -> None:
         self._platform = platform
         self._paths = {id(module): path for path, module in platform.named_modules(model)}
+        self._framework = folder_of(platform.Tensor)
         self._found: dict[Finding, int] = {}
         self._reached: set[Finding] = set()
         self.unknown: dict[str, int] = {}
@@ -175,7 +178,7 @@ class Following:
         self._mark(results, (lost,) * len(results), "", findings)
 
     def _find(self, problem: Problem, title: str) -> Finding:
-        where, module = place_in_program(self._paths)
+        where, module = place_in_program(self._paths, self._framework)
         finding = Finding(problem.kind, where, module, title, problem.text, problem.remedy)
         self._found[finding] = self._found.get(finding, 0) + 1
         return finding
@@ -213,7 +216,7 @@ class Following:
 
     def taken(self, x: Any, layout: Layout) -> None:
         """A plain tensor became a DTensor of ``layout``: it must be that."""
-        self._reach(x)
+        self.reach(x)
         ways = ways_of(x)
         if not isinstance(ways, tuple):
             return
@@ -228,7 +231,7 @@ class Following:
     def gives(self, output: Any) -> None:
         """The model gives ``output``: a part or a summand of the whole is a finding, unless a style itself gave it."""
         for y in tensors_in(output, self._platform.Tensor):
-            self._reach(y)
+            self.reach(y)
             found = held(y)
             if found is None or found.stated or not isinstance(found.ways, tuple):
                 continue
@@ -236,10 +239,12 @@ class Following:
             if problem is not None:
                 self._reached.add(self._find(problem, "the model's output"))
 
-    def _reach(self, x: Any) -> None:
-        found = held(x)
-        if found is not None:
-            self._reached.update(found.findings)
+    def reach(self, values: Any) -> None:
+        """Note that the program goes on with tensors, which findings may have computed."""
+        for x in tensors_in(values, self._platform.Tensor):
+            found = held(x)
+            if found is not None:
+                self._reached.update(found.findings)
 
     def styled(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         """``call`` of a styled module: nothing inside is asked, and what it gives comes from the module ``name``."""
@@ -318,6 +323,16 @@ def follow(model: Any, platform: Platform) -> Iterator[Following]:
     finally:
         LISTENERS.remove(_hear_nothing)
         FOLLOWING.remove(following)
+
+
+def platform_of(model: Any) -> Platform:
+    """The platform on which styles were applied to a module or one below it, else the selected one."""
+    platform = get_platform()
+    if isinstance(model, platform.Module):
+        for _, module in platform.named_modules(model):
+            for _, mesh in getattr(module, APPLIED, ()):
+                return mesh.platform
+    return platform
 
 
 def _hear_nothing(event: CollectiveEvent) -> None:

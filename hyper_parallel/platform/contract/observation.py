@@ -92,7 +92,7 @@ class ObservationRole:
 
     def write_mark(self, x: Tensor, mark: Any) -> None:
         """Put ``mark`` on a plain tensor, as the attribute `MARKS`; None takes it away. Called inside `follow`."""
-        setattr(x, MARKS, mark)
+        x._marks_of_plain = mark
 
     def base_of(self, x: Tensor) -> Tensor | None:
         """The tensor of which ``x`` is a view, None where it is none. A backend that cannot know answers None."""

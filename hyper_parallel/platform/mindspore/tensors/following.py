@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from mindspore import Tensor
 
-from hyper_parallel.platform.contract.observation import MARKS, Follower
+from hyper_parallel.platform.contract.observation import Follower
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.watching import tensors_in
 
@@ -68,7 +68,7 @@ MarkedTensor._dispatch = staticmethod(MarkedTensor._follow)  # type: ignore[assi
 
 def write_mark(x: Any, mark: Any) -> None:
     """See `Platform.write_mark`."""
-    setattr(x, MARKS, mark)
+    x._marks_of_plain = mark
     if mark is None and type(x) is MarkedTensor:
         x.__class__ = Tensor
     elif mark is not None and type(x) is Tensor and _Followers.active:

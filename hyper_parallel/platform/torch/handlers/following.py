@@ -70,26 +70,21 @@ class _Mode(TorchFunctionMode):
             return None
         y = func(*args, **kwargs)
         if isinstance(y, Tensor) and y.shape == same.shape:
-            setattr(y, MARKS, mark)
+            y._marks_of_plain = mark
             return y
         return None
 
 
-def _has_marks(args: tuple, kwargs: dict) -> bool:
+def _has_marks(args: Iterable[Any], kwargs: dict) -> bool:
     """Whether some argument has marks, and none is a DTensor."""
     found = False
-    for x in _flat(args, kwargs):
-        if is_dtensor(x):
-            return False
-        found = found or getattr(x, MARKS, None) is not None
-    return found
-
-
-def _flat(args: Iterable[Any], kwargs: dict) -> Iterable[Tensor]:
     for x in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(x, Tensor):
-            yield x
+            if is_dtensor(x):
+                return False
+            found = found or x.__dict__.get(MARKS) is not None
         elif isinstance(x, (tuple, list)):
-            yield from _flat(x, {})
+            found = found or _has_marks(x, {})
         elif isinstance(x, dict):
-            yield from _flat((), x)
+            found = found or _has_marks((), x)
+    return found

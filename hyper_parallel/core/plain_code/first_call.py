@@ -1,0 +1,88 @@
+"""Following the first call of a parallelised model, where ``HYPER_PARALLEL_CHECK=1`` asks for it.
+
+Only the first call pays, and the first one that records gradients: then the hooks are taken away. A finding that a
+styled module or the output was computed with is an error, after forward and before anything of backward is sent. All
+ranks find the same, since layouts and the program alone decide. A finding whose value is used for nothing else, as in
+code that one rank runs for a log, is a warning.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import ExitStack
+from typing import Any
+
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.modes import is_strict
+from hyper_parallel.core.plain_code.following import FOLLOWING, Following, follow, platform_of
+from hyper_parallel.core.weak_table import WeakTable
+
+__all__ = ["VARIABLE", "follow_first_call"]
+
+#: The environment variable: "1" follows first calls.
+VARIABLE = "HYPER_PARALLEL_CHECK"
+#: module -> the handles of its hooks; whether its call that runs is followed; whether one was that recorded gradients.
+_HANDLES, _OPEN, _DONE = WeakTable(), WeakTable(), WeakTable()
+
+
+def follow_first_call(module: Any, mesh: DeviceMesh) -> None:
+    """Follow the first call of ``module``, to which a plan was applied, if the environment asks for it. One rank has
+    nothing to follow."""
+    if os.environ.get(VARIABLE, "0") in ("", "0") or mesh.size() == 1 or mesh.get_coordinate() is None:
+        return
+    if _HANDLES.get(module) is None:
+        platform = mesh.platform
+        before = platform.register_forward_pre_hook(module, _before, prepend=True)
+        _HANDLES.set(module, (before, platform.register_forward_hook(module, _after, always=True)))
+
+
+def _before(module: Any, args: tuple) -> None:
+    platform = platform_of(module)
+    _close(module)  # a call that has failed may have left it open
+    if platform.is_compiling() or FOLLOWING or _DONE.get(module) is not None:
+        return
+    records = any(
+        platform.requires_grad(p) for _, m in platform.named_modules(module) for _, p in platform.named_parameters(m)
+    )
+    stack = ExitStack()
+    _OPEN.set(module, (stack, stack.enter_context(follow(module, platform)), records))
+
+
+def _after(module: Any, args: tuple, output: Any) -> None:
+    found = _close(module)
+    if found is None or output is None:
+        return
+    following, records = found
+    if records:
+        _DONE.set(module, True)
+        for handle in _HANDLES.get(module) or ():
+            handle.remove()
+    following.reach(output)
+    _tell(following)
+
+
+def _close(module: Any) -> tuple[Following, bool] | None:
+    opened = _OPEN.get(module)
+    if opened is None:
+        return None
+    stack, following, records = opened
+    _OPEN.set(module, None)
+    stack.close()
+    return following, records
+
+
+def _tell(following: Following) -> None:
+    """Raise ValueError for findings that the model goes on with; warn of others.
+
+    Inside `strict()` these are errors too.
+    """
+    if not following.findings:
+        return
+    text = (
+        f"the first call of the model was followed ({VARIABLE}=1), and its plain code computes something else than one "
+        "device does:\n" + "\n".join(following.lines())
+    )
+    if following.reached or is_strict():
+        raise ValueError(text)
+    warnings.warn(text, stacklevel=2)
