@@ -72,14 +72,14 @@ class PlanCheck:
 
     def __str__(self) -> str:
         most = max(self.differences.values(), default=0.0)
-        alike = (
+        same = (
             f"output, loss and {len(self.differences) - 2} gradients on {self.ranks} ranks are those of one device, "
             f"within {most:.2g} (tolerance {self.tolerance:.2g})"
         )
         if self:
-            return f"right: {alike}"
+            return f"right: {same}"
         if not self.wrong:
-            return "\n".join([f"wrong in plain code, though for this sample {alike}", *self.plain_code])
+            return "\n".join([f"wrong in plain code, though for this sample {same}", *self.plain_code])
         rows = [(name, f"{difference:.3g}") for name, difference in self.wrong.items()]
         first = (
             f"the first module that differs: {self.first_module}"

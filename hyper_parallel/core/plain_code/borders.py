@@ -1,4 +1,4 @@
-"""Borders of plain code: what a styled module is given, and what the model gives, against the plan."""
+"""Borders of plain code: inputs of styled modules, and outputs of the model, against the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bo
         layout: as the style or the program takes it.
         shape: local shape.
         trains: whether a gradient goes to it.
-        computed: whether operations have computed it. Of an input of the program its caller knows what it is.
+        computed: whether operations have computed it. The caller of the program knows its inputs.
     """
     wanted = f"is taken for {', '.join(map(str, layout.placements))}"
     ranks = layout.mesh.shape

@@ -17,9 +17,9 @@ class Problem:
 
     Attributes:
         kind: ``"whole"``: a dimension that is cut must be whole. ``"sum"``: a sum over ranks comes too late.
-            ``"count"``: what is the same on all ranks would count once for each. ``"mixed"``: a part meets what is cut
-            otherwise. ``"gradient"``: the gradient of a tensor is one summand a rank, and nobody adds these up.
-            ``"input"``, ``"output"``: a module is given, or the model gives, what the plan does not say.
+            ``"count"``: a replicated tensor would count once for each rank. ``"mixed"``: a part meets a tensor that is
+            cut otherwise. ``"gradient"``: the gradient of a tensor is one summand a rank, and nothing adds these up.
+            ``"input"``, ``"output"``: a module takes, or the model gives, another part than the plan says.
         text: the fact, as a sentence about the operation.
         remedy: what to write.
     """

@@ -1,9 +1,9 @@
 """Following the first call of a parallelised model, where ``HYPER_PARALLEL_CHECK=1`` asks for it.
 
 Only the first call pays, and the first one that records gradients: then the hooks are taken away. A finding that a
-styled module or the output was computed with is an error, after forward and before anything of backward is sent. All
-ranks find the same, since layouts and the program alone decide. A finding whose value is used for nothing else, as in
-code that one rank runs for a log, is a warning.
+styled module or the output was computed with is an error after forward. All ranks find the same, since layouts and the
+program alone decide. A value that nothing else is computed with, such as a number for a log, is a warning: one rank may
+have computed it alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Following a program: every operation on plain tensors with marks is judged, between the styled modules of a plan.
 
-A tensor gets its first marks where a DTensor becomes plain, and they are compared with the plan where a plain tensor
+A tensor gets its first marks where a DTensor becomes plain. They are compared with the plan where a plain tensor
 becomes a DTensor. These borders are in `DTensor.to_local` and `DTensor.from_local`, so no style says anything twice.
 """
 
@@ -247,7 +247,7 @@ class Following:
                 self._reached.update(found.findings)
 
     def styled(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """``call`` of a styled module: nothing inside is asked, and what it gives comes from the module ``name``."""
+        """``call`` of a styled module: nothing inside is asked, and its outputs come from the module ``name``."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             before, self._styled = self._styled, name
@@ -272,12 +272,12 @@ class Following:
         }
 
     def lines(self) -> list[str]:
-        """The findings, a line each: those of alike modules at one line of the program stand once."""
-        alike: dict[tuple[str, str, str, str], list[Finding]] = {}
+        """The findings, a line each: those of equal modules at one line of the program stand once."""
+        equal: dict[tuple[str, str, str, str], list[Finding]] = {}
         for f in self._found:
-            alike.setdefault((f.kind, f.where, f.text, f.remedy), []).append(f)
+            equal.setdefault((f.kind, f.where, f.text, f.remedy), []).append(f)
         lines = []
-        for same in alike.values():
+        for same in equal.values():
             more = f" (and in {len(same) - 1} more modules)" if len(same) > 1 else ""
             unused = (
                 "" if any(f in self._reached for f in same) else " No module takes the result, nor does the output."
@@ -296,7 +296,7 @@ class Following:
 
 def _bound(op: Any, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any] | None:
     """Operands and static arguments of a call, None for arguments that its row does not cover. The operation itself
-    says best what is wrong with them."""
+    has the best words for an error."""
     try:
         operands, static = op.bind(func, args, kwargs)
     except Exception:

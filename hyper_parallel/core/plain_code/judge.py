@@ -1,7 +1,7 @@
 """The judge: whether an operation on plain tensors computes locally what one device computes, by its rule.
 
-It asks the rule with the global shapes of the operands, and the solver for the layouts that the operation needs. Where
-the solver would move data, the local result is another one than that of one device. The judge communicates nothing and
+It asks the rule with the global shapes of the operands. The solver says which layouts the operation needs. Where the
+solver would move data, the local result is another one than that of one device. The judge communicates nothing and
 reads no values: all ranks come to the same verdict.
 """
 
@@ -60,7 +60,7 @@ class Operand:
 
     Attributes:
         shape: local shape.
-        ways: what it may stand for.
+        ways: its marks.
         trains: whether a gradient goes to it.
         is_parameter: whether it is a parameter of a module.
     """
@@ -83,7 +83,7 @@ class Call:
         shapes: local shapes of the results.
         in_place: whether it writes over the first operand.
         values: the operands themselves, for rules that replace the local call.
-        result: what the native operation returned.
+        result: of the native operation.
     """
 
     name: str
@@ -230,8 +230,8 @@ def _right(
     """The verdict on an operation that moves nothing: the cotangents of its operands, and the marks of its results."""
     mesh_dims = range(next(x for x in layouts if x is not None).mesh.ndim)
     split = set(itertools.chain(*strategy.partial_grad_dims))
-    # Along these all ranks compute alike, and the gradient of some operand is a summand: so is that of the results.
-    alike = {d for m in marks if m is not None for d in m.summed} - split
+    # Along these all ranks compute the same, and the gradient of some operand is a summand: so is that of the results.
+    same = {d for m in marks if m is not None for d in m.summed} - split
     gradients = []
     for i, (x, m) in enumerate(zip(call.operands, marks, strict=True)):
         if x is None or not x.trains or (call.in_place and i == 0 and m is None):
@@ -240,13 +240,13 @@ def _right(
         if i in assumed:
             owed = {d for d in mesh_dims if isinstance(assumed[i].layout.placements[d], Shard)}
         if m is None or not m.sharded:
-            owed |= {d for d in alike if layouts[i] is not None and layouts[i].placements[d] is Replicate()}  # type: ignore[union-attr]
+            owed |= {d for d in same if layouts[i] is not None and layouts[i].placements[d] is Replicate()}  # type: ignore[union-attr]
         owed -= set(() if m is None else m.summed)
         if owed:
             gradients.append(gradient_problem(call.title, x.shape, x.is_parameter, m, i in assumed))
     results: list[Ways] = []
     for shape, layout in itertools.zip_longest(call.shapes, strategy.results[: len(call.shapes)]):
-        results.append(_way_of(shape, layout, tuple(sorted(alike)), merged))
+        results.append(_way_of(shape, layout, tuple(sorted(same)), merged))
     notes = [f"{call.title}: a tensor of shape {call.operands[i].shape} counts as this rank's part" for i in assumed]  # type: ignore[union-attr]
     if draws:
         notes.append(f"{call.title} draws the same numbers for the part of each rank")
@@ -266,7 +266,7 @@ def _way_of(shape: tuple[int, ...], layout: Any, summed: tuple[int, ...], merged
 
 def _is_native(rule_call: Any, call: Call, strategy: Strategy, mesh: DeviceMesh) -> bool:
     """Whether the function that a rule runs in place of the native operation comes down to that operation. It must hand
-    on just what it was given, and give back the result. Nothing is computed by it that counts, and nothing is sent."""
+    on its own arguments, and give back the result. Nothing is computed by it that counts, and nothing is sent."""
     platform = mesh.platform
 
     def native(operands: Any, static: Any) -> Any:

@@ -108,7 +108,7 @@ def held(x: Any) -> Held | None:
 
 
 def ways_of(x: Any) -> Ways:
-    """What a tensor may stand for."""
+    """Return the marks of a tensor, `WHOLE` for one without."""
     found = held(x)
     return WHOLE if found is None else found.ways
 

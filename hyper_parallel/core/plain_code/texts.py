@@ -56,14 +56,14 @@ def moved_problem(title: str, name: str, texts: Sequence[str], have: Layout | No
                 "sum", f"{given}, and is not linear in the summand: the sum over ranks must come first", _SUM
             )
         if new.is_partial():
-            text = f"{given}, and adds what is the same on all ranks once for each rank to a sum"
+            text = f"{given}, and adds a replicated tensor to a sum once for each rank"
             return Problem("count", text, _SUM)
         if new is Replicate() and isinstance(old, Shard):
             remedy = _NORMED if "norm" in name else _PACKED if name in _TAKES_APART else _WHOLE
             return Problem(
                 "whole", f"{given}, and needs dimension {old.dim} whole, of which each rank has a part", remedy
             )
-    return Problem("mixed", f"{given}, which do not lie alike: a part meets what is no part, or cut otherwise", _WHOLE)
+    return Problem("mixed", f"{given}, which are not cut in the same way", _WHOLE)
 
 
 def unfit_problem(title: str, name: str, texts: Sequence[str]) -> Problem:

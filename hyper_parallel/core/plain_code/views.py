@@ -17,7 +17,7 @@ _FULL = ("slice", None, None, None)
 
 
 def reshaped(mark: Mark, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Mark, ...]:
-    """What a part of local shape ``before`` may be as ``after``; nothing where that mixes parts.
+    """Return the marks that a part of local shape ``before`` may have as ``after``: none where that mixes parts.
 
     Each dimension of the result is tried as the one that is cut. All that the rule takes without moving data are kept.
     """
@@ -144,7 +144,7 @@ def marks_of_base(
     base: tuple[int, ...],
     base_strides: tuple[int, ...],
 ) -> Ways:
-    """What a tensor may be of which a view was written to: its cut dimension has the size and the stride of the view's.
+    """Return the marks of a tensor of which a view was written to: the cut has the size and stride of the view's.
 
     Args:
         ways: marks of the view.

@@ -10,7 +10,7 @@ from hyper_parallel.platform.contract.dispatch import NativeOp
 
 __all__ = ["MARKS", "Follower", "ObservationRole", "Observer"]
 
-#: Attribute of a plain tensor: the marks that core has put there, which say what it stands for.
+#: Attribute of a plain tensor: the marks that core has put there: the parts that ranks hold.
 MARKS = "_marks_of_plain"
 
 Module = Any

@@ -59,7 +59,7 @@ UP_DOWN = {"up": linear(8, 24), "down": linear(24, 8)}
 
 @dataclass
 class Case:
-    """A program and what is found in it.
+    """A program and its finding.
 
     Attributes:
         run: ``run(module, x, adapter)``. The line that is to be found ends in ``# found``; else it is the only one.
@@ -117,7 +117,7 @@ def latent(module: Any, x: Any, a: Any) -> Any:
 
 
 def gated(module: Any, x: Any, a: Any) -> Any:
-    """A gate that all ranks compute alike, and multiply parts with."""
+    """A gate that is the same on all ranks, and multiplies parts."""
     gate = a.sigmoid(a.sum(module.gate(x), -1, True))
     return module.down(module.up(x) * gate)  # found
 
@@ -160,7 +160,7 @@ SEQUENCE = UP_DOWN | {"norm": lambda a: a.norm_module(8), "table": linear(8, 4)}
 BY_SEQUENCE = {"up": C(), "down": W(output_layouts=Shard(1)), "norm": SequenceParallel(use_local_output=True)}
 PACKED = {"up": linear(8, 72), "down": linear(24, 8)}
 WHOLE = {"gate": linear(8, 12), "down": linear(24, 8)}
-BESIDE = {"up": linear(8, 24), "beside": linear(12, 8)}
+NEXT = {"up": linear(8, 24), "next": linear(12, 8)}
 
 WRONG = {
     "softmax": Case(lambda m, x, a: m.down(a.softmax(m.up(x), -1)), "whole", ("oftmax", "output_layouts=Replicate()")),
@@ -181,8 +181,8 @@ WRONG = {
     "first token": Case(forgotten, "whole", ("(2, 2, 8) of (2, 4, 8)",), BY_SEQUENCE, SEQUENCE),
     "positions": Case(positions, "gradient", ("(2, 8)", "this rank's part"), BY_SEQUENCE, SEQUENCE),
     "joined": Case(lambda m, x, a: m.down(a.cat((m.up(x), m.up(x)), -1)[..., :12]), "whole", ("dimension 2",)),
-    "layer beside": Case(
-        lambda m, x, a: a.call(m.beside, m.up(x)), "mixed", ("(8, 12)", "RowwiseParallel()"), {"up": C()}, BESIDE
+    "layer without a style": Case(
+        lambda m, x, a: a.call(m.next, m.up(x)), "mixed", ("(8, 12)", "RowwiseParallel()"), {"up": C()}, NEXT
     ),
     "whole as a part": Case(
         lambda m, x, a: m.down(m.gate(x)), "input", ("input_layouts=",), {"down": W(), "gate": NoParallel()}, WHOLE

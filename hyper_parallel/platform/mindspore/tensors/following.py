@@ -1,7 +1,7 @@
 """Following the operations of a program on plain tensors, for `core.plain_code`.
 
 A tensor with marks gets a class whose operations arrive here, as those of DTensors arrive at core. It is a plain tensor
-again where nothing is known of it but that all ranks have the same, inside of styled modules, and when all is over.
+again when its marks are taken away, and when the program is not followed any more.
 """
 
 from __future__ import annotations
