@@ -288,7 +288,8 @@ def explain(
 
     collectives = step.run(*inputs, loss=loss, backward=backward, tell=tell, **kwargs)
     # By itself: a program that is followed takes the longer way through its styles.
-    step.run(*inputs, loss=loss, backward=False, prove=True, **kwargs)
+    step.run(*inputs, loss=loss, backward=backward, prove=True, **kwargs)
+    assert step.plain_code is not None
     mesh_dims = step.mesh.mesh_dim_names or ()
     return Explanation(
         mesh=dict(zip(mesh_dims, step.mesh.shape, strict=True)),
@@ -299,8 +300,8 @@ def explain(
         setup=step.setup,
         unmatched=step.unmatched,
         differentiated=backward,
-        plain_code=step.plain_code.lines() if step.plain_code else [],
-        not_followed=step.plain_code.unknown if step.plain_code else {},
+        plain_code=step.plain_code.lines(),
+        not_followed=step.plain_code.unknown,
     )
 
 

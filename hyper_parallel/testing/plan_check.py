@@ -17,6 +17,7 @@ from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.plain_code.api import check_plain_code
+from hyper_parallel.core.plain_code.following import looking
 from hyper_parallel.debug.comm_trace import CommTrace
 from hyper_parallel.debug.module_scopes import ModuleScopes
 from hyper_parallel.debug.text import format_table
@@ -229,7 +230,8 @@ def _step(model: Any, platform: Platform, sample: tuple, kwargs: dict[str, Any],
     def tell(path: str, args: Any, output: Any) -> None:
         first = next(iter(tensors_in(output, platform)), None)
         if first is not None and path not in seen:
-            seen[path] = _whole(first, platform)
+            with looking():
+                seen[path] = _whole(first, platform)
 
     def as_tensor(x: Any) -> Any:
         if not isinstance(x, np.ndarray):

@@ -25,7 +25,7 @@ from hyper_parallel.platform.contract.interception import name_of
 from hyper_parallel.platform.contract.modules import APPLIED
 from hyper_parallel.platform.watching import tensors_in
 
-__all__ = ["FOLLOWING", "Following", "follow", "platform_of"]
+__all__ = ["FOLLOWING", "Following", "follow", "looking", "platform_of"]
 
 #: The programs that are followed, the innermost last; it is the one that counts.
 FOLLOWING: list[Following] = []
@@ -54,7 +54,8 @@ class Following:
         self.notes: dict[str, int] = {}
         self.asked, self.paused = 0, 0
         self._mesh: DeviceMesh | None = None
-        self._styled = ""
+        self._inside: Any = None
+        self._styled, self._own_samples = "", False
         self._verdicts: dict[Any, Verdict] = {}
 
     @property
@@ -189,7 +190,7 @@ class Following:
         taken as one summand a rank."""
         self._mesh = layout.mesh
         mark = mark_of(layout, tuple(d for d in summed if layout.mesh.shape[d] > 1))
-        if mark is None:
+        if mark is None or self._own_samples:
             return
         ways: Ways = (mark,)
         if not is_even(layout):
@@ -218,7 +219,7 @@ class Following:
         """A plain tensor became a DTensor of ``layout``: it must be that."""
         self.reach(x)
         ways = ways_of(x)
-        if not isinstance(ways, tuple):
+        if not isinstance(ways, tuple) or self._own_samples:
             return
         platform, shape = self._platform, tuple(x.shape)
         trains = platform.requires_grad(x)
@@ -246,17 +247,27 @@ class Following:
             if found is not None:
                 self._reached.update(found.findings)
 
-    def styled(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """``call`` of a styled module: nothing inside is asked, and its outputs come from the module ``name``."""
+    def is_inside(self, module: Any) -> bool:
+        """Whether the innermost styled module that runs is ``module``."""
+        return self._inside is module
+
+    def styled(
+        self, call: Callable[..., Any], module: Any, name: str, *, own_samples: bool = False
+    ) -> Callable[..., Any]:
+        """``call`` of a styled module: nothing inside is asked, and its outputs come from the module, by its ``name``.
+
+        With ``own_samples`` ranks have samples of their own there, as data-parallel ranks have: no part of one tensor.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before, self._styled = self._styled, name
+            before = self._inside, self._styled, self._own_samples
+            self._inside, self._styled, self._own_samples = module, name, own_samples or self._own_samples
             self.paused += 1
             try:
                 return call(*args, **kwargs)
             finally:
                 self.paused -= 1
-                self._styled = before
+                self._inside, self._styled, self._own_samples = before
 
         return run
 
@@ -323,6 +334,19 @@ def follow(model: Any, platform: Platform) -> Iterator[Following]:
     finally:
         LISTENERS.remove(_hear_nothing)
         FOLLOWING.remove(following)
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Inside, operations are the library's own, such as those that read values for a report: none is followed."""
+    following = FOLLOWING[-1] if FOLLOWING else None
+    if following is not None:
+        following.paused += 1
+    try:
+        yield
+    finally:
+        if following is not None:
+            following.paused -= 1
 
 
 def platform_of(model: Any) -> Platform:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from hyper_parallel import (
     SequenceParallel,
     Shard,
     check_plain_code,
+    explain,
     get_platform,
     parallelize_module,
 )
@@ -28,8 +30,10 @@ from hyper_parallel.core.plain_code.following import FOLLOWING, follow
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import block_plan, compare, floats
+from hyper_parallel.testing.conformance.checks import needs_gradients
 from hyper_parallel.testing.conformance.test_errors import fails
 from hyper_parallel.testing.extent import in_gate
+from hyper_parallel.testing.plan_check import PlanCheck, compare_on_ranks, verdict_of
 
 C, W = ColwiseParallel, RowwiseParallel
 MLP = {"up": C(), "down": W()}
@@ -277,6 +281,45 @@ def block_followed(mesh: Any, local_between: bool) -> Any:
 def test_a_sequence_parallel_block(pool: Any, local_between: bool) -> None:
     for findings, unknown, asked in pool.run(2, block_followed, local_between):
         assert not findings and not unknown and asked
+
+
+@spmd.on_mesh(names=("tp",))  # which all ranks of the pool make: `compare_on_ranks` finds it again
+def planned(mesh: Any, name: str) -> Any:
+    """The report of `check_plan`, and that of `explain`."""
+    case = (RIGHT | WRONG)[name]
+    x = floats(*case.shape)
+    platform, sent = get_platform(), pickle.dumps((Maker(name), case.plan, (x,), {}, None, True))
+    found = compare_on_ranks((mesh.size(),), ("tp",), sent)
+    loss, inputs = get_adapter().sum, get_adapter().tensor(x)
+    explained = explain(Maker(name)(), mesh.size(), case.plan, inputs, loss=loss) if platform.rank() == 0 else None
+    return found, None if explained is None else (explained.plain_code, str(explained))
+
+
+@dataclass
+class Maker:
+    """A function that makes the model of a case, which other processes can be given."""
+
+    name: str
+
+    def __call__(self) -> Any:
+        case = (RIGHT | WRONG)[self.name]
+        return program(case.run, case.modules)
+
+
+def test_plans(pool: Any) -> None:
+    needs_gradients()
+    for name, kind in (("packed", ""), ("softmax", "oftmax gets a part"), ("gate", "partial_features=")):
+        if get_platform().device_type != "cpu" or name not in (WRONG if kind else RIGHT):
+            continue
+        ranks = pool.run(2, planned, name)
+        checked = verdict_of([found for found, _ in ranks], 1e-4)
+        (plain_code, text) = ranks[0][1]
+        assert bool(checked) is not bool(kind), checked
+        for lines, whole in ((checked.plain_code, str(checked)), (plain_code, text)):
+            assert len(lines) == bool(kind) and all(kind in line and line in whole for line in lines)
+    # A plan that this sample does not show to be wrong.
+    lucky = PlanCheck(2, {"output": 0.0, "loss": 0.0}, 1e-4, None, plain_code=["a line"])
+    assert not lucky and str(lucky).startswith("wrong in plain code, though for this sample output, loss and 0 grad")
 
 
 @spmd.on_mesh()

@@ -272,7 +272,7 @@ class ModuleStyle(ParallelStyle):
         plain, distributed = mesh.platform.Tensor, dtensor_class(mesh.platform)
 
         def convert(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if LISTENERS and current_module() != path_of(module):
+            if LISTENERS and is_entered(module):
                 return run_in_module(path_of(module), followed(convert, module), module, *args, **kwargs)
             if CHECKS:
                 check_first_call(module)
@@ -308,7 +308,7 @@ class ModuleStyle(ParallelStyle):
             by_class[plain] = compare
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if LISTENERS and current_module() != path_of(module):
+            if LISTENERS and is_entered(module):
                 # The longer way says at its borders what each plain tensor is.
                 way = followed(convert, module) if FOLLOWING else run
                 return run_in_module(path_of(module), way, module, *args, **kwargs)
@@ -349,9 +349,15 @@ def hook_of_style(run: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def followed(call: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """``call``, of a module with a style, as a part of a program that is followed, if one is."""
-    return FOLLOWING[-1].styled(call, path_of(module)) if FOLLOWING else call
+def followed(call: Callable[..., Any], module: Any, **how: bool) -> Callable[..., Any]:
+    """``call``, of a module with a style, as a part of a program that is followed, if one is. ``how`` is as for
+    `Following.styled`."""
+    return FOLLOWING[-1].styled(call, module, path_of(module), **how) if FOLLOWING else call
+
+
+def is_entered(module: Any) -> bool:
+    """Whether the forward of a module with a style begins, as far as listeners and programs that are followed know."""
+    return current_module() != path_of(module) or bool(FOLLOWING and not FOLLOWING[-1].is_inside(module))
 
 
 def is_styled(module: Any) -> bool:

@@ -1,7 +1,7 @@
 """Following the operations of a program on plain tensors, for `core.plain_code`.
 
 A tensor with marks gets a class whose operations arrive here, as those of DTensors arrive at core. It is a plain tensor
-again when its marks are taken away, and when the program is not followed any more.
+again when its marks are taken away, or when following ends.
 """
 
 from __future__ import annotations
