@@ -46,43 +46,55 @@ def _before(module: Any, args: tuple) -> None:
         platform.requires_grad(p) for _, m in platform.named_modules(module) for _, p in platform.named_parameters(m)
     )
     stack = ExitStack()
-    _OPEN.set(module, (stack, stack.enter_context(follow(module, platform)), records))
+    following = stack.enter_context(follow(module, platform))
+    following.on_reached = lambda: _refuse(module, following)
+    _OPEN.set(module, (stack, records))
 
 
 def _after(module: Any, args: tuple, output: Any) -> None:
-    found = _close(module)
-    if found is None or output is None:
+    following = FOLLOWING[-1] if FOLLOWING else None
+    records = _close(module)
+    if following is None or records is None or output is None:
         return
-    following, records = found
     if records:
-        _DONE.set(module, True)
-        for handle in _HANDLES.get(module) or ():
-            handle.remove()
+        _finish(module)
     following.reach(output)
-    _tell(following)
+    if following.findings and is_strict():
+        raise ValueError(_text(following))
+    if following.findings:
+        warnings.warn(_text(following), stacklevel=2)
 
 
-def _close(module: Any) -> tuple[Following, bool] | None:
+def _close(module: Any) -> bool | None:
+    """Follow the call of ``module`` no longer. Returns whether it recorded gradients, None where it is not followed."""
     opened = _OPEN.get(module)
     if opened is None:
         return None
-    stack, following, records = opened
+    stack, records = opened
     _OPEN.set(module, None)
     stack.close()
-    return following, records
+    return bool(records)
 
 
-def _tell(following: Following) -> None:
-    """Raise ValueError for findings that the model goes on with; warn of others.
+def _finish(module: Any) -> None:
+    """Follow no further call of ``module``."""
+    _DONE.set(module, True)
+    for handle in _HANDLES.get(module) or ():
+        handle.remove()
 
-    Inside `strict()` these are errors too.
-    """
-    if not following.findings:
-        return
-    text = (
+
+def _refuse(module: Any, following: Following) -> None:
+    """Raise ValueError for findings that the model goes on with: on all ranks at the same place, before the module that
+    takes such a tensor communicates."""
+    _finish(module)
+    following.on_reached = None
+    following.paused += 1
+    FOLLOWING[:] = [other for other in FOLLOWING if other is not following]
+    raise ValueError(_text(following))
+
+
+def _text(following: Following) -> str:
+    return (
         f"the first call of the model was followed ({VARIABLE}=1), and its plain code computes something else than one "
         "device does:\n" + "\n".join(following.lines())
     )
-    if following.reached or is_strict():
-        raise ValueError(text)
-    warnings.warn(text, stacklevel=2)

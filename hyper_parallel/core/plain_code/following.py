@@ -42,6 +42,7 @@ class Following:
         notes: facts that are no findings -> how often.
         asked: number of operations that were judged.
         paused: how many styled modules the program is inside of.
+        on_reached: is called when there are `reached` findings, before a styled module communicates; None is nothing.
     """
 
     def __init__(self, model: Any, platform: Platform) -> None:
@@ -53,6 +54,7 @@ class Following:
         self.unknown: dict[str, int] = {}
         self.notes: dict[str, int] = {}
         self.asked, self.paused = 0, 0
+        self.on_reached: Callable[[], None] | None = None
         self._mesh: DeviceMesh | None = None
         self._inside: Any = None
         self._styled, self._own_samples = "", False
@@ -228,6 +230,8 @@ class Following:
         first = problems[0]
         if first is not None and all(problems):
             self._reached.add(self._find(first, "from_local"))
+            if self.on_reached is not None:
+                self.on_reached()
 
     def gives(self, output: Any) -> None:
         """The model gives ``output``: a part or a summand of the whole is a finding, unless a style itself gave it."""
@@ -246,6 +250,8 @@ class Following:
             found = held(x)
             if found is not None:
                 self._reached.update(found.findings)
+        if self._reached and self.on_reached is not None:
+            self.on_reached()
 
     def is_inside(self, module: Any) -> bool:
         """Whether the innermost styled module that runs is ``module``."""
@@ -333,7 +339,7 @@ def follow(model: Any, platform: Platform) -> Iterator[Following]:
             yield following
     finally:
         LISTENERS.remove(_hear_nothing)
-        FOLLOWING.remove(following)
+        FOLLOWING[:] = [other for other in FOLLOWING if other is not following]
 
 
 @contextmanager

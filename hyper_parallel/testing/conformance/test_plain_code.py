@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +27,9 @@ from hyper_parallel import (
     explain,
     get_platform,
     parallelize_module,
+    strict,
 )
+from hyper_parallel.core.plain_code.first_call import VARIABLE
 from hyper_parallel.core.plain_code.following import FOLLOWING, follow
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
@@ -361,3 +365,71 @@ def odd_corners(mesh: Any) -> None:
 
 def test_odd_corners(pool: Any) -> None:
     pool.run(2, odd_corners)
+
+
+@spmd.on_mesh()
+def first_calls(mesh: Any) -> None:
+    adapter = get_adapter()
+    x = floats(2, 4, 8)
+
+    def made(run: Callable[..., Any], plan: dict[str, Any] = MLP, modules: dict[str, Any] = UP_DOWN) -> Any:
+        os.environ[VARIABLE] = "1"
+        try:
+            return parallelize_module(program(run, modules), mesh, plan)
+        finally:
+            del os.environ[VARIABLE]
+
+    def step(model: Any) -> Any:
+        def loss(x: Any) -> Any:
+            y = adapter.call(model, x)
+            return adapter.sum(y), y
+
+        return adapter.model_value_and_grads(model, loss, x)[0]
+
+    wrong = made(WRONG["softmax"].run)
+    with pytest.raises(ValueError, match=r"HYPER_PARALLEL_CHECK=1[^$]*oftmax gets a part"):
+        step(wrong)
+    step(wrong)  # of which nothing is said a second time
+
+    # Gradients are recorded in the second call.
+    gate = made(gated, MLP | {"gate": NoParallel()}, GATED)
+    if get_platform().name != "mindspore":  # which records where it is told to
+        gate_of_parts = adapter.detach(adapter.tensor(x))
+        with get_platform().no_grad():
+            adapter.call(gate, gate_of_parts)
+    with pytest.raises(ValueError, match="partial_features="):
+        step(gate)
+
+    # A number for a log is a warning, and an error inside strict().
+    def logged(module: Any, x: Any, a: Any) -> Any:
+        y = module.up(x)
+        a.mean(y)
+        return module.down(y)
+
+    with pytest.warns(UserWarning, match="No module takes the result"):
+        step(made(logged))
+    with strict(), pytest.raises(ValueError, match="No module takes the result"):
+        step(made(logged))
+
+    # A right program goes on, and its copy.
+    right = made(RIGHT["mlp"].run)
+    copied = copy.deepcopy(right)
+    for _ in range(2):
+        np.testing.assert_array_equal(adapter.numpy(step(right)), adapter.numpy(step(copied)))
+
+    # A call that fails leaves nothing behind.
+    def failing(module: Any, x: Any, a: Any) -> Any:
+        raise RuntimeError("of the program")
+
+    broken = made(failing)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="of the program"):
+            step(broken)
+    step(made(RIGHT["mlp"].run))
+    assert not FOLLOWING or get_platform().name == "mindspore"  # which calls no hook then
+    FOLLOWING.clear()
+
+
+def test_first_calls(pool: Any) -> None:
+    needs_gradients()
+    pool.run(2, first_calls)
