@@ -15,8 +15,9 @@ from typing import Any
 
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.modes import is_strict
-from hyper_parallel.core.plain_code.following import FOLLOWING, Following, follow, platform_of
+from hyper_parallel.core.plain_code.following import FOLLOWING, Following, follow
 from hyper_parallel.core.weak_table import WeakTable
+from hyper_parallel.platform.contract import Platform
 
 __all__ = ["VARIABLE", "follow_first_call"]
 
@@ -31,16 +32,25 @@ def follow_first_call(module: Any, mesh: DeviceMesh) -> None:
     nothing to follow."""
     if os.environ.get(VARIABLE, "0") in ("", "0") or mesh.size() == 1 or mesh.get_coordinate() is None:
         return
-    if _HANDLES.get(module) is None:
-        platform = mesh.platform
-        before = platform.register_forward_pre_hook(module, _before, prepend=True)
-        _HANDLES.set(module, (before, platform.register_forward_hook(module, _after, always=True)))
+    if _HANDLES.get(module) is not None:
+        return
+    platform = mesh.platform
+
+    def before(module: Any, args: tuple) -> None:
+        if not platform.is_compiling():  # asked first: a compiler traces no more of this
+            _begin(module, platform)
+
+    def after(module: Any, args: tuple, output: Any) -> None:
+        if not platform.is_compiling():
+            _end(module, output)
+
+    hook = platform.register_forward_pre_hook(module, before, prepend=True)
+    _HANDLES.set(module, (hook, platform.register_forward_hook(module, after, always=True)))
 
 
-def _before(module: Any, args: tuple) -> None:
-    platform = platform_of(module)
+def _begin(module: Any, platform: Platform) -> None:
     _close(module)  # a call that has failed may have left it open
-    if platform.is_compiling() or FOLLOWING or _DONE.get(module) is not None:
+    if FOLLOWING or _DONE.get(module) is not None:
         return
     records = any(
         platform.requires_grad(p) for _, m in platform.named_modules(module) for _, p in platform.named_parameters(m)
@@ -51,7 +61,7 @@ def _before(module: Any, args: tuple) -> None:
     _OPEN.set(module, (stack, records))
 
 
-def _after(module: Any, args: tuple, output: Any) -> None:
+def _end(module: Any, output: Any) -> None:
     following = FOLLOWING[-1] if FOLLOWING else None
     records = _close(module)
     if following is None or records is None or output is None:

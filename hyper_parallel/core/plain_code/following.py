@@ -78,6 +78,8 @@ class Following:
     def operation(self, op: Any, func: Any, args: tuple, kwargs: dict, call: Callable[[], Any]) -> Any:
         """See `Follower.operation`."""
         platform, title = self._platform, name_of(func)
+        if platform.in_backward():  # a forward that is computed again
+            return call()
         bound = None if op is None else _bound(op, func, args, kwargs)
         if bound is None:
             result = call()
@@ -192,7 +194,7 @@ class Following:
         taken as one summand a rank."""
         self._mesh = layout.mesh
         mark = mark_of(layout, tuple(d for d in summed if layout.mesh.shape[d] > 1))
-        if mark is None or self._own_samples:
+        if mark is None or self._own_samples or self._platform.in_backward():
             return
         ways: Ways = (mark,)
         if not is_even(layout):
@@ -219,6 +221,8 @@ class Following:
 
     def taken(self, x: Any, layout: Layout) -> None:
         """A plain tensor became a DTensor of ``layout``: it must be that."""
+        if self._platform.in_backward():
+            return
         self.reach(x)
         ways = ways_of(x)
         if not isinstance(ways, tuple) or self._own_samples:
