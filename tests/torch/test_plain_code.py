@@ -232,10 +232,10 @@ def test_under_fully_shard(pool: Any) -> None:
 def beside_a_compiler(mesh: Any) -> None:
     os.environ["HYPER_PARALLEL_CHECK"] = "1"
     try:
-        model = parallelize_module(made(Llama), mesh, LLAMA)
+        model = parallelize_module(made(GPT), mesh, gpt_plan(3))
     finally:
         del os.environ["HYPER_PARALLEL_CHECK"]
-    usual = parallelize_module(made(Llama), mesh, LLAMA)
+    usual = parallelize_module(made(GPT), mesh, gpt_plan(3))
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(ids()), usual(ids()))
 

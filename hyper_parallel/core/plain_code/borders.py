@@ -5,7 +5,7 @@ from __future__ import annotations
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Replicate, Shard
 from hyper_parallel.core.plain_code.findings import Problem
-from hyper_parallel.core.plain_code.marks import Mark, Ways, describe, partial_dims, same_cut
+from hyper_parallel.core.plain_code.marks import Mark, Ways, describe, partial_dims
 
 
 def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bool, computed: bool) -> Problem | None:
@@ -36,7 +36,7 @@ def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bo
                 text = f"{describe(mark, shape)} {wanted}: its gradient would be summed over the ranks once more"
                 return Problem("input", text, "Do not say of its source that its gradients are summands")
             continue
-        if mark.merged or not (have is want or same_cut(have, want)):
+        if mark.merged or have is not want:
             remedy = f"Say with input_layouts={have!r} how it lies, or bring it to {want!r} before"
             return Problem("input", f"{describe(mark, shape)} {wanted}", remedy)
     return None

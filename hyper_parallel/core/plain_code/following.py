@@ -19,6 +19,7 @@ from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of,
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Ways, held, is_even, mark_of, ways_of
 from hyper_parallel.core.plain_code.views import marks_of_base
+from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.interception import name_of
@@ -94,6 +95,9 @@ class Following:
             # A call may give its operand back, which has its marks.
             results = [] if any(y is x for y in results for x in operands) else results
         if not results:
+            if OPERATIONS[op.name].gathers:
+                note = f"{title} reads numbers of a part"
+                self.notes[note] = self.notes.get(note, 0) + 1
             return result
         self.asked += 1
         marks = [h for x in operands if platform.is_tensor(x) and (h := held(x)) is not None]
@@ -169,9 +173,10 @@ class Following:
 
     def _lose(self, result: Any, args: tuple, kwargs: dict, title: str) -> None:
         """Note that the results of an operation are not followed. One that gives no tensor, or an argument back, is
-        none."""
+        none, unless it writes to that."""
         given = list(tensors_in((args, kwargs), self._platform.Tensor))
-        results = [y for y in tensors_in(result, self._platform.Tensor) if not any(y is x for x in given)]
+        writes = kwargs.get("out") is not None or title.rstrip("_") + "_" == title
+        results = [y for y in tensors_in(result, self._platform.Tensor) if writes or not any(y is x for x in given)]
         if not results:
             return
         marks = [h for x in given if (h := held(x)) is not None]

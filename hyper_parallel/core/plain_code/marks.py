@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from hyper_parallel.core.communication.recorder import dim_name
 from hyper_parallel.core.layouts.layout import Layout, replicated_layout
-from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.layouts.placement_types import Partial, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.plain_code.findings import Finding
 from hyper_parallel.platform.contract.observation import MARKS
@@ -145,8 +145,3 @@ def describe(mark: Mark | None, shape: tuple[int, ...]) -> str:
 def partial_dims(layout: Layout) -> tuple[int, ...]:
     """The mesh dimensions over which a layout is a sum or another reduction."""
     return tuple(d for d, p in enumerate(layout.placements) if isinstance(p, Partial) and layout.mesh.shape[d] > 1)
-
-
-def same_cut(one: Placement, other: Placement) -> bool:
-    """Whether both are shards of one tensor dimension, packed or not."""
-    return isinstance(one, Shard) and isinstance(other, Shard) and one.dim == other.dim

@@ -195,6 +195,9 @@ WRONG = {
     "whole as a part": Case(
         lambda m, x, a: m.down(m.gate(x)), "input", ("input_layouts=",), {"down": W(), "gate": NoParallel()}, WHOLE
     ),
+    "packed as consecutive": Case(
+        lambda m, x, a: m.down(a.relu(m.up(x))), "input", ("PackedShard",), {"up": C(packed=2), "down": W()}
+    ),
     "summand given": Case(lambda m, x, a: a.sum(m.up(x), -1), "output", ("PrepareModuleOutput", "'up'"), {"up": C()}),
     "part given": Case(lambda m, x, a: a.relu(m.up(x)), "output", ("PrepareModuleOutput", "'up'"), {"up": C()}),
 }

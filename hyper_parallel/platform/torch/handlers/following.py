@@ -16,8 +16,9 @@ from hyper_parallel.platform.torch.op_table import OP_TABLE
 
 __all__ = ["base_of", "follow"]
 
-#: Methods that make a tensor of which no element is an element of theirs.
+#: Methods that make a tensor of which no element is an element of theirs, and such that change no element.
 _NEW = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"})
+_FLAGS = frozenset({"requires_grad_", "share_memory_", "detach_", "retain_grad", "register_hook", "__set__"})
 
 
 def follow(follower: Follower) -> AbstractContextManager[Any]:
@@ -47,7 +48,7 @@ class _Mode(TorchFunctionMode):
         if row is None:
             if name == "type" and args[1:]:
                 row = OP_TABLE[Tensor.to]
-            elif name in _NEW or name == "__set__":
+            elif name in _NEW or name in _FLAGS:
                 return func(*args, **kwargs)
             elif getattr(func, "__module__", "") == "torch.nn.functional" and hasattr(func, "__code__"):
                 with self:  # its Python is made of other operations
