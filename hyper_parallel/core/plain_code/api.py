@@ -14,7 +14,7 @@ __all__ = ["check_plain_code"]
 @contextmanager
 def check_plain_code(model: Any) -> Iterator[Following]:
     """Inside, the plain code of a parallelised model is followed, and its loss as well. The report names
-    operations that compute something else on a part than on the whole, in forward or in a gradient.
+    operations that compute something else on a part than on the whole. Gradients count too.
 
     Each operation between styled modules is asked of the sharding rules. Nothing is communicated for it, and no values
     are compared, so all ranks find the same. Numbers do not change. Operations become slower.
