@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import (
     ColwiseParallel,
+    DTensor,
+    PackedShard,
+    Partial,
     PrepareModuleInput,
     Replicate,
     RowwiseParallel,
@@ -21,8 +24,11 @@ from hyper_parallel import (
     Shard,
     check_plain_code,
     fully_shard,
+    get_platform,
     parallelize_module,
 )
+from hyper_parallel.core.plain_code.following import follow
+from hyper_parallel.core.plain_code.marks import Joined, Lost, held
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import device
 
@@ -202,6 +208,81 @@ def models(mesh: Any) -> None:
 
 def test_models(pool: Any) -> None:
     pool.run(2, models)
+
+
+@on_mesh(2, 2, names=("dp", "tp"))
+def corners(mesh: Any) -> None:
+    tp, dp = mesh["tp"], mesh["dp"]
+
+    def part(x: Any, dim: int, on: Any = tp) -> Any:
+        return DTensor.from_local(x, on, [Shard(dim)]).to_local()
+
+    def ways(x: Any) -> Any:
+        found = held(x)
+        return None if found is None else found.ways
+
+    def placed(x: Any) -> list[Any]:
+        return [m.layout.placements for m in ways(x)]
+
+    data = torch.ones(2, 3, 4, 6, device=device())
+    with follow(nn.Module(), get_platform()) as following:
+        x = part(data, 2)
+        # A write into a view is a write to its base.
+        base = x.new_empty(2, 3, 4, 8)
+        base[..., :6].copy_(x)
+        assert placed(base) == [(Shard(2),)]
+        # Functions that are compositions of others, and functions of Python.
+        some, rows = torch.zeros(2, 3, 5, device=device()), data[:, 0, :, :5]
+        y = torch.baddbmm(some, part(data[:, 0], 1).transpose(1, 2)[:, :3], rows, beta=0)
+        assert y.shape == (2, 3, 5) and ways(y) is not None
+        assert placed(F.normalize(x, dim=-1)) == [(Shard(2),)]
+        # Sizes that are local: stretched, a slice of all that is here, pieces of packed parts.
+        assert placed(x[:, :1].expand(2, 5, 4, 6)) == [(Shard(2),)] and placed(x[:, :, :4]) == [(Shard(2),)]
+        packed = DTensor.from_local(data, tp, [PackedShard(3, 3)]).to_local()
+        assert all(placed(piece) == [(Shard(3),)] for piece in packed.split(2, -1))
+        # One head on each rank: cut at the heads, or at their features.
+        flat = part(torch.ones(2, 3, 6, device=device()), 2)
+        assert len(ways(flat.view(2, 3, 1, 6))) == 2
+        # Pieces with other gradients are taken apart again, by split and by slices.
+        whole = torch.ones(2, 3, 4, device=device(), requires_grad=True)
+        summed = DTensor.from_local(whole, tp, [Replicate()]).to_local(grad_placements=[Partial()])
+        joined = torch.cat([whole * 1, summed], -1)
+        assert isinstance(ways(joined), Joined) and ways(joined.clone()) == ways(joined)
+        assert ways(joined.split([4, 4], -1)[1]) == ways(summed) and ways(joined[..., 5:7])[0].summed == (0,)
+        for lost in (joined[..., 3:5], joined[..., None], joined[0], joined.flip(-1), joined.split([3, 5], -1)[0]):
+            assert isinstance(ways(lost), Lost)
+        assert "pieces that differ" in str(ways(joined)) and "with summands as gradients on tp" in str(ways(summed)[0])
+        assert not following.findings, following
+        # A gradient that is a summand already is not to be summed again.
+        DTensor.from_local(summed, tp, [Replicate()])
+        assert [f.kind for f in following.findings] == ["input"] and "once more" in str(following)
+        # Two meshes, an operand that is written to, a number that is read, an unknown function in place.
+        assert isinstance(ways(x * part(data, 0, dp)), Lost)
+        assert isinstance(ways(torch.polygamma(1, part(data, 1), out=part(data.clone(), 1))), Lost)
+        part(data, 1).sum().item()
+        assert any("reads numbers" in note for note in following.notes)
+        # Nothing is known of what was computed of such.
+        lost = torch.linalg.lstsq(part(data, 1), data)[0]
+        assert isinstance(ways(lost + 1), Lost) and "lstsq" in str(following) and "not followed" in str(ways(lost))
+        # On two dimensions.
+        both = DTensor.from_local(data, mesh, [Shard(0), Shard(2)]).to_local()
+        assert placed(both.flatten(2)) == [(Shard(0), Shard(2))] and placed(both.sum(2)) == [(Shard(0), Partial())]
+        assert placed(both + torch.ones(4, 1, device=device())) == [(Shard(0), Shard(2))]
+        kinds = len(following.findings)
+        both.mean(0)
+        assert len(following.findings) == kinds + 1
+
+    blind = get_platform()
+    vars(blind)["follow"] = lambda follower: None
+    try:
+        with pytest.raises(TypeError, match="does not hand over"), check_plain_code(nn.Module()):
+            pass
+    finally:
+        del vars(blind)["follow"]
+
+
+def test_corners(pool: Any) -> None:
+    pool.run(4, corners)
 
 
 @on_mesh(2, 2, names=("dp", "tp"))

@@ -50,7 +50,7 @@ class Finding:
 
     def __str__(self) -> str:
         of = f" in {self.module!r}" if self.module else ""
-        return f"{self.where}{of}: {self.text}. {self.remedy}"
+        return f"{self.where}{of}: {self.text}. {self.remedy}."
 
 
 def place_in_program(paths: dict[int, str], framework: str) -> tuple[str, str]:

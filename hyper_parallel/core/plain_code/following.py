@@ -122,6 +122,9 @@ class Following:
             for note in verdict.notes:
                 self.notes[note] = self.notes.get(note, 0) + 1
             ways = (Lost("after a finding"),) * len(results) if verdict.problems else verdict.results
+            lost = next((w for w in ways if isinstance(w, Lost)), None)
+            if lost is not None and not verdict.problems and not any(isinstance(h.ways, Lost) for h in marks):
+                self.unknown[lost.why] = self.unknown.get(lost.why, 0) + 1
         self._mark(results, ways, source, findings)
         if op.in_place:
             self._mark_base(operands[0], source, findings)

@@ -159,12 +159,17 @@ def _assumed(call: Call, marks: tuple[Mark | None, ...]) -> dict[int, Mark]:
     for i, (other, own) in enumerate(zip(call.operands, marks, strict=True)):
         if other is None or not (own is None or _only_summed(own)):
             continue
-        whole, placements = list(other.shape), [Replicate()] * mesh.ndim
+        whole, placements = list(other.shape), [*replicated_layout(mesh, other.shape).placements]
         for d, p in enumerate(mark.layout.placements):
-            back = p.dim - len(x.shape) if isinstance(p, Shard) else 0
-            if back and len(other.shape) >= -back and other.shape[back] == x.shape[back]:
-                whole[back] = mark.layout.shape[back]
-                placements[d] = p.with_dim(len(other.shape) + back)  # type: ignore[attr-defined]
+            if not isinstance(p, Shard):
+                continue
+            size, ndim = x.shape[p.dim], len(other.shape)
+            # At the same place from the end, as operands broadcast; else wherever it may be contracted.
+            places = [p.dim - len(x.shape) + ndim, *range(ndim)]
+            dim = next((i for i in places if 0 <= i < ndim and whole[i] == size), None)
+            if dim is not None:
+                whole[dim] = mark.layout.shape[p.dim]
+                placements[d] = p.with_dim(dim)
         if whole != list(other.shape):
             found[i] = Mark(get_layout(mesh, tuple(placements), tuple(whole)))
     return found
@@ -308,7 +313,7 @@ def _judge_joined(call: Call) -> Verdict:
         piece = _piece(joined, call.static[0], first.shape)
         if piece is not None:
             return Verdict(results=(_resized(piece, call.shapes[0]),))
-    if call.shapes == (first.shape,):
+    if call.shapes == (first.shape,) and OPERATIONS[call.name].elementwise:
         return Verdict(results=(joined,))
     return Verdict(results=(Lost(f"{call.title} of pieces that differ"),) * count)
 
