@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at r
     from hyper_parallel.core.modes import implicit_replication as implicit_replication
     from hyper_parallel.core.modes import strict as strict
     from hyper_parallel.core.operations.custom_ops import register_sharding as register_sharding
+    from hyper_parallel.core.plain_code.api import check_plain_code as check_plain_code
     from hyper_parallel.core.rules.op_sharding import OpSharding as OpSharding
     from hyper_parallel.core.rules.random import manual_seed as manual_seed
     from hyper_parallel.core.tensor_parallel.api import parallelize_module as parallelize_module

@@ -42,6 +42,7 @@ HOME_OF = {
     "UnshardHandle": "hyper_parallel.core.data_parallel.module_methods",
     "available_platforms": "hyper_parallel.platform",
     "balance_loss": "hyper_parallel.core.tensor_parallel.balance",
+    "check_plain_code": "hyper_parallel.core.plain_code.api",
     "check_plan": "hyper_parallel.testing.plan_check",
     "check_ranks": "hyper_parallel.core.communication.rank_check",
     "checkpoint": "hyper_parallel",

@@ -17,6 +17,7 @@ NAMES = (
     "collectives",
     "operators",
     "optimizer",
+    "plain_code",
     "long_sequences",
     "gloo",
     "fully_shard",

@@ -49,6 +49,8 @@ class Explanation:
         collectives: of a training step, forward and backward.
         setup: those with which the plan was applied.
         unmatched: keys of the plan that match no module, each with the paths that look like it.
+        plain_code: findings in the code between styled modules, a line each, see `check_plain_code`.
+        not_followed: operations there of which nothing is known, by name -> how often.
     """
 
     mesh: dict[str, int]
@@ -59,6 +61,8 @@ class Explanation:
     setup: list[Collective]
     unmatched: dict[str, str]
     differentiated: bool = True
+    plain_code: list[str] = field(default_factory=list)
+    not_followed: dict[str, int] = field(default_factory=dict)
     _by_module: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     @property
@@ -91,6 +95,8 @@ class Explanation:
             "setup": collective_rows(self.setup),
             "unmatched": self.unmatched,
             "untouched": self.untouched,
+            "plain_code": self.plain_code,
+            "not_followed": self.not_followed,
         }
 
     def to_json(self) -> str:
@@ -134,6 +140,9 @@ class Explanation:
             lines.append(f"! the plan's {key!r} matches no module{'; ' + near if near else ''}")
         if self.untouched:
             lines.append(f"! not in the plan, whole on every rank: {_listed(self.untouched)}")
+        lines += [f"! plain code: {finding}" for finding in self.plain_code]
+        if self.not_followed:
+            lines.append(f"! plain code that could not be followed: {_listed(list(self.not_followed))}")
         return lines
 
     def __str__(self) -> str:
@@ -278,6 +287,9 @@ def explain(
             outputs.setdefault(path, []).append(_output_of(first, step.platform))
 
     collectives = step.run(*inputs, loss=loss, backward=backward, tell=tell, **kwargs)
+    # By itself: a program that is followed takes the longer way through its styles.
+    step.run(*inputs, loss=loss, backward=backward, prove=True, **kwargs)
+    assert step.plain_code is not None
     mesh_dims = step.mesh.mesh_dim_names or ()
     return Explanation(
         mesh=dict(zip(mesh_dims, step.mesh.shape, strict=True)),
@@ -288,6 +300,8 @@ def explain(
         setup=step.setup,
         unmatched=step.unmatched,
         differentiated=backward,
+        plain_code=step.plain_code.lines(),
+        not_followed=step.plain_code.unknown,
     )
 
 

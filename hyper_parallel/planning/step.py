@@ -14,6 +14,8 @@ from hyper_parallel.core.communication.recorder import LISTENERS, CollectiveEven
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, init_device_mesh
+from hyper_parallel.core.plain_code.api import check_plain_code
+from hyper_parallel.core.plain_code.following import Following
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.checks.paths import Paths
 from hyper_parallel.core.tensor_parallel.checks.plan import LISTED, did_you_mean
@@ -113,6 +115,7 @@ class DryStep:
         model: the copy.
         unmatched: see `unmatched_keys`.
         setup: the collectives with which the plan was applied.
+        plain_code: the report of the last `run` with ``prove``, else None.
 
     Raises:
         TypeError: for a model of another framework. ValueError: for one that has a plan already, and for all that the
@@ -145,6 +148,7 @@ class DryStep:
                 )
         self.unmatched = unmatched_keys(plan, list(modules))
         self.setup: list[Collective] = []
+        self.plain_code: Following | None = None
         self._size, self.rank = math.prod(shape), rank
         with dry_world(self._size, rank) as self.platform, self.platform.without_data():
             self._world = self.platform.world()  # while it lives, its meshes are known
@@ -177,6 +181,7 @@ class DryStep:
         backward: bool = True,
         tell: Callable[[str, Any, Any], None] | None = None,
         after_forward: Callable[[], None] | None = None,
+        prove: bool = False,
         **kwargs: Any,
     ) -> list[Collective]:
         """Call the model, and differentiate; returns the collectives of this rank.
@@ -187,6 +192,7 @@ class DryStep:
             backward: whether to differentiate.
             tell: ``tell(path, args, output)`` is called after each forward of a module.
             after_forward: is called between forward and backward.
+            prove: whether plain code is followed: `plain_code` is the report then.
 
         Raises:
             DryStepError: for an error of the framework.
@@ -209,6 +215,8 @@ class DryStep:
             stack.enter_context(ModuleScopes(self.model, platform, tell))
             stack.enter_context(attributed_backwards())
             stack.enter_context(_Listening(found))
+            if prove:
+                self.plain_code = stack.enter_context(check_plain_code(self.model))
             try:
                 if backward:
                     self.gradients = platform.differentiate(call, self.parameters())

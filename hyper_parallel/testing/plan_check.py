@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.api import check_plain_code
+from hyper_parallel.core.plain_code.following import looking
 from hyper_parallel.debug.comm_trace import CommTrace
 from hyper_parallel.debug.module_scopes import ModuleScopes
 from hyper_parallel.debug.text import format_table
@@ -38,6 +41,9 @@ class PlanCheck:
             output cannot be compared because it is some part of the single device's that no layout names.
         communicates: collectives of a step.
         not_compared: of a wrong plan, the modules that were called before that one and whose output is such a part.
+        plain_code: findings in the code between styled modules, a line each; see `check_plain_code`. A plan with such
+            findings is wrong, also where this sample does not show it.
+        not_followed: operations there of which nothing is known, by name -> how often.
     """
 
     ranks: int
@@ -46,6 +52,8 @@ class PlanCheck:
     first_module: str | None
     communicates: dict[str, int] = field(default_factory=dict)
     not_compared: list[str] = field(default_factory=list)
+    plain_code: list[str] = field(default_factory=list)
+    not_followed: dict[str, int] = field(default_factory=dict)
 
     @property
     def wrong(self) -> dict[str, float]:
@@ -53,7 +61,7 @@ class PlanCheck:
         return {name: d for name, d in self.differences.items() if not d <= self.tolerance}
 
     def __bool__(self) -> bool:
-        return not self.wrong
+        return not self.wrong and not self.plain_code
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""
@@ -64,12 +72,15 @@ class PlanCheck:
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
+        most = max(self.differences.values(), default=0.0)
+        same = (
+            f"output, loss and {len(self.differences) - 2} gradients on {self.ranks} ranks are those of one device, "
+            f"within {most:.2g} (tolerance {self.tolerance:.2g})"
+        )
         if self:
-            most = max(self.differences.values(), default=0.0)
-            return (
-                f"right: output, loss and {len(self.differences) - 2} gradients on {self.ranks} ranks are those of one "
-                f"device, within {most:.2g} (tolerance {self.tolerance:.2g})"
-            )
+            return f"right: {same}"
+        if not self.wrong:
+            return "\n".join([f"wrong in plain code, though for this sample {same}", *self.plain_code])
         rows = [(name, f"{difference:.3g}") for name, difference in self.wrong.items()]
         first = (
             f"the first module that differs: {self.first_module}"
@@ -78,7 +89,8 @@ class PlanCheck:
         )
         if self.not_compared:
             first += f" (not compared, since each rank gives a part: {', '.join(self.not_compared)})"
-        return "\n".join([f"wrong on {self.ranks} ranks; {first}", format_table(("what", "differs by"), rows, [1])])
+        table = format_table(("what", "differs by"), rows, [1])
+        return "\n".join([f"wrong on {self.ranks} ranks; {first}", *self.plain_code, table])
 
     __repr__ = __str__
 
@@ -91,6 +103,7 @@ def check_plan(
     loss: Callable[[Any], Any] | None = None,
     tolerance: float = 1e-4,
     platform: str | None = None,
+    prove: bool = True,
     **kwargs: Any,
 ) -> PlanCheck:
     """Whether a model under its plan computes the results of one device: output, loss, and every gradient.
@@ -108,6 +121,8 @@ def check_plan(
         loss: ``loss(output)``, a scalar; by default the sum of the squares of the output.
         tolerance: the largest difference, relative to the largest number of a tensor, that still counts as rounding.
         platform: name of the backend of the processes; None is the selected one's.
+        prove: also follow the code between styled modules, see `check_plain_code`: a finding names the line of the
+            program, and does not depend on the values of the sample.
 
     Raises:
         JobError: where the plan is refused, or a rank fails: with the tracebacks of all ranks.
@@ -126,7 +141,7 @@ def check_plan(
     shape, names = mesh_of(mesh)
     # As plain bytes: the pool's own pickler would hand over memory that one process alone can take.
     try:
-        sent = pickle.dumps((model, plan, sample, kwargs, loss))
+        sent = pickle.dumps((model, plan, sample, kwargs, loss, prove))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"check_plan hands model, plan, sample and loss to other processes, and cannot pickle one: {error}. "
@@ -145,11 +160,12 @@ def verdict_of(found: list[Any], tolerance: float) -> PlanCheck:
         tolerance: see `check_plan`.
     """
     differences = {key: max(rank[0][key] for rank in found) for key in found[0][0]}
-    order, communicates = found[0][2:]
+    order, communicates, plain_code, not_followed = found[0][2:]
     checked = PlanCheck(len(found), differences, tolerance, None, communicates)
+    checked.plain_code, checked.not_followed = plain_code, not_followed
     if checked.wrong:
-        modules = {path for _, of_rank, _, _ in found for path in of_rank}
-        differs = {path for _, of_rank, _, _ in found for path, d in of_rank.items() if not d <= tolerance}
+        modules = {path for _, of_rank, *_ in found for path in of_rank}
+        differs = {path for _, of_rank, *_ in found for path, d in of_rank.items() if not d <= tolerance}
         checked.first_module = next((path for path in order if path in differs), None)
         before = order if checked.first_module is None else order[: order.index(checked.first_module)]
         checked.not_compared = [path for path in before if path not in modules]
@@ -158,20 +174,21 @@ def verdict_of(found: list[Any], tolerance: float) -> PlanCheck:
 
 def compare_on_ranks(
     shape: tuple[int, ...], names: tuple[str, ...], sent: bytes
-) -> tuple[dict[str, float], dict[str, float], list[str], dict[str, int]]:
+) -> tuple[dict[str, float], dict[str, float], list[str], dict[str, int], list[str], dict[str, int]]:
     """Return the findings of one rank. They are `PlanCheck.differences`, and the differences of the modules' outputs.
-    Then come the modules in the order of calls, and the number of collectives of each kind. ``sent`` is the pickled
-    rest of the arguments of `check_plan`."""
+    Then come the modules in the order of calls, and the number of collectives of each kind. The last two are
+    `PlanCheck.plain_code` and `PlanCheck.not_followed`. ``sent`` is the pickled rest of the arguments of
+    `check_plan`."""
     platform = get_platform()
     platform.manual_seed(0)
-    model, plan, sample, kwargs, loss = pickle.loads(sent)
+    model, plan, sample, kwargs, loss, prove = pickle.loads(sent)
     if not isinstance(model, platform.Module):
         model = model()
     ranks = np.arange(math.prod(shape)).reshape(shape)
     mesh = DeviceMesh(None, ranks, mesh_dim_names=names)
     reference = _step(copy.deepcopy(model), platform, sample, kwargs, loss)
     spread = apply_plan(model, mesh, plan)
-    with CommTrace() as trace:
+    with CommTrace() as trace, check_plain_code(spread) if prove else nullcontext() as plain_code:
         found = _step(spread, platform, sample, kwargs, loss)
     differences = {
         "output": _difference(reference.output, found.output),
@@ -187,7 +204,8 @@ def compare_on_ranks(
     counts: dict[str, int] = {}
     for c in trace.collectives:
         counts[c.kind] = counts.get(c.kind, 0) + 1
-    return differences, modules, list(reference.outputs), counts
+    report = ([], {}) if plain_code is None else (plain_code.lines(), plain_code.unknown)
+    return differences, modules, list(reference.outputs), counts, *report
 
 
 @dataclass
@@ -212,7 +230,8 @@ def _step(model: Any, platform: Platform, sample: tuple, kwargs: dict[str, Any],
     def tell(path: str, args: Any, output: Any) -> None:
         first = next(iter(tensors_in(output, platform)), None)
         if first is not None and path not in seen:
-            seen[path] = _whole(first, platform)
+            with looking():
+                seen[path] = _whole(first, platform)
 
     def as_tensor(x: Any) -> Any:
         if not isinstance(x, np.ndarray):

@@ -49,6 +49,7 @@ from hyper_parallel import (
     UnshardHandle,
     available_platforms,
     balance_loss,
+    check_plain_code,
     check_plan,
     check_ranks,
     checkpoint,
@@ -111,6 +112,7 @@ FACTORIES = (empty, full, linspace, logspace, ones, rand, randn, zeros)
 OTHERS = (
     CommTrace,
     local_map,
+    check_plain_code,
     check_plan,
     describe,
     dry_run,
@@ -173,6 +175,8 @@ def train(model: Any, x: Any) -> None:
     assert_type(explain(model, {"dp": 2, "tp": 4}, None, x).to_json(), str)
     assert_type(dry_run(model, 8, None, x).fits, bool | None)
     assert_type(bool(check_plan(model, 2, None, x)), bool)
+    with check_plain_code(model) as checked:
+        assert_type(bool(checked), bool)
     with coalesce_gradients(), overlap_collectives(chunks=2), check_ranks():
         pass
     assert_type(OpSharding, type[OpSharding])

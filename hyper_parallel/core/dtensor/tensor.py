@@ -27,6 +27,7 @@ from hyper_parallel.core.mesh.first_use import FIRST_USE
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.operations.operands import DTENSOR_CLASSES
 from hyper_parallel.core.operations.views import CurrentLayout
+from hyper_parallel.core.plain_code.following import FOLLOWING
 from hyper_parallel.platform import Platform
 
 _GIVEN = "the local tensor given to DTensor.from_local"
@@ -139,6 +140,8 @@ class DTensor:
                 raise ValueError(misfit)
             if key is not None:
                 _EVEN_LAYOUTS[mesh, own_placements(placements), local_shape] = layout
+        if FOLLOWING and grad_placements is None:
+            FOLLOWING[-1].taken(local_tensor, layout)
         if CHECKS or mesh._coordinate is None or layout.summed_mesh_dims or grad_placements is not None:
             return _made_of(local_tensor, layout, grad_placements)
         with platform.no_dispatch():
@@ -159,6 +162,8 @@ class DTensor:
         misfit = misfit_of(layout, tuple(platform.shape_of(local)))
         if misfit is not None:
             raise ValueError(misfit)
+        if FOLLOWING:
+            FOLLOWING[-1].taken(local, layout)
         return _made_of(local, layout, None)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
@@ -174,7 +179,10 @@ class DTensor:
         platform = layout.mesh.platform
         with platform.no_dispatch():
             if grad_placements is None:
-                return platform.alias(_for_summands(self, layout, to_summands) if layout.summed_mesh_dims else self)
+                local = platform.alias(_for_summands(self, layout, to_summands) if layout.summed_mesh_dims else self)
+                if FOLLOWING:
+                    FOLLOWING[-1].given(local, layout)
+                return local
             given = requested_layout(layout.mesh, grad_placements, layout.shape, "the gradient")
             partial = tuple(
                 i
@@ -185,7 +193,10 @@ class DTensor:
             if layout.summed_mesh_dims:
                 local = _for_summands(local, layout, to_summands)
             rest = layout.with_placements([Replicate() if i in partial else g for i, g in enumerate(given.placements)])
-            return platform.alias(_with_cotangent(local, rest, layout.cotangent))
+            local = platform.alias(_with_cotangent(local, rest, layout.cotangent))
+            if FOLLOWING:
+                FOLLOWING[-1].given(local, layout, partial)
+            return local
 
     def redistribute(
         self,

@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.dtensor.undistributed import broadcast_undistributed, check_whole_tensors, remember_plan
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.plain_code.first_call import follow_first_call
 from hyper_parallel.core.rules.random import share_draws
 from hyper_parallel.core.tensor_parallel.checks.forgotten_layers import guard_forgotten_layers
 from hyper_parallel.core.tensor_parallel.checks.plan import Match, Plan, plan_facts, resolve_plan
@@ -109,6 +110,7 @@ def parallelize_module(
         share_draws(module, mesh)
     if CHECKS:
         check_whole_tensors(module, mesh)
+    follow_first_call(module, mesh)
     announce(_summary(parallelize_plan, matches), module, mesh)
     return module
 

@@ -6,7 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-__all__ = ["ObservationRole", "Observer"]
+from hyper_parallel.platform.contract.dispatch import NativeOp
+
+__all__ = ["MARKS", "Follower", "ObservationRole", "Observer"]
+
+#: Attribute of a plain tensor: the marks that core has put there: the parts that ranks hold.
+MARKS = "_marks_of_plain"
 
 Module = Any
 Tensor = Any
@@ -37,6 +42,25 @@ class Observer(Protocol):
         """
 
 
+class Follower(Protocol):
+    """Receiver of the operations of a program on plain tensors.
+
+    Attributes:
+        paused: above 0, operations are none of the program's own, and are not handed over.
+    """
+
+    paused: int
+
+    def operation(self, op: NativeOp | None, func: Any, args: tuple, kwargs: dict, call: Callable[[], Any]) -> Any:
+        """Run an operation of which some argument has `MARKS`; returns the result.
+
+        Args:
+            op: its row of the op table, None for an operation without one.
+            func, args, kwargs: the native call, for the row.
+            call: runs it.
+        """
+
+
 class ObservationRole:
     """Events of the program around core that a backend can report."""
 
@@ -59,4 +83,17 @@ class ObservationRole:
     def is_made_with(self, x: Tensor, parameter: Tensor) -> bool | None:
         """Whether the recorded operations that have led to the plain tensor ``x`` lead back to ``parameter``: None
         where nothing is recorded of ``x``. A backend that cannot know answers None."""
+        return None
+
+    def follow(self, follower: Follower) -> AbstractContextManager[Any] | None:
+        """Inside, each operation on plain tensors of which some argument has marks goes to ``follower``. Functions that
+        are made of others may hand over these instead. Numbers do not change. None in a backend that cannot do so."""
+        return None
+
+    def write_mark(self, x: Tensor, mark: Any) -> None:
+        """Put ``mark`` on a plain tensor, as the attribute `MARKS`; None takes it away. Called inside `follow`."""
+        x._marks_of_plain = mark
+
+    def base_of(self, x: Tensor) -> Tensor | None:
+        """The tensor of which ``x`` is a view, None where it is none. A backend that cannot know answers None."""
         return None

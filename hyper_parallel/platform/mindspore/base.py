@@ -21,6 +21,7 @@ from hyper_parallel.platform.mindspore.patches import PATCHES, WATCHING
 from hyper_parallel.platform.mindspore.processes.collectives import CollectiveVerbs
 from hyper_parallel.platform.mindspore.processes.launch import GroupVerbs, device_target
 from hyper_parallel.platform.mindspore.state import StateVerbs
+from hyper_parallel.platform.mindspore.tensors import following
 from hyper_parallel.platform.mindspore.tensors.observation import ObservationVerbs
 from hyper_parallel.platform.mindspore.tensors.parameter import Classes
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch
@@ -60,6 +61,8 @@ class MindSporePlatform(
 
     make_dtensor_class: Any = staticmethod(make_dtensor_class)
     no_dispatch: Any = staticmethod(NoDispatch)
+    follow: Any = staticmethod(following.follow)
+    write_mark: Any = staticmethod(following.write_mark)
     op_table: Any = OPS
     watching = WATCHING
 

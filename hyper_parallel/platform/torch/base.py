@@ -22,6 +22,7 @@ from hyper_parallel.platform.torch.basics.private import OpOverload, in_loss_par
 from hyper_parallel.platform.torch.basics.transforms import MAYBE_INSIDE, refuse_transforms
 from hyper_parallel.platform.torch.fast import TorchFast
 from hyper_parallel.platform.torch.gradients.autograd import AutogradVerbs
+from hyper_parallel.platform.torch.handlers import following
 from hyper_parallel.platform.torch.modules.modules import ModuleVerbs
 from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.platform.torch.processes.collectives import CommunicationVerbs
@@ -53,6 +54,10 @@ class TorchPlatform(
     def __init__(self) -> None:
         warn_of_untested("torch", torch.__version__)
         self.fast = TorchFast(self)
+
+    #: See `Platform.follow` and `base_of`.
+    follow: Any = staticmethod(following.follow)
+    base_of: Any = staticmethod(following.base_of)
 
     # ------------------------------------------------------------------------------------------------ types
     def foreign_tensor(self, x: Any) -> str | None:

@@ -47,7 +47,7 @@ PLANS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
 @on_mesh(names=("tp",))  # which all ranks of the pool make: `compare_on_ranks` finds it again
 def compared(mesh: Any, name: str) -> Any:
     model, plan, shape = PLANS[name]
-    return compare_on_ranks((mesh.size(),), ("tp",), pickle.dumps((model, plan, (floats(*shape),), {}, None)))
+    return compare_on_ranks((mesh.size(),), ("tp",), pickle.dumps((model, plan, (floats(*shape),), {}, None, True)))
 
 
 def test_right_plans(pool: Any) -> None:
@@ -55,7 +55,8 @@ def test_right_plans(pool: Any) -> None:
     if get_platform().device_type != "cpu":
         pytest.skip("check_plan computes on the CPU")
     for name in ("right", "data"):
-        for differences, modules, order, counts in pool.run(2, compared, name):
+        for differences, modules, order, counts, plain_code, not_followed in pool.run(2, compared, name):
+            assert not plain_code and not not_followed
             assert max(differences.values()) < 1e-5 and len(differences) == 6
             assert max(modules.values()) < 1e-5 and order[-1] == "" and counts
     assert {"up", "down"} <= set(order)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.layouts.placement_types import Partial
+from hyper_parallel.core.layouts.layout import get_layout, replicated_layout
+from hyper_parallel.core.layouts.placement_types import Partial, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.following import FOLLOWING
 
 
 def as_heads(heads: int | Sequence[int] | None, style: str) -> int | tuple[int, ...] | None:
@@ -84,4 +86,10 @@ def local_heads(y: Any, heads: Any, mesh: DeviceMesh) -> Any:
     local = y.to_local(grad_placements=[Partial()])
     shape = platform.shape_of(local)
     size = shape[-1] // heads
-    return platform.narrow(local, len(shape) - 1, mesh.get_local_rank() * heads // mesh.size() * size, size)
+    own = platform.narrow(local, len(shape) - 1, mesh.get_local_rank() * heads // mesh.size() * size, size)
+    if FOLLOWING and heads == 1:
+        FOLLOWING[-1].given(own, replicated_layout(mesh, shape), (0,))
+    elif FOLLOWING:  # as if there were as many heads as ranks
+        whole = (*shape[:-1], size * mesh.size())
+        FOLLOWING[-1].given(own, get_layout(mesh, (Shard(len(shape) - 1),), whole))
+    return own

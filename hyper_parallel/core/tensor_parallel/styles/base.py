@@ -18,6 +18,7 @@ from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Sh
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.plain_code.following import FOLLOWING
 from hyper_parallel.core.tensor_parallel.program.convert import (
     Slots,
     convert_outputs,
@@ -271,8 +272,8 @@ class ModuleStyle(ParallelStyle):
         plain, distributed = mesh.platform.Tensor, dtensor_class(mesh.platform)
 
         def convert(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if LISTENERS and current_module() != path_of(module):
-                return run_in_module(path_of(module), convert, module, *args, **kwargs)
+            if LISTENERS and is_entered(module):
+                return run_in_module(path_of(module), followed(convert, module), module, *args, **kwargs)
             if CHECKS:
                 check_first_call(module)
             check(module)
@@ -280,7 +281,7 @@ class ModuleStyle(ParallelStyle):
                 args, kwargs = self.prepare_inputs(module, args, kwargs, mesh)
             except OtherMeshError as error:
                 return run_on_parts(new_forward, module, args, kwargs, mesh, error)
-            if local is not None and len(args) == 1 and not kwargs and type(args[0]) is distributed:
+            if local is not None and len(args) == 1 and not kwargs and type(args[0]) is distributed and not FOLLOWING:
                 y = local.distributed(module, args[0])
                 if y is not NotImplemented:
                     return y
@@ -307,8 +308,10 @@ class ModuleStyle(ParallelStyle):
             by_class[plain] = compare
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if LISTENERS and current_module() != path_of(module):
-                return run_in_module(path_of(module), run, module, *args, **kwargs)
+            if LISTENERS and is_entered(module):
+                # The longer way says at its borders what each plain tensor is.
+                way = followed(convert, module) if FOLLOWING else run
+                return run_in_module(path_of(module), way, module, *args, **kwargs)
             if len(args) == 1 and not kwargs and not CHECKS:
                 if compares and mesh._has_uneven_shards:
                     by_class[plain] = compare
@@ -340,10 +343,21 @@ def hook_of_style(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run(module, ...)`` as a hook that a style registers, and registers again where the module is loaded."""
 
     def hook(module: Any, *args: Any) -> Any:
-        return run_in_module(path_of(module), run, module, *args) if LISTENERS else run(module, *args)
+        return run_in_module(path_of(module), followed(run, module), module, *args) if LISTENERS else run(module, *args)
 
     hook.of_style = True  # type: ignore[attr-defined]
     return hook
+
+
+def followed(call: Callable[..., Any], module: Any, **how: bool) -> Callable[..., Any]:
+    """``call``, of a module with a style, as a part of a program that is followed, if one is. ``how`` is as for
+    `Following.styled`."""
+    return FOLLOWING[-1].styled(call, module, path_of(module), **how) if FOLLOWING else call
+
+
+def is_entered(module: Any) -> bool:
+    """Whether the forward of a module with a style begins, as far as listeners and programs that are followed know."""
+    return current_module() != path_of(module) or bool(FOLLOWING and not FOLLOWING[-1].is_inside(module))
 
 
 def is_styled(module: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hyper_parallel.core.communication.parts import check_digests, digests_of, numbers_of_ranks
-from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
+from hyper_parallel.core.communication.recorder import LISTENERS, run_in_module
 from hyper_parallel.core.communication.routes import ROUTE_WATCHERS, Combine, Dispatch
 from hyper_parallel.core.communication.transitions import ConvertCotangent
 from hyper_parallel.core.dtensor.api import distribute_parameter
@@ -25,7 +25,7 @@ from hyper_parallel.core.tensor_parallel.program.expert_inputs import (
 )
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, parameter_check, path_of
 from hyper_parallel.core.tensor_parallel.program.same_inputs import compare_input
-from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, followed, is_entered
 from hyper_parallel.platform.contract.modules import APPLIED
 
 __all__ = ["ExpertParallel", "has_its_gradients"]
@@ -203,8 +203,9 @@ class ExpertParallel(ModuleStyle):
         count = next(p.shape[0] for _, p in mesh.platform.named_parameters(module))
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if LISTENERS and current_module() != path_of(module):
-                return run_in_module(path_of(module), run, module, *args, **kwargs)
+            if LISTENERS and is_entered(module):
+                way = followed(run, module, own_samples=True)
+                return run_in_module(path_of(module), way, module, *args, **kwargs)
             check(module)
             return self._run(module, forward, args, kwargs, mesh, tp, count)
 

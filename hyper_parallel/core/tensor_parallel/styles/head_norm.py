@@ -6,6 +6,7 @@ from typing import Any
 
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.following import FOLLOWING
 from hyper_parallel.core.tensor_parallel.program.compiled import describe
 from hyper_parallel.core.tensor_parallel.program.convert import to_placement
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag
@@ -42,4 +43,5 @@ class HeadNormParallel(ModuleStyle):
     def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
         # A plain input is whole in the last dimension. Which of the others counts as the sharded one does not matter,
         # nor whether the ranks' parts of it are equal: so they are not compared.
-        return to_placement(x, mesh, self.input_layouts[i], None, what)
+        given = FOLLOWING[-1].cut_of(x, mesh, mesh.platform.normalized_dims(module) or 0) if FOLLOWING else None
+        return to_placement(x, mesh, given or self.input_layouts[i], None, what)

@@ -8,6 +8,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.following import FOLLOWING
 from hyper_parallel.core.tensor_parallel.program.compiled import describe
 from hyper_parallel.core.tensor_parallel.program.convert import as_single
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag
@@ -131,4 +132,8 @@ def read_by_parts(y: Any, mesh: DeviceMesh, features: int = -1) -> Any:
     if features < 0:
         return DTensor.from_local(y, mesh, (Replicate(),)).to_local(grad_placements=(Partial(),))
     before, read = y[..., :-features], y[..., -features:]
-    return mesh.platform.cat((before, read_by_parts(read, mesh)), -1)
+    pieces = before, read_by_parts(read, mesh)
+    joined = mesh.platform.cat(pieces, -1)
+    if FOLLOWING:
+        FOLLOWING[-1].joined(joined, pieces, -1)
+    return joined

@@ -248,7 +248,11 @@ class AutogradVerbs:
     def is_made_with(self, x: Any, parameter: Any) -> bool | None:
         """See `Platform.is_made_with`."""
         node = grad_node(parameter)
-        return None if grad_node(x) is None else node is not None and node._unique_id() in nodes_below(grad_node(x))
+        return (
+            None
+            if x._is_leaf or grad_node(x) is None
+            else node is not None and node._unique_id() in nodes_below(grad_node(x))
+        )
 
     def in_backward(self) -> bool:
         return _Recording.backwards > 0

@@ -31,6 +31,7 @@ def composed(*functions: Any) -> Callable[[Callable], Callable]:
                 kwargs = {name: value for name, value in kwargs.items() if name != "out"}
             return composition(*args, **kwargs)
 
+        handler.composition = composition  # type: ignore[attr-defined]
         return composition
 
     return register

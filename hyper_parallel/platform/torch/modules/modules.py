@@ -89,12 +89,10 @@ class ModuleVerbs(Platform):
         calls.call_quickly(module)
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
-    def register_forward_hook(
-        self, module: nn.Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
-    ) -> Any:
+    def register_forward_hook(self, module: nn.Module, hook: Callable, *, always: bool = False, **how: bool) -> Any:
         """See `Platform.register_forward_hook`."""
         calls.call_quickly(module)
-        return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
+        return module.register_forward_hook(hook, always_call=always, **how)
 
 
 def wrap_parameter(parameter: Any, layout: Any) -> None:

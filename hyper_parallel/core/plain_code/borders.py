@@ -1,0 +1,54 @@
+"""Borders of plain code: inputs of styled modules, and outputs of the model, against the plan."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.placement_types import Replicate, Shard
+from hyper_parallel.core.plain_code.findings import Problem
+from hyper_parallel.core.plain_code.marks import Mark, Ways, describe, partial_dims
+
+
+def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bool, computed: bool) -> Problem | None:
+    """The problem of a plain tensor that is taken for ``layout``, None where there is none.
+
+    Args:
+        mark: of the tensor.
+        layout: as the style or the program takes it.
+        shape: local shape.
+        trains: whether a gradient goes to it.
+        computed: whether operations have computed it. The caller of the program knows its inputs.
+    """
+    wanted = f"is taken for {', '.join(map(str, layout.placements))}"
+    ranks = layout.mesh.shape
+    if mark is None:
+        cut = any(isinstance(p, Shard) and n > 1 for p, n in zip(layout.placements, ranks, strict=True))
+        if not (computed and cut):
+            return None
+        text = f"a plain input of shape {shape}, which is the same on all ranks, {wanted}"
+        return Problem("input", text, "Say with input_layouts=Replicate() that it is whole")
+    if mark.layout.mesh is not layout.mesh:
+        return None
+    for d, (have, want) in enumerate(zip(mark.layout.placements, layout.placements, strict=True)):
+        if ranks[d] == 1:
+            continue
+        if d in mark.summed and want is Replicate():
+            if trains:
+                text = f"{describe(mark, shape)} {wanted}: its gradient would be summed over the ranks once more"
+                return Problem("input", text, "Do not say of its source that its gradients are summands")
+            continue
+        if mark.merged or have is not want:
+            remedy = f"Say with input_layouts={have!r} how it lies, or bring it to {want!r} before"
+            return Problem("input", f"{describe(mark, shape)} {wanted}", remedy)
+    return None
+
+
+def output_problem(ways: Ways, shape: tuple[int, ...], source: str) -> Problem | None:
+    """The problem of an output of the model that may stand for ``ways``, and comes from the module ``source``."""
+    if not isinstance(ways, tuple) or any(m is None or not (m.sharded or partial_dims(m.layout)) for m in ways):
+        return None
+    of = f", which comes from {source!r}," if source else ""
+    return Problem(
+        "output",
+        f"the model gives {describe(ways[0], shape)}{of} and no style says so",
+        "Give the last module PrepareModuleOutput, or the layer before a style that gathers or sums",
+    )

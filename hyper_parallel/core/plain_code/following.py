@@ -1,0 +1,381 @@
+"""Following a program: every operation on plain tensors with marks is judged, between the styled modules of a plan.
+
+A tensor gets its first marks where a DTensor becomes plain. They are compared with the plan where a plain tensor
+becomes a DTensor. These borders are in `DTensor.to_local` and `DTensor.from_local`, so no style says anything twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hyper_parallel.core.communication.recorder import LISTENERS, CollectiveEvent
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.placement_types import Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.borders import misfit, output_problem
+from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of, place_in_program
+from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
+from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Ways, held, is_even, mark_of, ways_of
+from hyper_parallel.core.plain_code.views import marks_of_base
+from hyper_parallel.core.rules import OPERATIONS
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.contract import Platform
+from hyper_parallel.platform.contract.interception import name_of
+from hyper_parallel.platform.contract.modules import APPLIED
+from hyper_parallel.platform.watching import tensors_in
+
+__all__ = ["FOLLOWING", "Following", "follow", "looking", "platform_of"]
+
+#: The programs that are followed, the innermost last; it is the one that counts.
+FOLLOWING: list[Following] = []
+
+
+class Following:
+    """A program that is followed. ``str`` and ``print`` show the report; it is true where nothing was found.
+
+    The backend hands over operations, DTensors hand over the borders of plain code.
+
+    Attributes:
+        findings: in the order in which they were met, each once.
+        unknown: operations that could not be followed, by name -> how often.
+        notes: facts that are no findings -> how often.
+        asked: number of operations that were judged.
+        paused: how many styled modules the program is inside of.
+        on_reached: is called when there are `reached` findings, before a styled module communicates; None is nothing.
+    """
+
+    def __init__(self, model: Any, platform: Platform) -> None:
+        self._platform = platform
+        self._paths = {id(module): path for path, module in platform.named_modules(model)}
+        self._framework = folder_of(platform.Tensor)
+        self._found: dict[Finding, int] = {}
+        self._reached: set[Finding] = set()
+        self.unknown: dict[str, int] = {}
+        self.notes: dict[str, int] = {}
+        self.asked, self.paused = 0, 0
+        self.on_reached: Callable[[], None] | None = None
+        self._mesh: DeviceMesh | None = None
+        self._inside: Any = None
+        self._styled, self._own_samples = "", False
+        self._verdicts: dict[Any, Verdict] = {}
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The findings, in the order in which they were met."""
+        return list(self._found)
+
+    @property
+    def reached(self) -> list[Finding]:
+        """The findings that a styled module, or the output of the model, was computed with. The values of others were
+        used for nothing that the program gives on, such as a number for a log."""
+        return [finding for finding in self._found if finding in self._reached]
+
+    def __bool__(self) -> bool:
+        return not self._found
+
+    # ------------------------------------------------------------------------------------------------ operations
+    def operation(self, op: Any, func: Any, args: tuple, kwargs: dict, call: Callable[[], Any]) -> Any:
+        """See `Follower.operation`."""
+        platform, title = self._platform, name_of(func)
+        if platform.in_backward():  # a forward that is computed again
+            return call()
+        bound = None if op is None else _bound(op, func, args, kwargs)
+        if bound is None:
+            result = call()
+            self._lose(result, args, kwargs, title)
+            return result
+        operands, static = bound
+        trains = [platform.is_tensor(x) and platform.requires_grad(x) for x in operands]
+        result = call()
+        target = operands[0] if op.in_place else result
+        results = list(tensors_in(target, platform.Tensor))
+        if not op.in_place:
+            # A call may give its operand back, which has its marks.
+            results = [] if any(y is x for y in results for x in operands) else results
+        if not results:
+            if OPERATIONS[op.name].gathers:
+                note = f"{title} reads numbers of a part"
+                self.notes[note] = self.notes.get(note, 0) + 1
+            return result
+        self.asked += 1
+        marks = [h for x in operands if platform.is_tensor(x) and (h := held(x)) is not None]
+        source = next((h.source for h in marks if h.source), "")
+        described = tuple(
+            Operand(tuple(x.shape), ways_of(x), needs, isinstance(x, platform.Parameter))
+            if platform.is_tensor(x)
+            else None
+            for x, needs in zip(operands, trains, strict=True)
+        )
+        if op.name == "cat":  # torch joins an empty tensor of one dimension to any: caches begin so
+            kept = [i for i, x in enumerate(described) if x is None or x.shape != (0,)]
+            described, operands = tuple(described[i] for i in kept), tuple(operands[i] for i in kept)
+        mesh = self._mesh_of(described)
+        ways: Sequence[Ways] = (WHOLE,) * len(results)
+        findings = tuple(dict.fromkeys(f for h in marks for f in h.findings))
+        if mesh is not None:
+            shapes = tuple(tuple(y.shape) for y in results)
+            asked = Call(op.name, title, static, described, shapes, op.in_place, operands, target)
+            verdict = self._verdict(asked, mesh)
+            findings += tuple(self._find(problem, title) for problem in (*verdict.problems, *verdict.gradients))
+            for note in verdict.notes:
+                self.notes[note] = self.notes.get(note, 0) + 1
+            ways = (Lost("after a finding"),) * len(results) if verdict.problems else verdict.results
+            lost = next((w for w in ways if isinstance(w, Lost)), None)
+            if lost is not None and not verdict.problems and not any(isinstance(h.ways, Lost) for h in marks):
+                self.unknown[lost.why] = self.unknown.get(lost.why, 0) + 1
+        self._mark(results, ways, source, findings)
+        if op.in_place:
+            self._mark_base(operands[0], source, findings)
+        return result
+
+    def _verdict(self, call: Call, mesh: DeviceMesh) -> Verdict:
+        """The judge's answer, which is the same for calls that differ in values alone."""
+        scalars = tuple(None if self._platform.is_tensor(x) else x for x in call.values)
+        key: Any = (call.name, call.title, call.operands, call.shapes, call.in_place, mesh)
+        try:
+            found = self._verdicts.get((key, call.static, scalars))
+            key = (key, call.static, scalars)
+        except TypeError:  # static arguments of element-wise operations are any objects, and do not count
+            found = self._verdicts.get(key)
+        if found is None:
+            found = self._verdicts[key] = judge(call, mesh)
+        return found
+
+    def _mesh_of(self, operands: tuple[Operand | None, ...]) -> DeviceMesh | None:
+        """The mesh of the marks of operands, None where all are the same on all ranks."""
+        for x in operands:
+            if x is None or x.ways is WHOLE:
+                continue
+            if not isinstance(x.ways, tuple):
+                return self._mesh
+            for mark in x.ways:
+                if mark is not None:
+                    return mark.layout.mesh
+        return None
+
+    def _mark(self, tensors: Sequence[Any], ways: Sequence[Ways], source: str, findings: tuple[Finding, ...]) -> None:
+        for x, found in zip(tensors, ways, strict=False):
+            if found != WHOLE or findings:
+                self._platform.write_mark(x, Held(found, source, findings=findings))
+            elif held(x) is not None:
+                self._platform.write_mark(x, None)
+
+    def _mark_base(self, view: Any, source: str, findings: tuple[Finding, ...]) -> None:
+        """Mark the tensor of which a view was written to."""
+        platform = self._platform
+        base, ways = platform.base_of(view), ways_of(view)
+        if base is None or (ways == WHOLE and not findings) or held(base) is not None:
+            return
+        found: Ways = ways
+        if isinstance(ways, tuple) and ways != WHOLE:
+            of_base = tuple(base.shape), platform.strides(base)
+            found = marks_of_base(ways, tuple(view.shape), platform.strides(view), *of_base)
+        self._mark((base,), (found,), source, findings)
+
+    def _lose(self, result: Any, args: tuple, kwargs: dict, title: str) -> None:
+        """Note that the results of an operation are not followed. One that gives no tensor, or an argument back, is
+        none, unless it writes to that."""
+        given = list(tensors_in((args, kwargs), self._platform.Tensor))
+        writes = kwargs.get("out") is not None or title.rstrip("_") + "_" == title
+        results = [y for y in tensors_in(result, self._platform.Tensor) if writes or not any(y is x for x in given)]
+        if not results:
+            return
+        marks = [h for x in given if (h := held(x)) is not None]
+        lost = next((h.ways for h in marks if isinstance(h.ways, Lost)), None)
+        if lost is None:
+            lost = Lost(title)
+            self.unknown[title] = self.unknown.get(title, 0) + 1
+        findings = tuple(dict.fromkeys(f for h in marks for f in h.findings))
+        self._mark(results, (lost,) * len(results), "", findings)
+
+    def _find(self, problem: Problem, title: str) -> Finding:
+        where, module = place_in_program(self._paths, self._framework)
+        finding = Finding(problem.kind, where, module, title, problem.text, problem.remedy)
+        self._found[finding] = self._found.get(finding, 0) + 1
+        return finding
+
+    # ------------------------------------------------------------------------------------------------ borders
+    def given(self, x: Any, layout: Layout, summed: tuple[int, ...] = ()) -> None:
+        """A DTensor of ``layout`` became the plain tensor ``x``. Along the mesh dimensions ``summed`` its gradient is
+        taken as one summand a rank."""
+        self._mesh = layout.mesh
+        mark = mark_of(layout, tuple(d for d in summed if layout.mesh.shape[d] > 1))
+        if mark is None or self._own_samples or self._platform.in_backward():
+            return
+        ways: Ways = (mark,)
+        if not is_even(layout):
+            ways = Lost("parts of unequal size")
+            self.unknown[ways.why] = self.unknown.get(ways.why, 0) + 1
+        self._platform.write_mark(x, Held(ways, self._styled, stated=True))
+
+    def joined(self, x: Any, pieces: Sequence[Any], dim: int) -> None:
+        """A style joined ``pieces`` to ``x`` along ``dim``, each with marks of its own."""
+        dim %= len(x.shape)
+        found = Joined(dim, tuple(p.shape[dim] for p in pieces), tuple(ways_of(p) for p in pieces))
+        self._platform.write_mark(x, Held(found, self._styled, stated=True))
+
+    def cut_of(self, x: Any, mesh: DeviceMesh, whole: int) -> Shard | None:
+        """How the 1-D ``mesh`` cuts a plain tensor that is known to be a part. None where it is none, or is cut in one
+        of the last ``whole`` dimensions, which must not be."""
+        ways = ways_of(x)
+        for mark in ways if isinstance(ways, tuple) else ():
+            if mark is not None and mark.layout.mesh is mesh:
+                placement = mark.layout.placements[0]
+                if isinstance(placement, Shard) and placement.dim < mark.layout.ndim - whole:
+                    return placement
+        return None
+
+    def taken(self, x: Any, layout: Layout) -> None:
+        """A plain tensor became a DTensor of ``layout``: it must be that."""
+        if self._platform.in_backward():
+            return
+        self.reach(x)
+        ways = ways_of(x)
+        if not isinstance(ways, tuple) or self._own_samples:
+            return
+        platform, shape = self._platform, tuple(x.shape)
+        trains = platform.requires_grad(x)
+        computed = trains and bool(platform.is_made_with(x, x))
+        problems = [misfit(mark, layout, shape, trains, computed) for mark in ways]
+        first = problems[0]
+        if first is not None and all(problems):
+            self._reached.add(self._find(first, "from_local"))
+            if self.on_reached is not None:
+                self.on_reached()
+
+    def gives(self, output: Any) -> None:
+        """The model gives ``output``: a part or a summand of the whole is a finding, unless a style itself gave it."""
+        for y in tensors_in(output, self._platform.Tensor):
+            self.reach(y)
+            found = held(y)
+            if found is None or found.stated or not isinstance(found.ways, tuple):
+                continue
+            problem = output_problem(found.ways, tuple(y.shape), found.source)
+            if problem is not None:
+                self._reached.add(self._find(problem, "the model's output"))
+
+    def reach(self, values: Any) -> None:
+        """Note that the program goes on with tensors, which findings may have computed."""
+        for x in tensors_in(values, self._platform.Tensor):
+            found = held(x)
+            if found is not None:
+                self._reached.update(found.findings)
+        if self._reached and self.on_reached is not None:
+            self.on_reached()
+
+    def is_inside(self, module: Any) -> bool:
+        """Whether the innermost styled module that runs is ``module``."""
+        return self._inside is module
+
+    def styled(
+        self, call: Callable[..., Any], module: Any, name: str, *, own_samples: bool = False
+    ) -> Callable[..., Any]:
+        """``call`` of a styled module: nothing inside is asked, and its outputs come from the module, by its ``name``.
+
+        With ``own_samples`` ranks have samples of their own there, as data-parallel ranks have: no part of one tensor.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self._inside, self._styled, self._own_samples
+            self._inside, self._styled, self._own_samples = module, name, own_samples or self._own_samples
+            self.paused += 1
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.paused -= 1
+                self._inside, self._styled, self._own_samples = before
+
+        return run
+
+    # ------------------------------------------------------------------------------------------------ the report
+    def as_dict(self) -> dict[str, Any]:
+        """The report for JSON."""
+        return {
+            "right": bool(self),
+            "findings": [{**vars(f), "used": f in self._reached, "times": n} for f, n in self._found.items()],
+            "not_followed": self.unknown,
+            "notes": self.notes,
+            "asked": self.asked,
+        }
+
+    def lines(self) -> list[str]:
+        """The findings, a line each: those of equal modules at one line of the program stand once."""
+        equal: dict[tuple[str, str, str, str], list[Finding]] = {}
+        for f in self._found:
+            equal.setdefault((f.kind, f.where, f.text, f.remedy), []).append(f)
+        lines = []
+        for same in equal.values():
+            more = f" (and in {len(same) - 1} more modules)" if len(same) > 1 else ""
+            unused = (
+                "" if any(f in self._reached for f in same) else " No module takes the result, nor does the output."
+            )
+            lines.append(f"{same[0]}{more}{unused}")
+        return lines
+
+    def __str__(self) -> str:
+        count = len(self.lines())
+        first = f"{count or 'no'} finding{'s' * (count != 1)} in plain code, of {self.asked} operations"
+        unknown = [f"not followed, {n} times: {name}" for name, n in self.unknown.items()]
+        return "\n".join([first, *self.lines(), *unknown])
+
+    __repr__ = __str__
+
+
+def _bound(op: Any, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any] | None:
+    """Operands and static arguments of a call, None for arguments that its row does not cover. The operation itself
+    has the best words for an error."""
+    try:
+        operands, static = op.bind(func, args, kwargs)
+    except Exception:
+        return None
+    return operands, static
+
+
+@contextmanager
+def follow(model: Any, platform: Platform) -> Iterator[Following]:
+    """Inside, the program is followed.
+
+    Raises:
+        TypeError: for a backend that cannot do so.
+    """
+    following = Following(model, platform)
+    handed_over = platform.follow(following)
+    if handed_over is None:
+        raise TypeError(f"the platform {platform.name!r} does not hand over the operations of a program to follow them")
+    FOLLOWING.append(following)
+    LISTENERS.append(_hear_nothing)  # where there are listeners, styles ask whether a program is followed
+    try:
+        with handed_over:
+            yield following
+    finally:
+        LISTENERS.remove(_hear_nothing)
+        FOLLOWING[:] = [other for other in FOLLOWING if other is not following]
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Inside, operations are the library's own, such as those that read values for a report: none is followed."""
+    following = FOLLOWING[-1] if FOLLOWING else None
+    if following is not None:
+        following.paused += 1
+    try:
+        yield
+    finally:
+        if following is not None:
+            following.paused -= 1
+
+
+def platform_of(model: Any) -> Platform:
+    """The platform on which styles were applied to a module or one below it, else the selected one."""
+    platform = get_platform()
+    if isinstance(model, platform.Module):
+        for _, module in platform.named_modules(model):
+            for _, mesh in getattr(module, APPLIED, ()):
+                return mesh.platform
+    return platform
+
+
+def _hear_nothing(event: CollectiveEvent) -> None:
+    """Stand in the list of listeners."""

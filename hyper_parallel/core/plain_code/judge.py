@@ -1,0 +1,347 @@
+"""The judge: whether an operation on plain tensors computes locally what one device computes, by its rule.
+
+It asks the rule with the global shapes of the operands. The solver says which layouts the operation needs. Where the
+solver would move data, the local result is another one than that of one device. The judge communicates nothing and
+reads no values: all ranks come to the same verdict.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.communication.recorder import LISTENERS, CollectiveEvent
+from hyper_parallel.core.layouts.layout import Layout, get_layout, replicated_layout
+from hyper_parallel.core.layouts.placement_types import Replicate, Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.operations.strategy import Strategy, Unsized, solve
+from hyper_parallel.core.plain_code.findings import Problem
+from hyper_parallel.core.plain_code.marks import (
+    WHOLE,
+    Joined,
+    Lost,
+    Mark,
+    Ways,
+    describe,
+    is_even,
+    layout_of,
+    mark_of,
+)
+from hyper_parallel.core.plain_code.texts import gradient_problem, moved_problem, reshape_problem, unfit_problem
+from hyper_parallel.core.plain_code.views import RESHAPES, of_whole, reshaped
+from hyper_parallel.core.rules import OPERATIONS
+
+#: Combinations of marks that are tried for one operation.
+_MOST_WAYS = 64
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer of the judge to one operation.
+
+    Attributes:
+        problems: the operation computes something else than on one device. Nothing is known of its results.
+        gradients: its result is right, and the gradient of an operand is not.
+        results: the marks of each result.
+        notes: facts that are no findings: names of assumptions.
+    """
+
+    problems: tuple[Problem, ...] = ()
+    gradients: tuple[Problem, ...] = ()
+    results: tuple[Ways, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that an operation takes.
+
+    Attributes:
+        shape: local shape.
+        ways: its marks.
+        trains: whether a gradient goes to it.
+        is_parameter: whether it is a parameter of a module.
+    """
+
+    shape: tuple[int, ...]
+    ways: Ways
+    trains: bool
+    is_parameter: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation, as the judge sees it.
+
+    Attributes:
+        name: the canonical operation.
+        title: name of the native operation, for messages.
+        static: static arguments.
+        operands: None for one that is no tensor.
+        shapes: local shapes of the results.
+        in_place: whether it writes over the first operand.
+        values: the operands themselves, for rules that replace the local call.
+        result: of the native operation.
+    """
+
+    name: str
+    title: str
+    static: Any
+    operands: tuple[Operand | None, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    in_place: bool
+    values: tuple[Any, ...]
+    result: Any
+
+
+def judge(call: Call, mesh: DeviceMesh) -> Verdict:
+    """Judge an operation of which some operand has marks on ``mesh``."""
+    lost = next((x.ways for x in call.operands if x is not None and isinstance(x.ways, Lost)), None)
+    if lost is not None:
+        return Verdict(results=(lost,) * len(call.shapes))
+    if any(x is not None and isinstance(x.ways, Joined) for x in call.operands):
+        return _judge_joined(call)
+    if call.name == "dropout" and not (call.static[1] and 0 < call.static[0] < 1):
+        first = call.operands[0]
+        return Verdict(results=(WHOLE if first is None else first.ways,))
+    choices = [(None,) if x is None else x.ways for x in call.operands]
+    found = [
+        _judge_way(call, way, mesh)
+        for way in itertools.islice(itertools.product(*choices), _MOST_WAYS)  # type: ignore[arg-type]
+    ]
+    fitting = [v for v in found if not v.problems]
+    if not fitting:
+        return found[0]
+    right = [v for v in fitting if not v.gradients] or fitting[:1]
+    results = tuple(_any_of([v.results[i] for v in right]) for i in range(len(call.shapes)))
+    return Verdict(gradients=right[0].gradients, results=results, notes=right[0].notes)
+
+
+def _any_of(ways: Sequence[Ways]) -> Ways:
+    """The marks of a result that may be any of these."""
+    odd = next((w for w in ways if isinstance(w, (Joined, Lost))), None)
+    return odd if odd is not None else tuple(dict.fromkeys(itertools.chain(*ways)))  # type: ignore[arg-type]
+
+
+def _judge_way(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh) -> Verdict:
+    """Judge the call for operands that lie in one way."""
+    if call.name == "like" and (marks[0] is None or not marks[0].sharded):
+        return Verdict(results=(WHOLE,) * len(call.shapes))
+    if call.name == "cat" and len(set(marks)) > 1 and all(m is None or _only_summed(m) for m in marks):
+        dim = call.static[0] % max(len(call.shapes[0]), 1)
+        sizes = tuple(x.shape[dim] for x in call.operands if x is not None)
+        return Verdict(results=(Joined(dim, sizes, tuple((m,) for m in marks)),))
+    first: Verdict | None = None
+    for assumed in ({}, _assumed(call, marks)):
+        if first is not None and not assumed:
+            continue
+        verdict = _judge_layouts(call, marks, mesh, assumed)
+        if not verdict.problems:
+            return verdict
+        first = first or verdict
+    assert first is not None
+    return first
+
+
+def _only_summed(mark: Mark) -> bool:
+    return bool(mark.summed) and all(p is Replicate() for p in mark.layout.placements)
+
+
+def _assumed(call: Call, marks: tuple[Mark | None, ...]) -> dict[int, Mark]:
+    """Operands without a cut that have the size of a part, as parts: the program has made or cut them so itself."""
+    known = next(((x, m) for x, m in zip(call.operands, marks, strict=True) if x and m and m.sharded), None)
+    if known is None:
+        return {}
+    (x, mark), mesh = known, known[1].layout.mesh
+    found = {}
+    for i, (other, own) in enumerate(zip(call.operands, marks, strict=True)):
+        if other is None or not (own is None or _only_summed(own)):
+            continue
+        whole, placements = list(other.shape), [*replicated_layout(mesh, other.shape).placements]
+        for d, p in enumerate(mark.layout.placements):
+            if not isinstance(p, Shard):
+                continue
+            size, ndim = x.shape[p.dim], len(other.shape)
+            # At the same place from the end, as operands broadcast; else wherever it may be contracted.
+            places = [p.dim - len(x.shape) + ndim, *range(ndim)]
+            dim = next((i for i in places if 0 <= i < ndim and whole[i] == size), None)
+            if dim is not None:
+                whole[dim] = mark.layout.shape[p.dim]
+                placements[d] = p.with_dim(dim)
+        if whole != list(other.shape):
+            found[i] = Mark(get_layout(mesh, tuple(placements), tuple(whole)))
+    return found
+
+
+def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh, assumed: dict[int, Mark]) -> Verdict:
+    layouts = tuple(
+        None if x is None else assumed[i].layout if i in assumed else layout_of(m, mesh, x.shape)
+        for i, (x, m) in enumerate(zip(call.operands, marks, strict=True))
+    )
+    if any(layout is not None and layout.mesh is not mesh for layout in layouts):
+        return Verdict(results=(Lost("tensors on several meshes"),) * len(call.shapes))
+    merged = next((m.merged for m in marks if m is not None and m.merged), 0)
+    mark, operand = marks[0] if marks else None, call.operands[0] if call.operands else None
+    if call.name in RESHAPES and mark is not None and operand is not None:
+        ways = reshaped(mark, operand.shape, call.shapes[0])
+        return (
+            Verdict(results=(ways,))
+            if ways
+            else Verdict(problems=(reshape_problem(call.title, mark, operand.shape, call.shapes[0]),))
+        )
+    texts = [
+        describe(assumed.get(i, m), x.shape) for i, (x, m) in enumerate(zip(call.operands, marks, strict=True)) if x
+    ]
+    shape = () if operand is None else operand.shape
+    static = of_whole(call.name, call.static, shape, layouts[0] if layouts else None, len(call.shapes))
+    try:
+        sharding = OPERATIONS[call.name].rule(tuple(None if x is None else tuple(x.shape) for x in layouts), static)
+    except Exception:  # a rule may take it that one device could run the call, which sizes that do not fit are not
+        sharding = None
+    if sharding is None:
+        if len(texts) > 1 or call.name == "split":
+            return Verdict(problems=(unfit_problem(call.title, call.name, texts),))
+        return Verdict(results=(Lost(f"{call.title} with arguments that its rule does not know"),) * len(call.shapes))
+    strategy = solve(sharding, layouts, mesh, pinned=0 if call.in_place else None)
+    if strategy is None:
+        return Verdict(problems=(unfit_problem(call.title, "write", texts),))
+    problems = []
+    for i, (have, want) in enumerate(zip(layouts, strategy.operands, strict=True)):
+        if have is not None and want is not None and want is not have:
+            if i in sharding.unread and want is have.cotangent:
+                continue
+            problems.append(moved_problem(call.title, call.name, texts, have, want))
+    draws = call.name in ("dropout",)
+    if not problems and sharding.call is not None and not draws:
+        native = sharding.native_if is not None and sharding.native_if(strategy.operands)
+        if not native and not _is_native(sharding.call, call, strategy, mesh):
+            problems.append(moved_problem(call.title, call.name, texts, None, None))
+    if problems:
+        return Verdict(problems=tuple(problems))
+    return _right(call, marks, strategy, layouts, assumed, merged, draws)
+
+
+def _right(
+    call: Call,
+    marks: tuple[Mark | None, ...],
+    strategy: Strategy,
+    layouts: tuple[Layout | None, ...],
+    assumed: dict[int, Mark],
+    merged: int,
+    draws: bool,
+) -> Verdict:
+    """The verdict on an operation that moves nothing: the cotangents of its operands, and the marks of its results."""
+    mesh_dims = range(next(x for x in layouts if x is not None).mesh.ndim)
+    split = set(itertools.chain(*strategy.partial_grad_dims))
+    # Along these all ranks compute the same, and the gradient of some operand is a summand: so is that of the results.
+    same = {d for m in marks if m is not None for d in m.summed} - split
+    gradients = []
+    for i, (x, m) in enumerate(zip(call.operands, marks, strict=True)):
+        if x is None or not x.trains or (call.in_place and i == 0 and m is None):
+            continue
+        owed = set(strategy.partial_grad_dims[i])
+        if i in assumed:
+            owed = {d for d in mesh_dims if isinstance(assumed[i].layout.placements[d], Shard)}
+        if m is None or not m.sharded:
+            owed |= {d for d in same if layouts[i] is not None and layouts[i].placements[d] is Replicate()}  # type: ignore[union-attr]
+        owed -= set(() if m is None else m.summed)
+        if owed:
+            gradients.append(gradient_problem(call.title, x.shape, x.is_parameter, m, i in assumed))
+    results: list[Ways] = []
+    for shape, layout in itertools.zip_longest(call.shapes, strategy.results[: len(call.shapes)]):
+        results.append(_way_of(shape, layout, tuple(sorted(same)), merged))
+    notes = [f"{call.title}: a tensor of shape {call.operands[i].shape} counts as this rank's part" for i in assumed]  # type: ignore[union-attr]
+    if draws:
+        notes.append(f"{call.title} draws the same numbers for the part of each rank")
+    return Verdict(gradients=tuple(gradients), results=tuple(results), notes=tuple(notes))
+
+
+def _way_of(shape: tuple[int, ...], layout: Any, summed: tuple[int, ...], merged: int) -> Ways:
+    if layout is None:
+        return WHOLE
+    if isinstance(layout, Unsized):
+        layout = layout.sized(shape)
+    if tuple(layout.local_shape) != tuple(shape) or not is_even(layout):
+        return Lost("a part whose size the layouts do not tell")
+    dims = tuple(d for d in summed if layout.placements[d] is Replicate())
+    return (mark_of(layout, dims, merged if any(isinstance(p, Shard) for p in layout.placements) else 0),)
+
+
+def _is_native(rule_call: Any, call: Call, strategy: Strategy, mesh: DeviceMesh) -> bool:
+    """Whether the function that a rule runs in place of the native operation comes down to that operation. It must hand
+    on its own arguments, and give back the result. Nothing is computed by it that counts, and nothing is sent."""
+    platform = mesh.platform
+
+    def native(operands: Any, static: Any) -> Any:
+        same = static == call.static and len(operands) == len(call.values)
+        if not same or any(a is not b for a, b in zip(operands, call.values, strict=True)):
+            raise _OtherCallError
+        return call.result
+
+    def refuse(event: CollectiveEvent) -> None:
+        raise _OtherCallError
+
+    LISTENERS.append(refuse)
+    try:
+        with platform.no_dispatch(), platform.no_grad():
+            given = rule_call(platform, native, call.values, call.static, strategy.operands, strategy.results)
+            return given is call.result
+    except Exception:
+        return False
+    finally:
+        LISTENERS.remove(refuse)
+
+
+class _OtherCallError(Exception):
+    """The function of a rule does something else than the native operation."""
+
+
+def _judge_joined(call: Call) -> Verdict:
+    """Judge an operation on pieces that were joined: taking them apart gives their marks."""
+    first = call.operands[0]
+    count = len(call.shapes)
+    if first is None or not isinstance(first.ways, Joined) or sum(x is not None for x in call.operands) > 1:
+        return Verdict(results=(Lost(f"{call.title} of pieces that differ"),) * count)
+    joined = first.ways
+    if call.name == "split" and call.static[1] % len(first.shape) == joined.dim:
+        sizes = tuple(shape[joined.dim] for shape in call.shapes)
+        if sizes == joined.sizes:
+            return Verdict(results=joined.marks)
+    if call.name == "getitem":
+        piece = _piece(joined, call.static[0], first.shape)
+        if piece is not None:
+            return Verdict(results=(_resized(piece, call.shapes[0]),))
+    if call.shapes == (first.shape,) and OPERATIONS[call.name].elementwise:
+        return Verdict(results=(joined,))
+    return Verdict(results=(Lost(f"{call.title} of pieces that differ"),) * count)
+
+
+def _piece(joined: Joined, index: tuple, shape: tuple[int, ...]) -> Ways | None:
+    """The marks of the piece that a slice of the joined dimension takes, other dimensions being taken whole."""
+    at = 0
+    for i, item in enumerate(index):
+        if item is ...:
+            at = len(shape) - sum(1 for rest in index[i + 1 :] if rest is not None)
+            continue
+        if item is None:
+            return None
+        if at == joined.dim and isinstance(item, tuple) and item[0] == "slice":
+            start, stop, step = slice(*item[1:]).indices(shape[at])
+            begins = list(itertools.accumulate(joined.sizes, initial=0))
+            for begin, size, ways in zip(begins, joined.sizes, joined.marks, strict=False):
+                if step == 1 and begin <= start and stop <= begin + size:
+                    return ways
+            return None
+        if item != ("slice", None, None, None):
+            return None
+        at += 1
+    return None
+
+
+def _resized(ways: Ways, shape: tuple[int, ...]) -> Ways:
+    """Marks of whole tensors, for one of another shape."""
+    if not isinstance(ways, tuple):
+        return ways
+    return tuple(None if m is None else Mark(replicated_layout(m.layout.mesh, shape), m.summed) for m in ways)

@@ -1,0 +1,101 @@
+"""Words of the judge: the fact of a problem, and its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.placement_types import Replicate, Shard
+from hyper_parallel.core.plain_code.findings import Problem
+from hyper_parallel.core.plain_code.marks import Mark, describe
+
+_TAKES_APART = frozenset({"split", "chunk", "getitem", "reshape", "view", "reshape_copy", "repeat"})
+_WHOLE = (
+    "Let the layer that gives it gather, with output_layouts=Replicate(), or let PrepareModuleInput or "
+    "PrepareModuleOutput do so"
+)
+_PACKED = (
+    "Where the layer's weight is several matrices in one, say so: ColwiseParallel(packed=...) or heads=(...); "
+    "otherwise let it gather, with output_layouts=Replicate()"
+)
+_NORMED = (
+    "Give a norm inside attention heads HeadNormParallel(), one along the sequence SequenceParallel(), or let the "
+    "layer that gives the part gather, with output_layouts=Replicate()"
+)
+_SUM = (
+    "Let a RowwiseParallel layer compute the sum, or make it whole before: DTensor.from_local(x, mesh, "
+    "[Partial()]).full_tensor()"
+)
+_READ = (
+    "Read it through DTensor.from_local(x, mesh, [Replicate()]).to_local(grad_placements=[Partial()]), which adds the "
+    "summands up; where NoParallel gives it, say partial_features=... or local_output_grad_placements=Partial()"
+)
+_OWNED = (
+    "Give its module a style, such as SequenceParallel(), HeadNormParallel() or ParameterParallel({...}): the style "
+    "adds the summands up"
+)
+
+
+def moved_problem(title: str, name: str, texts: Sequence[str], have: Layout | None, want: Layout | None) -> Problem:
+    """The problem of an operation for which data would have to move.
+
+    Args:
+        title, name: of the operation, native and canonical.
+        texts: its operands, described.
+        have, want: layouts of the operand that does not lie as needed; None where the local result itself differs.
+    """
+    given = f"{title} gets {' and '.join(texts)}"
+    if have is None or want is None:
+        remedy = _NORMED if "norm" in name else _PACKED if name in _TAKES_APART else _WHOLE
+        return Problem("whole", f"{given}, and computes something else of a part than of the whole", remedy)
+    for old, new in zip(have.placements, want.placements, strict=True):
+        if old is new:
+            continue
+        if old.is_partial():
+            return Problem(
+                "sum", f"{given}, and is not linear in the summand: the sum over ranks must come first", _SUM
+            )
+        if new.is_partial():
+            text = f"{given}, and adds a replicated tensor to a sum once for each rank"
+            return Problem("count", text, _SUM)
+        if new is Replicate() and isinstance(old, Shard):
+            remedy = _NORMED if "norm" in name else _PACKED if name in _TAKES_APART else _WHOLE
+            return Problem(
+                "whole", f"{given}, and needs dimension {old.dim} whole, of which each rank has a part", remedy
+            )
+    return Problem("mixed", f"{given}, which are not cut in the same way", _WHOLE)
+
+
+def unfit_problem(title: str, name: str, texts: Sequence[str]) -> Problem:
+    """The problem of operands whose whole tensors do not go together."""
+    given = f"{title} gets {' and '.join(texts)}"
+    if name == "split":
+        return Problem("whole", f"{given}, and takes a dimension apart of which each rank has a part", _PACKED)
+    if "norm" in name:
+        return Problem("whole", f"{given}, and normalises a dimension of which each rank has a part", _NORMED)
+    if name == "linear":
+        return Problem(
+            "mixed",
+            f"{given}, a whole weight",
+            "Give this layer RowwiseParallel(), or " + _WHOLE[0].lower() + _WHOLE[1:],
+        )
+    if name == "write":
+        return Problem("mixed", f"{given}, and writes into a tensor that lies otherwise", _WHOLE)
+    return Problem("mixed", f"{given}, whose whole tensors do not go together in it", _WHOLE)
+
+
+def reshape_problem(title: str, mark: Mark, before: tuple[int, ...], after: tuple[int, ...]) -> Problem:
+    """The problem of a view that mixes the parts of ranks."""
+    text = f"{title} gets {describe(mark, before)}, and makes {tuple(after)} of it, which is no part of a whole tensor"
+    return Problem("whole", text, _PACKED)
+
+
+def gradient_problem(title: str, shape: tuple[int, ...], parameter: bool, mark: Mark | None, assumed: bool) -> Problem:
+    """The problem of an operand whose gradient is a summand on each rank."""
+    what = "a parameter" if parameter else "a tensor"
+    same = "taken for this rank's part of something" if assumed else "the same on all ranks"
+    text = (
+        f"{title} reads {what} of shape {tuple(shape)}, {same}, next to this rank's part: each rank computes one "
+        "summand of its gradient, and nothing adds them up"
+    )
+    return Problem("gradient", text, _OWNED if parameter else _READ)

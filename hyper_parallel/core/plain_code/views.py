@@ -1,0 +1,167 @@
+"""Views of parts: the sizes that a program gives are local ones, and rules want those of the whole tensor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import PackedShard, Shard
+from hyper_parallel.core.operations.strategy import solve
+from hyper_parallel.core.plain_code.marks import Lost, Mark, Ways, is_even
+from hyper_parallel.core.rules import OPERATIONS
+
+RESHAPES = frozenset({"reshape", "view", "reshape_copy"})
+_FULL = ("slice", None, None, None)
+
+
+def reshaped(mark: Mark, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Mark, ...]:
+    """Return the marks that a part of local shape ``before`` may have as ``after``: none where that mixes parts.
+
+    Each dimension of the result is tried as the one that is cut. All that the rule takes without moving data are kept.
+    """
+    layout = mark.layout
+    cut = [d for d in range(layout.ndim) if layout.shard_count(d) > 1]
+    if not cut:
+        return (Mark(get_layout(layout.mesh, layout.placements, after), mark.summed),)
+    if mark.merged:
+        return _taken_apart(mark, before, after, cut[0])
+    rule = OPERATIONS["reshape"].rule
+    found = []
+    for dims in itertools.product(range(len(after)), repeat=len(cut)):
+        whole = list(after)
+        for d, j in zip(cut, dims, strict=True):
+            whole[j] *= layout.shard_count(d)
+        if 0 in before:
+            continue
+        sharding = rule((tuple(layout.shape),), (tuple(whole),))
+        strategy = None if sharding is None else solve(sharding, (layout,), layout.mesh)
+        if strategy is None or strategy.operands[0] is not layout:
+            continue
+        result: Any = strategy.results[0]
+        if tuple(result.local_shape) == tuple(after) and is_even(result):
+            found.append(Mark(result, mark.summed))
+    if len(cut) == 1:
+        found += _merged(mark, before, after, cut[0])
+    return tuple(dict.fromkeys(found))
+
+
+def _merged(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[Mark]:
+    """Merged under what lies outside, (batch, heads) to (batch * heads): the cut is inside of the merged dimension."""
+    size, outside = before[dim], math.prod(before[:dim])
+    if outside == 1 or any(isinstance(p, PackedShard) for p in mark.layout.placements):
+        return []
+    return [
+        _cut(mark, after, j, size)
+        for j, s in enumerate(after)
+        if math.prod(after[: j + 1]) == outside * size and s > size and s % size == 0
+    ]
+
+
+def _taken_apart(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], dim: int) -> tuple[Mark, ...]:
+    """A merged dimension that is taken apart again at the cut, or that is left as it is."""
+    size, outside = before[dim], math.prod(before[:dim])
+    found = []
+    for j, s in enumerate(after):
+        if s == mark.merged and math.prod(after[: j + 1]) == outside * size:
+            found.append(_cut(mark, after, j, 0))
+        if s == size and math.prod(after[:j]) == outside:
+            found.append(_cut(mark, after, j, mark.merged))
+    return tuple(found)
+
+
+def _cut(mark: Mark, shape: tuple[int, ...], dim: int, merged: int) -> Mark:
+    """The mark of a part of ``shape`` that is cut along ``dim`` by the mesh dimension that cuts ``mark``."""
+    layout = mark.layout
+    whole = list(shape)
+    placements = list(layout.placements)
+    for d, p in enumerate(placements):
+        if isinstance(p, Shard):
+            placements[d] = Shard(dim)
+            whole[dim] *= layout.mesh.shape[d]
+    return Mark(get_layout(layout.mesh, tuple(placements), tuple(whole)), mark.summed, merged)
+
+
+def of_whole(name: str, static: Any, shape: tuple[int, ...], layout: Layout | None, results: int) -> Any:
+    """Static arguments that speak of local sizes, as they are for the whole tensor.
+
+    Args:
+        name: the canonical operation.
+        static: its static arguments.
+        shape: local shape of the first operand.
+        layout: of the first operand.
+        results: how many results there are.
+    """
+    if layout is None or all(not isinstance(p, Shard) for p in layout.placements):
+        return static
+    cut = {d for d in range(layout.ndim) if layout.shard_count(d) > 1}
+    if name == "expand":
+        sizes = static[0]
+        new = len(sizes) - len(shape)
+        kept = (-1 if i - new in cut and s == shape[i - new] else s for i, s in enumerate(sizes))
+        return (tuple(kept), *static[1:])
+    if name == "split":
+        dim = static[1] % max(len(shape), 1)
+        if dim in cut and any(isinstance(p, PackedShard) and p.dim == dim for p in layout.placements):
+            sizes = static[0] if isinstance(static[0], tuple) else (static[0],) * results
+            return (tuple(s * layout.shard_count(dim) for s in sizes), *static[1:])
+    if name in ("getitem", "setitem_", "setitem"):
+        return (_full_slices(static[0], shape, cut), *static[1:])
+    return static
+
+
+def _full_slices(index: tuple, shape: tuple[int, ...], cut: set[int]) -> tuple:
+    """An encoded index in which a slice of all that is here is a slice of all."""
+    out: list[Any] = []
+    at = 0
+    for i, item in enumerate(index):
+        if item is None:
+            out.append(item)
+            continue
+        if item is ...:
+            at = len(shape) - sum(1 for rest in index[i + 1 :] if rest is not None)
+            out.append(item)
+            continue
+        if at in cut and _is_slice_of_all(item, shape[at]):
+            item = _FULL
+        out.append(item)
+        at += 1
+    return tuple(out)
+
+
+def _is_slice_of_all(item: Any, size: int) -> bool:
+    if not (isinstance(item, tuple) and len(item) == 4 and item[0] == "slice"):
+        return False
+    _, start, stop, step = item
+    return (start or 0) == 0 and step in (None, 1) and stop is not None and stop >= size
+
+
+def marks_of_base(
+    ways: tuple[Mark | None, ...],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    base: tuple[int, ...],
+    base_strides: tuple[int, ...],
+) -> Ways:
+    """Return the marks of a tensor of which a view was written to: the cut has the size and stride of the view's.
+
+    Args:
+        ways: marks of the view.
+        shape, strides: of the view.
+        base, base_strides: of the tensor.
+    """
+    found = []
+    for mark in ways:
+        cut = [] if mark is None else [(d, p) for d, p in enumerate(mark.layout.placements) if isinstance(p, Shard)]
+        if mark is None or len(cut) != 1:
+            continue
+        ((mesh_dim, placement),) = cut
+        for dim, size in enumerate(base):
+            if size == shape[placement.dim] and (base_strides[dim] == strides[placement.dim] or size == 1):
+                placements = list(mark.layout.placements)
+                placements[mesh_dim] = placement.with_dim(dim)
+                whole = list(base)
+                whole[dim] = mark.layout.shape[placement.dim]
+                found.append(Mark(get_layout(mark.layout.mesh, tuple(placements), tuple(whole))))
+    return tuple(dict.fromkeys(found)) or Lost("a view that was written to")

@@ -1,0 +1,90 @@
+"""Following the operations of a program on plain tensors, for `core.plain_code`.
+
+A tensor with marks gets a class whose operations arrive here, as those of DTensors arrive at core. It is a plain tensor
+again when its marks are taken away, or when following ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from mindspore import Tensor
+
+from hyper_parallel.platform.contract.observation import Follower
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch
+from hyper_parallel.platform.watching import tensors_in
+
+__all__ = ["MarkedTensor", "follow", "write_mark"]
+
+
+class _Followers:
+    """The programs that are followed, the innermost last, and the tensors with marks."""
+
+    active: ClassVar[list[Follower]] = []
+    marked: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
+
+
+class MarkedTensor(InterceptedTensor):
+    """A plain tensor with marks, while its program is followed."""
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        with NoDispatch():
+            return Tensor.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with NoDispatch():
+            return Tensor.__reduce_ex__(self, protocol)
+
+    def _without_row(self, function: Any, args: tuple, kwargs: dict) -> Any:
+        return type(self)._dispatch(None, function, args, kwargs)
+
+    def _whole(self) -> Tensor:
+        return Tensor._make_subclass(Tensor, self)
+
+    @staticmethod
+    def _follow(row: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        if any(isinstance(x, InterceptedTensor) and x._layout is not None for x in tensors_in((args, kwargs), Tensor)):
+            return InterceptedTensor._dispatch(row, func, args, kwargs)
+        with NoDispatch():
+            if not _Followers.active or _Followers.active[-1].paused:
+                return func(*args, **kwargs)
+            given = list(tensors_in((args, kwargs), Tensor))
+
+            def call() -> Any:
+                y = func(*args, **kwargs)
+                for x in tensors_in(y, Tensor):
+                    if type(x) is MarkedTensor and not any(x is other for other in given):
+                        x.__class__ = Tensor
+                return y
+
+            return _Followers.active[-1].operation(row, func, args, kwargs, call)
+
+
+MarkedTensor._dispatch = staticmethod(MarkedTensor._follow)  # type: ignore[assignment]
+
+
+def write_mark(x: Any, mark: Any) -> None:
+    """See `Platform.write_mark`."""
+    x._marks_of_plain = mark
+    if mark is None and type(x) is MarkedTensor:
+        x.__class__ = Tensor
+    elif mark is not None and type(x) is Tensor and _Followers.active:
+        x.__class__ = MarkedTensor
+        _Followers.marked[id(x)] = x
+
+
+@contextmanager
+def follow(follower: Follower) -> Iterator[None]:
+    """See `Platform.follow`."""
+    _Followers.active.append(follower)
+    try:
+        yield
+    finally:
+        _Followers.active.remove(follower)
+        for x in list(_Followers.marked.values()):
+            if type(x) is MarkedTensor:
+                x.__class__ = Tensor
+        _Followers.marked.clear()

@@ -1,0 +1,91 @@
+"""Following the operations of a program on plain tensors, for `core.plain_code`: a mode sees each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hyper_parallel.platform.contract.observation import MARKS, Follower
+from hyper_parallel.platform.torch.basics.tensor import HANDLERS, is_dtensor
+from hyper_parallel.platform.torch.handlers.bodies import body_of
+from hyper_parallel.platform.torch.op_table import OP_TABLE
+
+__all__ = ["base_of", "follow"]
+
+#: Methods that make a tensor of which no element is an element of theirs, and such that change no element.
+_NEW = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"})
+_FLAGS = frozenset({"requires_grad_", "share_memory_", "detach_", "retain_grad", "register_hook", "__set__"})
+
+
+def follow(follower: Follower) -> AbstractContextManager[Any]:
+    """See `Platform.follow`."""
+    return _Mode(follower)
+
+
+def base_of(x: Tensor) -> Tensor | None:
+    """See `Platform.base_of`."""
+    return x._base
+
+
+class _Mode(TorchFunctionMode):
+    """Hands over operations of which some argument has marks. Inside of an operation the mode is off."""
+
+    def __init__(self, follower: Follower) -> None:
+        super().__init__()
+        self._follower = follower
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._follower.paused or not _has_marks(args, kwargs):
+            return func(*args, **kwargs)
+        if func not in OP_TABLE:
+            func = getattr(func, "__wrapped__", func)  # a patch may stand in its place
+        row, name = OP_TABLE.get(func), getattr(func, "__name__", "")
+        if row is None:
+            if name == "type" and args[1:]:
+                row = OP_TABLE[Tensor.to]
+            elif name in _NEW or name in _FLAGS:
+                return func(*args, **kwargs)
+            elif getattr(func, "__module__", "") == "torch.nn.functional" and hasattr(func, "__code__"):
+                with self:  # its Python is made of other operations
+                    return body_of(func)(*args, **kwargs)
+        if row is None and (composition := getattr(HANDLERS.get(func), "composition", None)) is not None:
+            y = self._composed(composition, func, args, kwargs)
+            if y is not None:
+                return y
+        return self._follower.operation(row, func, args, kwargs, lambda: func(*args, **kwargs))
+
+    def _composed(self, composition: Callable, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
+        """The result of ``func`` with the marks that the same computation as a composition has, if that has any."""
+        try:
+            with self:
+                same = composition(*args, **kwargs)
+        except Exception:
+            return None
+        mark = getattr(same, MARKS, None)
+        if mark is None:
+            return None
+        y = func(*args, **kwargs)
+        if isinstance(y, Tensor) and y.shape == same.shape:
+            y._marks_of_plain = mark
+            return y
+        return None
+
+
+def _has_marks(args: Iterable[Any], kwargs: dict) -> bool:
+    """Whether some argument has marks, and none is a DTensor."""
+    found = False
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(x, Tensor):
+            if is_dtensor(x):
+                return False
+            found = found or x.__dict__.get(MARKS) is not None
+        elif isinstance(x, (tuple, list)):
+            found = found or _has_marks(x, {})
+        elif isinstance(x, dict):
+            found = found or _has_marks((), x)
+    return found

@@ -1,0 +1,457 @@
+"""Plain code between styled modules, followed: wrong programs are found at their line, right ones raise no alarm."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel import (
+    ColwiseParallel,
+    DTensor,
+    HeadNormParallel,
+    NoParallel,
+    Partial,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    check_plain_code,
+    explain,
+    get_platform,
+    parallelize_module,
+    strict,
+)
+from hyper_parallel.core.plain_code.first_call import VARIABLE
+from hyper_parallel.core.plain_code.following import FOLLOWING, follow
+from hyper_parallel.testing import spmd
+from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.comparisons import block_plan, compare, floats
+from hyper_parallel.testing.conformance.checks import needs_gradients
+from hyper_parallel.testing.conformance.test_errors import fails
+from hyper_parallel.testing.extent import in_gate
+from hyper_parallel.testing.plan_check import PlanCheck, compare_on_ranks, verdict_of
+
+C, W = ColwiseParallel, RowwiseParallel
+MLP = {"up": C(), "down": W()}
+
+
+def program(run: Callable[..., Any], modules: dict[str, Any]) -> Any:
+    """A module whose forward is ``run(module, x, adapter)``, with submodules that are made as adapters make them."""
+    adapter = get_adapter()
+
+    def forward(self: Any, x: Any) -> Any:
+        return run(self, x, adapter)
+
+    model = adapter.Probe()
+    # The class of the framework, with the name of its forward in either framework.
+    model.__class__ = type("Program", (type(model),), {"forward": forward, "construct": forward})
+    for name, make in modules.items():
+        setattr(model, name, make(adapter))
+    return adapter.load(model, np.random.default_rng(1))
+
+
+def linear(n_in: int, n_out: int) -> Callable[[Any], Any]:
+    return lambda adapter: adapter.linear_module(n_in, n_out)
+
+
+UP_DOWN = {"up": linear(8, 24), "down": linear(24, 8)}
+
+
+@dataclass
+class Case:
+    """A program and its finding.
+
+    Attributes:
+        run: ``run(module, x, adapter)``. The line that is to be found ends in ``# found``; else it is the only one.
+        kind: of the finding, None for a right program.
+        words: of its text and remedy.
+        plan, modules: of the model.
+        shape: of its input.
+    """
+
+    run: Callable[..., Any]
+    kind: str | None = None
+    words: tuple[str, ...] = ()
+    plan: dict[str, Any] = field(default_factory=lambda: MLP)
+    modules: dict[str, Any] = field(default_factory=lambda: UP_DOWN)
+    shape: tuple[int, ...] = (2, 4, 8)
+
+    @property
+    def line(self) -> int:
+        """The line of the file that is to be found."""
+        lines, first = inspect.getsourcelines(self.run)
+        marked = [i for i, text in enumerate(lines) if "# found" in text]
+        return first + marked[0] if marked else first
+
+
+def heads(x: Any, size: int) -> tuple[int, ...]:
+    return (*x.shape[:2], -1, size)
+
+
+def fused(module: Any, x: Any, a: Any) -> Any:
+    """Attention without a softmax, whose query, key and value are one matrix, taken apart by chunk."""
+    q, k, v = a.chunk(module.up(x), 3, -1)  # found
+    return module.down(a.silu(q) * k * v)
+
+
+def in_heads(module: Any, x: Any, a: Any) -> Any:
+    """A norm inside of heads."""
+    q = module.norm(a.reshape(module.up(x), heads(x, 6)))
+    return module.down(a.reshape(q, (*x.shape[:2], -1)))
+
+
+def normed(module: Any, x: Any, a: Any) -> Any:
+    """Heads of which the norm is written out."""
+    y = a.reshape(module.up(x), heads(x, 6))
+    y = y * module.norm.weight  # found
+    return module.down(a.reshape(y, (*x.shape[:2], -1)))
+
+
+def latent(module: Any, x: Any, a: Any) -> Any:
+    """A part of the keys that all heads share, as in attention with latent keys and values."""
+    q = a.reshape(module.up(x), heads(x, 6))
+    given = module.shared(x)
+    shared = a.reshape(given[..., 2:], (*x.shape[:2], 1, 4))
+    y = q[..., :4] * shared  # found
+    return module.down(a.reshape(a.cat((y, q[..., 4:]), -1), (*x.shape[:2], -1)))
+
+
+def gated(module: Any, x: Any, a: Any) -> Any:
+    """A gate that is the same on all ranks, and multiplies parts."""
+    gate = a.sigmoid(a.sum(module.gate(x), -1, True))
+    return module.down(module.up(x) * gate)  # found
+
+
+def attention(module: Any, x: Any, a: Any) -> Any:
+    """Heads by a view, transposed, and put together again."""
+    q, k, v = (a.transpose(a.reshape(p(x), heads(x, 6)), 1, 2) for p in (module.wq, module.wk, module.wv))
+    weights = a.softmax(a.matmul(q, a.transpose(k, -2, -1)) * 6**-0.5, -1)
+    y = a.transpose(a.matmul(weights, v), 1, 2)
+    return module.wo(a.reshape(y, (*x.shape[:2], -1)))
+
+
+def merged(module: Any, x: Any, a: Any) -> Any:
+    """Heads that are merged with the batch, and taken apart again."""
+    b, t = x.shape[:2]
+    y = a.transpose(a.reshape(module.up(x), (b, t, -1, 6)), 1, 2)
+    h = y.shape[1]
+    y = a.softmax(a.reshape(y, (b * h, t, 6)), -1)
+    y = a.transpose(a.reshape(y, (b, h, t, 6)), 1, 2)
+    return module.down(a.reshape(y, (b, t, -1)))
+
+
+def positions(module: Any, x: Any, a: Any) -> Any:
+    """Positions from 0 on every rank, added to a part of the sequence."""
+    y = module.norm(module.down(a.relu(module.up(x))))
+    return y + module.table.weight[: y.shape[1]]  # found
+
+
+def forgotten(module: Any, x: Any, a: Any) -> Any:
+    """The first token of a sequence of which each rank has a part."""
+    y = module.norm(module.down(a.relu(module.up(x))))
+    return y[:, 0]  # found
+
+
+def shared_heads(module: Any, x: Any, a: Any) -> Any:
+    """Query heads that share keys and values, without a softmax: all of them, or as many as a rank has."""
+    q = a.reshape(module.wq(x), heads(x, 6))
+    k, v = (a.reshape(p(x), heads(x, 6)) for p in (module.wk, module.wv))
+    times = q.shape[2] // k.shape[2]
+    k, v = (a.reshape(a.stack((y,) * times, 3), (*x.shape[:2], -1, 6)) for y in (k, v))
+    return module.wo(a.reshape(q * k + v, (*x.shape[:2], -1)))
+
+
+QKV = {name: linear(8, 24) for name in ("wq", "wk", "wv")} | {"wo": linear(24, 8)}
+HEAD_NORM = UP_DOWN | {"norm": lambda a: a.RmsNorm(6)}
+SHARED = UP_DOWN | {"shared": linear(8, 6)}
+GATED = UP_DOWN | {"gate": linear(8, 8)}
+SEQUENCE = UP_DOWN | {"norm": lambda a: a.norm_module(8), "table": linear(8, 4)}
+BY_SEQUENCE = {"up": C(), "down": W(output_layouts=Shard(1)), "norm": SequenceParallel(use_local_output=True)}
+PACKED = {"up": linear(8, 72), "down": linear(24, 8)}
+WHOLE = {"gate": linear(8, 12), "down": linear(24, 8)}
+NEXT = {"up": linear(8, 24), "next": linear(12, 8)}
+
+WRONG = {
+    "softmax": Case(lambda m, x, a: m.down(a.softmax(m.up(x), -1)), "whole", ("oftmax", "output_layouts=Replicate()")),
+    "mean": Case(lambda m, x, a: m.down(m.up(x) * a.mean(m.up(x), -1, True)), "whole", ("(2, 4, 12) of (2, 4, 24)",)),
+    "cumsum": Case(lambda m, x, a: m.down(a.cumsum(m.up(x), 2)), "whole", ("dimension 2",)),
+    "index": Case(lambda m, x, a: m.up(x)[..., :3], "whole", ("packed=",)),
+    "largest": Case(lambda m, x, a: a.topk(m.up(x), 2)[0], "whole", ("dimension 2",)),
+    "norm": Case(
+        lambda m, x, a: m.down(a.layer_norm(m.up(x), a.tensor(floats(12)), a.tensor(floats(12)))), "whole", ("Norm",)
+    ),
+    "fused projection": Case(fused, "whole", ("packed=", "heads="), {"up": C(packed=1), "down": W()}, PACKED),
+    "norm inside heads": Case(normed, "gradient", ("HeadNormParallel()", "a parameter of shape (6,)"), MLP, HEAD_NORM),
+    "latent": Case(latent, "gradient", ("partial_features=", "(2, 4, 1, 4)"), MLP | {"shared": NoParallel()}, SHARED),
+    "gate": Case(gated, "gradient", ("grad_placements=[Partial()]",), MLP | {"gate": NoParallel()}, GATED),
+    "summand and residual": Case(lambda m, x, a: x + a.sum(m.up(x), -1, True), "count", ("RowwiseParallel",)),
+    "nonlinear function of summands": Case(lambda m, x, a: a.relu(a.sum(m.up(x), -1)), "sum", ("sum over ranks",)),
+    "product of summands": Case(lambda m, x, a: a.square(a.sum(m.up(x), -1)), "sum", ("linear",)),
+    "first token": Case(forgotten, "whole", ("(2, 2, 8) of (2, 4, 8)",), BY_SEQUENCE, SEQUENCE),
+    "positions": Case(positions, "gradient", ("(2, 8)", "this rank's part"), BY_SEQUENCE, SEQUENCE),
+    "joined": Case(lambda m, x, a: m.down(a.cat((m.up(x), m.up(x)), -1)[..., :12]), "whole", ("dimension 2",)),
+    "layer without a style": Case(
+        lambda m, x, a: a.call(m.next, m.up(x)), "mixed", ("(8, 12)", "RowwiseParallel()"), {"up": C()}, NEXT
+    ),
+    "whole as a part": Case(
+        lambda m, x, a: m.down(m.gate(x)), "input", ("input_layouts=",), {"down": W(), "gate": NoParallel()}, WHOLE
+    ),
+    "packed as consecutive": Case(
+        lambda m, x, a: m.down(a.relu(m.up(x))), "input", ("PackedShard",), {"up": C(packed=2), "down": W()}
+    ),
+    "summand given": Case(lambda m, x, a: a.sum(m.up(x), -1), "output", ("PrepareModuleOutput", "'up'"), {"up": C()}),
+    "part given": Case(lambda m, x, a: a.relu(m.up(x)), "output", ("PrepareModuleOutput", "'up'"), {"up": C()}),
+}
+RIGHT = {
+    "mlp": Case(lambda m, x, a: m.down(a.gelu(m.up(x)))),
+    "over tokens": Case(lambda m, x, a: m.down(a.softmax(m.up(x), 1))),
+    "packed": Case(fused, plan={"up": C(packed=3), "down": W()}, modules=PACKED),
+    "attention": Case(attention, plan={"w[qkv]": C(), "wo": W()}, modules=QKV),
+    "merged": Case(merged),
+    "norm inside heads": Case(in_heads, plan=MLP | {"norm": HeadNormParallel()}, modules=HEAD_NORM),
+    "latent": Case(latent, plan=MLP | {"shared": NoParallel(partial_features=4)}, modules=SHARED),
+    "one key head": Case(
+        shared_heads,
+        plan={"wq": C(), "w[kv]": C(heads=1, replicate_heads=True), "wo": W()},
+        modules=QKV | {name: linear(8, 6) for name in ("wk", "wv")},
+    ),
+    "key heads on several ranks": Case(
+        shared_heads,
+        plan={"wq": C(), "w[kv]": C(heads=2, replicate_heads=True), "wo": W()},
+        modules=QKV | {name: linear(8, 12) for name in ("wk", "wv")},
+    ),
+    "gate": Case(gated, plan=MLP | {"gate": NoParallel(local_output_grad_placements=Partial())}, modules=GATED),
+    "gathered": Case(
+        lambda m, x, a: m.down(a.softmax(m.up(x), -1)),
+        plan={"up": C(output_layouts=Replicate()), "down": W(input_layouts=Replicate())},
+    ),
+    "given by a style": Case(lambda m, x, a: m.up(x), plan={"up": C()}),
+}
+
+
+@spmd.on_mesh()
+def followed(mesh: Any, table: str, name: str) -> Any:
+    """The findings in a program, as tuples, and the operations that could not be followed."""
+    case = (WRONG if table == "wrong" else RIGHT)[name]
+    adapter = get_adapter()
+    model = program(case.run, case.modules)
+    parallelize_module(model, mesh, case.plan)
+
+    def loss(x: Any) -> Any:
+        y = adapter.call(model, x)
+        return adapter.sum(y), y
+
+    with check_plain_code(model) as checked:  # gradients are recorded, or nothing is found of them
+        y, _, _ = adapter.model_value_and_grads(model, loss, floats(*case.shape))
+    assert not FOLLOWING and type(y) is get_platform().Tensor
+    assert bool(checked) is not bool(checked.findings)
+    assert len(str(checked).splitlines()) == 1 + len(checked.lines()) + len(checked.unknown)
+    assert checked.reached == checked.findings and checked.as_dict()["right"] is bool(checked)
+    return [(f.kind, f.where, f"{f.text}. {f.remedy}") for f in checked.findings], dict(checked.unknown)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_programs_are_found(pool: Any, name: str) -> None:
+    case = WRONG[name]
+    found = pool.run(2, followed, "wrong", name)
+    assert found[0] == found[1], "ranks come to different verdicts"
+    findings, unknown = found[0]
+    (kind, where, text), *more = findings
+    assert not unknown and (not more or name == "positions"), findings  # whose sum is given on by no style
+    assert kind == case.kind and all(word in text for word in case.words), text
+    if kind != "output":  # of which the line is that of the call of the model
+        assert where == f"{__file__}:{case.line}", where
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_programs_raise_no_alarm(pool: Any, name: str) -> None:
+    for findings, unknown in pool.run(4 if "several" in name else 2, followed, "right", name):
+        assert not findings and not unknown
+
+
+@spmd.on_mesh()
+def the_same_numbers(mesh: Any, name: str) -> Any:
+    """Findings and collectives of a program that `compare` compares with a single device while it is followed."""
+    case = RIGHT[name]
+    build, plan, x = lambda adapter: program(case.run, case.modules), case.plan, floats(*case.shape)
+    usual = compare(build, plan, x, mesh)
+    with follow(get_adapter().Probe(), get_platform()) as following:
+        counts = compare(build, plan, x, mesh)
+    assert counts == usual
+    return [*map(str, following.findings)], following.asked
+
+
+@pytest.mark.parametrize("name", in_gate([n for n in RIGHT if "given" not in n], ("attention", "latent", "gate")))
+def test_numbers_do_not_change(pool: Any, name: str) -> None:
+    for findings, asked in pool.run(4 if "several" in name else 2, the_same_numbers, name):
+        assert not findings and bool(asked) is (name != "gathered")
+
+
+@spmd.on_mesh()
+def block_followed(mesh: Any, local_between: bool) -> Any:
+    given = {"takes": Shard(1), "gives": Shard(1)}
+    with follow(get_adapter().Probe(), get_platform()) as following:
+        compare(lambda a: a.Block(24, 36, 2), block_plan(local_between), floats(2, 8, 24), mesh, **given)
+    return [*map(str, following.findings)], dict(following.unknown), following.asked
+
+
+@pytest.mark.parametrize("local_between", [True, False])
+def test_a_sequence_parallel_block(pool: Any, local_between: bool) -> None:
+    for findings, unknown, asked in pool.run(2, block_followed, local_between):
+        assert not findings and not unknown and asked
+
+
+@spmd.on_mesh(names=("tp",))  # which all ranks of the pool make: `compare_on_ranks` finds it again
+def planned(mesh: Any, name: str) -> Any:
+    """The report of `check_plan`, and that of `explain`."""
+    case = (RIGHT | WRONG)[name]
+    x = floats(*case.shape)
+    platform, sent = get_platform(), pickle.dumps((Maker(name), case.plan, (x,), {}, None, True))
+    found = compare_on_ranks((mesh.size(),), ("tp",), sent)
+    loss, inputs = get_adapter().sum, get_adapter().tensor(x)
+    explained = explain(Maker(name)(), mesh.size(), case.plan, inputs, loss=loss) if platform.rank() == 0 else None
+    return found, None if explained is None else (explained.plain_code, str(explained))
+
+
+@dataclass
+class Maker:
+    """A function that makes the model of a case, which other processes can be given."""
+
+    name: str
+
+    def __call__(self) -> Any:
+        case = (RIGHT | WRONG)[self.name]
+        return program(case.run, case.modules)
+
+
+def test_plans(pool: Any) -> None:
+    needs_gradients()
+    for name, kind in (("packed", ""), ("softmax", "oftmax gets a part"), ("gate", "partial_features=")):
+        if get_platform().device_type != "cpu" or name not in (WRONG if kind else RIGHT):
+            continue
+        ranks = pool.run(2, planned, name)
+        checked = verdict_of([found for found, _ in ranks], 1e-4)
+        (plain_code, text) = ranks[0][1]
+        assert bool(checked) is not bool(kind), checked
+        for lines, whole in ((checked.plain_code, str(checked)), (plain_code, text)):
+            assert len(lines) == bool(kind) and all(kind in line and line in whole for line in lines)
+    # A plan that this sample does not show to be wrong.
+    lucky = PlanCheck(2, {"output": 0.0, "loss": 0.0}, 1e-4, None, plain_code=["a line"])
+    assert not lucky and str(lucky).startswith("wrong in plain code, though for this sample output, loss and 0 grad")
+
+
+@spmd.on_mesh()
+def odd_corners(mesh: Any) -> None:
+    adapter, platform = get_adapter(), get_platform()
+    with fails(TypeError, "check_plain_code takes a", "got int"), check_plain_code(3):
+        pass
+
+    # Parts of unequal size are not followed, on no rank.
+    uneven = program(lambda m, x, a: a.call(m.down, a.softmax(m.up(x), -1)), {"up": linear(8, 7), "down": linear(7, 8)})
+    parallelize_module(uneven, mesh, MLP)
+    with check_plain_code(uneven) as checked:
+        adapter.call(uneven, adapter.tensor(floats(2, 8)))
+    assert not checked.findings and list(checked.unknown) == ["parts of unequal size"]
+
+    # A number for a log is found, and said to be used for nothing.
+    logged = program(lambda m, x, a: (a.mean(y := m.up(x)), m.down(y))[1], UP_DOWN)
+    parallelize_module(logged, mesh, MLP)
+    with check_plain_code(logged) as checked:
+        adapter.call(logged, adapter.tensor(floats(2, 8)))
+    assert len(checked.findings) == 1 and not checked.reached
+    assert "No module takes the result" in str(checked)
+
+    # An operation without a rule is named, and its results raise nothing.
+    unruled = program(lambda m, x, a: m.down(a.softmax(a.unruled(m.up(x)), -1)), UP_DOWN)
+    parallelize_module(unruled, mesh, MLP)
+    with check_plain_code(unruled) as checked:
+        adapter.call(unruled, adapter.tensor(floats(12, 8)))
+    assert not checked.findings and len(checked.unknown) == 1
+
+    # A tensor that the program declares to be a part is one.
+    x = adapter.tensor(floats(2, 8))
+    with follow(adapter.Probe(), platform) as following:
+        part = DTensor.from_local(x, mesh, [Shard(0)]).to_local()
+        adapter.sum(part, 1)
+        adapter.mean(part, 0)
+    assert [f.kind for f in following.findings] == ["whole"]
+
+
+def test_odd_corners(pool: Any) -> None:
+    pool.run(2, odd_corners)
+
+
+@spmd.on_mesh()
+def first_calls(mesh: Any) -> None:
+    adapter = get_adapter()
+    x = floats(2, 4, 8)
+
+    def made(run: Callable[..., Any], plan: dict[str, Any] = MLP, modules: dict[str, Any] = UP_DOWN) -> Any:
+        os.environ[VARIABLE] = "1"
+        try:
+            return parallelize_module(program(run, modules), mesh, plan)
+        finally:
+            del os.environ[VARIABLE]
+
+    def step(model: Any) -> Any:
+        def loss(x: Any) -> Any:
+            y = adapter.call(model, x)
+            return adapter.sum(y), y
+
+        return adapter.model_value_and_grads(model, loss, x)[0]
+
+    wrong = made(WRONG["softmax"].run)
+    with pytest.raises(ValueError, match=r"HYPER_PARALLEL_CHECK=1[^$]*oftmax gets a part"):
+        step(wrong)
+    step(wrong)  # of which nothing is said a second time
+
+    # Gradients are recorded in the second call.
+    gate = made(gated, MLP | {"gate": NoParallel()}, GATED)
+    if get_platform().name != "mindspore":  # which records where it is told to
+        gate_of_parts = adapter.detach(adapter.tensor(x))
+        with get_platform().no_grad():
+            adapter.call(gate, gate_of_parts)
+    with pytest.raises(ValueError, match="partial_features="):
+        step(gate)
+
+    # A number for a log is a warning, and an error inside strict().
+    def logged(module: Any, x: Any, a: Any) -> Any:
+        y = module.up(x)
+        a.mean(y)
+        return module.down(y)
+
+    with pytest.warns(UserWarning, match="No module takes the result"):
+        step(made(logged))
+    with strict(), pytest.raises(ValueError, match="No module takes the result"):
+        step(made(logged))
+
+    # A right program goes on, and its copy.
+    right = made(RIGHT["mlp"].run)
+    copied = copy.deepcopy(right)
+    for _ in range(2):
+        np.testing.assert_array_equal(adapter.numpy(step(right)), adapter.numpy(step(copied)))
+
+    # A call that fails leaves nothing behind.
+    def failing(module: Any, x: Any, a: Any) -> Any:
+        raise RuntimeError("of the program")
+
+    broken = made(failing)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="of the program"):
+            step(broken)
+    step(made(RIGHT["mlp"].run))
+    assert not FOLLOWING or get_platform().name == "mindspore"  # which calls no hook then
+    FOLLOWING.clear()
+
+
+def test_first_calls(pool: Any) -> None:
+    needs_gradients()
+    pool.run(2, first_calls)
