@@ -20,18 +20,18 @@ if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at r
     from hyper_parallel.core.communication.errors import CollectiveError as CollectiveError
     from hyper_parallel.core.communication.errors import RankMismatchError as RankMismatchError
     from hyper_parallel.core.communication.rank_check import check_ranks as check_ranks
-    from hyper_parallel.core.data_parallel.forward_methods import (
+    from hyper_parallel.core.data_parallel.fully_shard import fully_shard as fully_shard
+    from hyper_parallel.core.data_parallel.fully_shard import (
         register_fsdp_forward_method as register_fsdp_forward_method,
     )
-    from hyper_parallel.core.data_parallel.forward_methods import share_comm_ctx as share_comm_ctx
-    from hyper_parallel.core.data_parallel.fully_shard import fully_shard as fully_shard
-    from hyper_parallel.core.data_parallel.meshes import DataParallelMeshDims as DataParallelMeshDims
+    from hyper_parallel.core.data_parallel.fully_shard import share_comm_ctx as share_comm_ctx
     from hyper_parallel.core.data_parallel.module_methods import FSDPModule as FSDPModule
     from hyper_parallel.core.data_parallel.module_methods import GradientReductionHandle as GradientReductionHandle
     from hyper_parallel.core.data_parallel.module_methods import UnshardHandle as UnshardHandle
-    from hyper_parallel.core.data_parallel.policies import CPUOffloadPolicy as CPUOffloadPolicy
-    from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
-    from hyper_parallel.core.data_parallel.policies import OffloadPolicy as OffloadPolicy
+    from hyper_parallel.core.data_parallel.options import CPUOffloadPolicy as CPUOffloadPolicy
+    from hyper_parallel.core.data_parallel.options import DataParallelMeshDims as DataParallelMeshDims
+    from hyper_parallel.core.data_parallel.options import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from hyper_parallel.core.data_parallel.options import OffloadPolicy as OffloadPolicy
     from hyper_parallel.core.data_parallel.replicate import ReplicatedModule as ReplicatedModule
     from hyper_parallel.core.data_parallel.replicate import replicate as replicate
     from hyper_parallel.core.dtensor.dtensor import DTensor as DTensor

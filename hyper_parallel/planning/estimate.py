@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hyper_parallel.core.data_parallel.fully_shard import fully_shard
-from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy
+from hyper_parallel.core.data_parallel.options import MixedPrecisionPolicy
 from hyper_parallel.core.data_parallel.replicate import replicate
 from hyper_parallel.core.tensor_parallel.checks.paths import Paths
 from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle

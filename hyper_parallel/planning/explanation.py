@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hyper_parallel.core.data_parallel.trees import tensors_in
+from hyper_parallel.core.trees import tensors_in
 from hyper_parallel.debug.collective import Collective, collective_rows
 from hyper_parallel.debug.comm_trace import collective_table
 from hyper_parallel.debug.description import Description, ModuleDescription, describe_on

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
+from hyper_parallel.core.trees import map_tensors, tensors_in
 from hyper_parallel.debug.svg import COLOURS, Svg
 from hyper_parallel.debug.text import TERMINAL, format_bytes, format_seconds, format_table
 from hyper_parallel.planning.estimate import DryRun, Memory, dry_run

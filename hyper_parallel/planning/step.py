@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.communication.recorder import LISTENERS, CollectiveEvent, attributed_backwards
-from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.plain_code.api import check_plain_code
@@ -20,6 +19,7 @@ from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.checks.paths import Paths
 from hyper_parallel.core.tensor_parallel.checks.plan import LISTED, did_you_mean
 from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
+from hyper_parallel.core.trees import map_tensors, tensors_in
 from hyper_parallel.debug.collective import Collective
 from hyper_parallel.debug.module_scopes import ModuleScopes
 from hyper_parallel.platform import get_platform

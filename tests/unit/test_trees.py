@@ -1,4 +1,4 @@
-"""Tensors in the arguments and results of modules: `core.data_parallel.trees`."""
+"""Tensors in the arguments and results of modules: `core.trees`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
+from hyper_parallel.core.trees import map_tensors, tensors_in
 
 PLATFORM = SimpleNamespace(is_tensor=lambda x: isinstance(x, np.ndarray))
 Pair = namedtuple("Pair", "first second")

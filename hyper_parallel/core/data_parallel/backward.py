@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.data_parallel.buckets import Bucket, Sent, assign
-from hyper_parallel.core.data_parallel.second_order import refuse_second_order
+from hyper_parallel.core.data_parallel.hooks import refuse_second_order
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.replica import Replica

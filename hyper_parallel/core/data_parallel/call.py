@@ -1,4 +1,4 @@
-"""One call of a unit of `fully_shard`."""
+"""One call of a unit of `fully_shard`, which the modules of a unit share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-__all__ = ["Call", "chosen", "versions_of"]
+__all__ = ["Call", "ModuleGroup", "chosen", "versions_of"]
 
 _VERSION = attrgetter("_version")
 
@@ -19,7 +19,7 @@ class Call:
         trained: for each buffer, the indices of its trained parameters.
         recorded: whether a backward may come.
         within: the units whose forwards contain this call.
-        waiting: parts of gradients that are still to be summed over tensor-parallel ranks; see `DTensor._collect`.
+        unsummed: parts of gradients that are still to be summed over tensor-parallel ranks; see `DTensor._collect`.
         freed: whether its whole parameters were freed when it ended.
         gives, returns: weak references to autograd contexts: of the functions that return its whole parameters, and of
             those that return its results.
@@ -32,7 +32,7 @@ class Call:
     def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
         self.parameters, self.trained, self.recorded, self.within = parameters, trained, recorded, within
         self.versions = versions_of(parameters)
-        self.waiting: list[Any] = []
+        self.unsummed: list[Any] = []
         self.anchors: list[Any] = []
         self.freed = self.again = False
         self.gives: list[Any] = []
@@ -72,6 +72,50 @@ class Call:
                 f"{what}: a parameter was changed in place between a forward and its backward: run backward before the "
                 "optimizer's step, or forward again"
             )
+
+
+class ModuleGroup:
+    """The modules of one unit, and which of them have run since its parameters were gathered.
+
+    Args:
+        count: number of modules. With one, each call is for itself.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._ran: set[int] = set()
+        self._call: Call | None = None
+        self._wholes: Sequence[Any] = ()
+        self._asked = False
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether no module of the running call is still to run."""
+        return self._call is None or len(self._ran) == self._count
+
+    def call_of(self, module: Any, asked: bool, again: bool) -> tuple[Call, Sequence[Any]] | None:
+        """Return the running call that ``module`` joins, and its whole parameters; None where a new call begins.
+
+        Args:
+            module: a module of the unit, which begins to run.
+            asked: whether gradients of parameters are asked for.
+            again: whether the module is computed again in backward.
+        """
+        if self._call is None or again or asked is not self._asked or id(module) in self._ran:
+            return None
+        self._ran.add(id(module))
+        return self._call, self._wholes
+
+    def begin(self, module: Any, call: Call, wholes: Sequence[Any], asked: bool, again: bool) -> None:
+        """Begin a call, in which ``module`` is the first to run."""
+        if self._count > 1 and not again:
+            self._ran, self._call, self._wholes, self._asked = {id(module)}, call, wholes, asked
+
+    def end(self) -> Call | None:
+        """End the call, and return it where the unit has several modules."""
+        call, self._call, self._wholes = self._call, None, ()
+        self._ran = set()
+        return call
 
 
 def _any(contexts: Sequence[Any], runs: Callable[[Any], bool]) -> bool:

@@ -1,19 +1,16 @@
-"""The parameters of one dtype of a unit of `fully_shard`: gathered, and their gradients reduced, by one collective."""
+"""The parameters of one dtype of a unit of `fully_shard`: gathered by one collective, as views of one storage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
-from operator import is_not
+from itertools import accumulate
 from typing import Any
 
-from hyper_parallel.core.communication import asynchronous
-from hyper_parallel.core.data_parallel.blocks import Block, columns_of
-from hyper_parallel.core.data_parallel.comms import Comms
+from hyper_parallel.core.data_parallel.reduction import Block, Bucket, CustomCollectives, Reduction
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform.contract.fast import Rows
 
-__all__ = ["FlatBuffer", "Reduction"]
+__all__ = ["FlatBuffer"]
 
 
 class FlatBuffer:
@@ -30,8 +27,7 @@ class FlatBuffer:
 
     Attributes:
         reduce_dtype: see there.
-        is_reduced_as_read: whether that is ``dtype``.
-        comms: functions that do its collectives.
+        collectives: functions that do its collectives.
         part: while the parameters are sharded over fewer ranks than those of ``mesh``, this rank's part of `whole`, and
             the mesh of these ranks, in its last dimension.
         whole: the storage, as a 1-D tensor, without memory while the parameters are sharded. None before the first
@@ -42,25 +38,23 @@ class FlatBuffer:
         self.mesh, self.platform, self.blocks = mesh, mesh.platform, list(blocks)
         self._dim, self._size = mesh.ndim - 1, mesh.shape[-1]
         self._dtype, self.reduce_dtype = dtype, reduce_dtype
-        self.is_reduced_as_read = dtype == reduce_dtype
-        self._columns = columns_of([b.sent for b in blocks])
+        self._columns = _firsts([b.sent for b in blocks])
         self._length = sum(b.sent for b in blocks)
-        self._room = columns_of([b.room for b in blocks])
+        self._room = _firsts([b.room for b in blocks])
         self._lengths = [b.sent for b in blocks if b.sent]
         #: Parameters that every rank has whole, and empty ones.
         self._not_sent = [i for i, b in enumerate(blocks) if not b.sent]
         self._fast = mesh.platform.fast
-        self.comms = Comms()
+        self.collectives = CustomCollectives()
         self.part: tuple[Any, DeviceMesh] | None = None
         self._flat: Any = None  # the storage of this rank's shards, where they share one
         self._sent_flat: Any = None  # the same as it is gathered, where that is the same memory
         self.whole: Any = None
         self._views: list[Any] = []  # of `whole`
         self._rows: Rows | None = None  # a fast path to fill it
-        self._selections: dict[tuple[int, ...], Selection] = {}
+        self._buckets: dict[tuple[int, ...], Bucket] = {}
         self._under_way: Any = None
 
-    # ---------------------------------------------------------------------- parameters
     def move(self, parameters: Sequence[Any]) -> None:
         """Move the shards into one storage where possible, before the program can hold any of them."""
         if self._fast is not None and self._length:
@@ -94,13 +88,13 @@ class FlatBuffer:
             row = self._sent_flat if again else None
             if row is None:
                 row = self._row(parameters)
-            rows = self._rows if self.comms.all_gather is None else None
+            rows = self._rows if self.collectives.all_gather is None else None
             if rows is not None:
                 gathered = rows.take()
             else:
-                row = self.comms.operand("all_gather", row, self.mesh)
-                gathered = self.comms.buffer("all_gather", self._size * self._length, row, self.mesh)
-            work = self.comms.start("all_gather", gathered, row, self.mesh, self._dim)
+                row = self.collectives.operand("all_gather", row, self.mesh)
+                gathered = self.collectives.buffer("all_gather", self._size * self._length, row, self.mesh)
+            work = self.collectives.start("all_gather", gathered, row, self.mesh, self._dim)
         if self._not_sent:
             own = {i: self.sent(parameters[i]) for i in self._not_sent}
         self._under_way = work, gathered, own, rows
@@ -122,8 +116,8 @@ class FlatBuffer:
         if self._under_way is None:
             assert self.part is not None
             part, mesh = self.part
-            gathered = self.comms.buffer("all_gather", mesh.shape[-1] * part.shape[0], part, mesh)
-            work = self.comms.start("all_gather", gathered, part, mesh, mesh.ndim - 1)
+            gathered = self.collectives.buffer("all_gather", mesh.shape[-1] * part.shape[0], part, mesh)
+            work = self.collectives.start("all_gather", gathered, part, mesh, mesh.ndim - 1)
             self._under_way = work, gathered, None, None
 
     def sent(self, x: Any) -> Any:
@@ -254,145 +248,14 @@ class FlatBuffer:
             op: ``"sum"`` or ``"avg"``.
         """
         key = tuple(indices)
-        selection = self._selections.get(key)
-        if selection is None:
-            selection = self._selections[key] = Selection(self, [self.blocks[i] for i in key])
-        used = list(map(is_not, cotangents, repeat(None)))
-        rows = selection.rows_of(cotangents, used)
-        return Reduction(self.mesh, selection, used, rows, op, self.comms)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            blocks = [self.blocks[i] for i in key]
+            bucket = Bucket(self.mesh, blocks, self.reduce_dtype, self._dtype == self.reduce_dtype)
+            self._buckets[key] = bucket
+        return bucket.reduce(cotangents, op, self.collectives)
 
 
-class Selection:
-    """Facts that stay the same each time that gradients of the same parameters of a buffer are reduced.
-
-    Attributes:
-        blocks: blocks of the parameters.
-        width: number of elements of a row that are gradients. Flags that say who has used a parameter follow.
-        length: number of elements of a row.
-        shapes: shapes of this rank's shards, where each is as large as that of rank 0; otherwise None.
-        cut: a fast path to cut a row into them; None where there is none.
-    """
-
-    def __init__(self, buffer: FlatBuffer, blocks: Sequence[Block]) -> None:
-        self.blocks, self._buffer = blocks, buffer
-        platform, size, fast = buffer.platform, buffer.mesh.shape[-1], buffer.mesh.platform.fast
-        self.platform, self._size, self._dtype = platform, size, buffer.reduce_dtype
-        self.width = sum(b.reduced for b in blocks)
-        self._flags = len(blocks) if platform.tells_unused else 0
-        self.length = self.width + self._flags
-        self.shapes = [b.local_shape for b in blocks] if all(b.local_count == b.reduced for b in blocks) else None
-        self.cut = None if fast is None or self.shapes is None else fast.cut(self.shapes)
-        self._pack = None
-        if (
-            fast is not None
-            and size > 1
-            and buffer.is_reduced_as_read
-            and all(b.in_order and b.reduced for b in blocks)
-        ):
-            self._pack = fast.pack_rows
-        self._ones: Any = None  # flags of parameters that this rank has used
-
-    def rows_of(self, cotangents: Sequence[Any], used: Sequence[bool]) -> Any:
-        """Return the rows of all ranks, one after the other."""
-        platform, size, dtype = self.platform, self._size, self._dtype
-        if self._pack is not None and all(used):
-            xs = list(cotangents)
-            if self._flags:
-                if self._ones is None:
-                    self._ones = platform.ones((size * self._flags,), xs[0])
-                xs.append(self._ones)
-            rows = self._pack(xs, size)
-            if rows is not None:
-                return rows.reshape((-1,))
-        like = next((g for g in cotangents if g is not None), None)
-        if like is None:
-            like = platform.factory("empty", (0,), None, dtype)
-        like = platform.to_dtype(like, dtype)
-        columns = []
-        for block, g in zip(self.blocks, cotangents, strict=True):
-            if not block.reduced:
-                continue
-            if g is None:
-                columns.append(platform.zeros((size, block.reduced), like))
-            else:
-                columns.append(block.rows_of(platform.to_dtype(g, dtype)))
-        if self._flags:
-            columns.extend(_flags(used, size, platform, like))
-        return platform.cat(columns, 1).reshape((-1,)) if columns else platform.zeros((0,), like)
-
-
-def _flags(used: Sequence[bool], size: int, platform: Any, like: Any) -> list[Any]:
-    """Return columns that say for each parameter whether this rank has used it."""
-    if all(used):
-        return [platform.ones((size, len(used)), like)]
-    return [(platform.ones if use else platform.zeros)((size, 1), like) for use in used]
-
-
-class Reduction:
-    """A pending reduction of gradients.
-
-    Args:
-        mesh: mesh of the buffer.
-        selection: facts about its parameters.
-        used: for each parameter, whether this rank has a cotangent.
-        summands: the rows of all ranks, one after the other.
-        op: as in `FlatBuffer.reduce`.
-        comms: of the buffer.
-    """
-
-    def __init__(
-        self, mesh: DeviceMesh, selection: Selection, used: Sequence[bool], summands: Any, op: str, comms: Comms
-    ) -> None:
-        self.mesh, self._selection, self.used, self._op, self._comms = mesh, selection, used, op, comms
-        self._mine = comms.buffer("reduce_scatter", selection.length, summands, mesh)
-        self._work: Any = None
-        self._summands: Any = None
-        if selection.length:  # else tensor parallelism has left nothing on this rank, nor on those it reduces with
-            self._summands = comms.operand("reduce_scatter", summands, mesh)  # kept until it was sent
-            self._work = comms.start("reduce_scatter", self._mine, self._summands, mesh, mesh.ndim - 1, op)
-
-    def row(self) -> Any:
-        """Wait for the reduction, and return this rank's row."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = self._summands = None
-        return self._mine
-
-    def let_go(self) -> None:
-        """Free the memory of the sent rows, if they are reduced by now."""
-        ask = getattr(self._work, "is_completed", None)
-        if ask is not None and ask():
-            self.row()
-
-    def all_reduce(self, more: Any) -> None:
-        """Begin the all-reduce of the row over the dimension that replicates, with ``more`` added unless it is None."""
-        self._mine = self.row() if more is None else self.row() + more
-        if self._selection.length:
-            self._work = asynchronous.start("all_reduce", self._mine, self._mine, self.mesh, 0, self._op)
-
-    def shards(self, divisor: float = 1.0) -> list[Any]:
-        """Wait, and return this rank's shard of each gradient, divided by ``divisor``. It is None where no rank has
-        used the parameter, neither now nor in gradients accumulated before."""
-        selection, whole, hook = self._selection, self.row(), self._comms.all_reduce_hook
-        platform, flags = selection.platform, selection.width
-        if hook is not None:
-            hook(whole if whole.shape[0] == flags else platform.narrow(whole, 0, 0, flags))
-        mine = whole if divisor == 1.0 else whole / divisor
-        if selection.cut is not None and all(self.used):
-            return selection.cut(mine)
-        if selection.shapes is not None and all(self.used):
-            return platform.part(platform.narrow(mine, 0, 0, flags), selection.shapes)
-        found: list[Any] = []
-        start = 0
-        for i, block in enumerate(selection.blocks):
-            row = platform.narrow(mine, 0, start, block.reduced)
-            start += block.reduced
-            # Another rank may have used it. Ranks that have used it themselves need not look.
-            unused = (
-                hook is None
-                and platform.tells_unused
-                and not self.used[i]
-                and not float(platform.narrow(whole, 0, flags + i, 1).sum())
-            )
-            found.append(None if unused else block.shard_from(row))
-        return found
+def _firsts(widths: Sequence[int]) -> list[int]:
+    """Return the first column of each of several adjacent blocks with these widths."""
+    return list(accumulate(widths, initial=0))[:-1]

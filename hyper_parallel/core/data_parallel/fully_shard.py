@@ -6,14 +6,21 @@ Each call makes a unit (`unit.py`) of the parameters below a module that belong 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
-from hyper_parallel.core.data_parallel.meshes import DataParallelMeshDims, data_parallel_mesh, fewer_ranks
 from hyper_parallel.core.data_parallel.module_methods import FSDPModule
+from hyper_parallel.core.data_parallel.options import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    data_parallel_mesh,
+    fewer_ranks,
+)
 from hyper_parallel.core.data_parallel.places import Slot
 from hyper_parallel.core.data_parallel.plan import Plan
-from hyper_parallel.core.data_parallel.policies import MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.data_parallel.units import is_unit, make_unit, unit_of
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.layouts.chunking import chunk_sizes
@@ -25,7 +32,7 @@ from hyper_parallel.core.operations.operands import refuse_foreign
 from hyper_parallel.core.tensor_parallel.styles.experts import has_its_gradients
 from hyper_parallel.core.weak_table import WeakTable
 
-__all__ = ["buffers_of", "fully_shard"]
+__all__ = ["buffers_of", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
 #: parameter -> its name in the unit that it belongs to.
 _OWNED = WeakTable()
@@ -129,7 +136,7 @@ def fully_shard(
     plan = Plan(mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy, fewer, keeps_dtype)
     for (holder, name, p), (_, layout, _, dim) in zip(parameters, entries, strict=True):
         with platform.no_grad(), platform.no_dispatch():
-            local = plan.kept(_shard_of(platform.detach(p), mesh, dim))
+            local = plan.stored(_shard_of(platform.detach(p), mesh, dim))
         platform.set_distributed_parameter(holder, name, local, layout)
         _OWNED.set(platform.own_parameters(holder)[name], f"{name!r} of {type(holder).__name__}")
     make_unit(modules, plan)
@@ -138,6 +145,65 @@ def fully_shard(
         platform.replace_forward(one, lambda forward: _sharded(forward, platform, what), FSDPModule)
     unit_of(module if not isinstance(module, (list, tuple)) else modules[0]).parameters.move()
     return module
+
+
+def register_fsdp_forward_method(module: Any, method_name: str) -> None:
+    """Let a method of a module compute with whole parameters, as its forward does.
+
+    Args:
+        module: module to which `fully_shard` was applied. Nothing happens to another one.
+        method_name: name of the method.
+
+    Raises:
+        ValueError: for a method that the module does not have.
+
+    Example:
+        >>> import torch
+        >>> from hyper_parallel import fully_shard, init_device_mesh, register_fsdp_forward_method
+        >>> class Scale(torch.nn.Linear):
+        ...     def total(self):
+        ...         return self.weight.sum()
+        >>> scale = fully_shard(Scale(4, 6), mesh=init_device_mesh("cpu", (1,)))
+        >>> register_fsdp_forward_method(scale, "total")
+        >>> type(scale.total()) is torch.Tensor
+        True
+
+    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``.
+    """
+    if not is_unit(module):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"register_fsdp_forward_method: a {type(module).__name__} has no method {method_name!r}")
+    own = getattr(method, "__self__", None) is module
+    # The function is called with the module at hand, which may be a copy.
+    function = method.__func__ if own else lambda _, *args, **kwargs: method(*args, **kwargs)
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return unit_of(self).run(self, function, args, kwargs)
+
+    object.__setattr__(module, method_name, MethodType(run, module))
+
+
+def share_comm_ctx(modules: Sequence[Any]) -> None:
+    """Let several models share the state of their communication. The call changes nothing: all models share it always.
+
+    Collectives run on the streams of their groups.
+
+    Args:
+        modules: modules to which `fully_shard` was applied.
+
+    Raises:
+        ValueError: for other modules.
+
+    Source: ``torch.distributed.fsdp.share_comm_ctx``.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"share_comm_ctx takes modules to which fully_shard was applied, got a {type(module).__name__}"
+            )
 
 
 def _listed(module: Any, platform: Any) -> list[Any]:

@@ -1,8 +1,8 @@
-"""Reduction of the cotangents of whole parameters over data-parallel ranks, at once or later."""
+"""Gradients of a unit: accumulated, scaled, reduced over data-parallel ranks, and given to the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.communication.coalesce import sum_together
@@ -10,10 +10,13 @@ from hyper_parallel.core.data_parallel.call import chosen
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
-    from hyper_parallel.core.data_parallel.model import Model
     from hyper_parallel.core.data_parallel.plan import Plan
+    from hyper_parallel.core.data_parallel.reduction import Reduction
 
-__all__ = ["Gradients", "add_gradients", "let_wait", "with_waiting"]
+__all__ = ["Gradients", "Pending", "add_gradients", "leave_unsummed", "with_summed"]
+
+#: A pending reduction, and a function that waits for it and delivers the gradients.
+Pending = list[tuple["Reduction", Callable[[], None]]]
 
 
 class Gradients:
@@ -33,13 +36,15 @@ class Gradients:
         self.divide_factor: float | None = None
         self.force_sum = False
         self.under_way = 1
-        #: Buffer -> accumulated cotangents by the index of the parameter, None for one that this rank has not used.
-        self._sums: dict[FlatBuffer, dict[int, Any]] = {}
+        #: Index of a parameter -> accumulated cotangent, None for one that this rank has not used. All ranks have the
+        #: same indices.
+        self._sums: dict[int, Any] = {}
         #: Buffer -> indices of parameters, and their row, which was reduced over the dimension that shards alone.
         self._rows: dict[FlatBuffer, tuple[Sequence[int], Any]] = {}
+        self._one_loss = False  # of what is accumulated
 
     @property
-    def has_kept(self) -> bool:
+    def has_accumulated(self) -> bool:
         """Return whether accumulated cotangents or rows are still to be reduced."""
         return bool(self._sums or self._rows)
 
@@ -48,58 +53,112 @@ class Gradients:
         self._sums.clear()
         self._rows.clear()
 
-    def kept(self, buffer: FlatBuffer) -> Sequence[int]:
+    def check_kind(self, one_loss: bool, what: str) -> None:
+        """Raise ValueError where gradients of the other kind of batch are accumulated: averages and sums do not add up.
+
+        Args:
+            one_loss: whether the batch is distributed.
+            what: the module that was called, for messages.
+        """
+        if self.has_accumulated and self._one_loss is not one_loss:
+            now, before = ("distributed", "plain") if one_loss else ("plain", "distributed")
+            raise ValueError(
+                f"{what} is called with {now} inputs, and has gradients of {before} ones that were not all-reduced: "
+                "let a backward of such inputs, with synchronisation, come first"
+            )
+
+    def accumulated(self, buffer: FlatBuffer, members: Sequence[int]) -> Sequence[int]:
         """Return the parameters of a buffer whose accumulated gradients a backward reduces with the present settings.
 
         All ranks return the same.
+
+        Args:
+            buffer: the buffer.
+            members: the indices of its parameters.
         """
         if not self.reduce_gradients:
             return ()
-        if buffer in self._sums:
-            return sorted(self._sums[buffer])
-        return self._rows[buffer][0] if self.all_reduce_gradients and buffer in self._rows else ()
+        found = [i for i in members if i in self._sums]
+        if not found and self.all_reduce_gradients and buffer in self._rows:
+            return self._rows[buffer][0]
+        return found
+
+    def accumulate(self, indices: Sequence[int], cotangents: Sequence[Any], one_loss: bool) -> None:
+        """Keep cotangents for a later backward.
+
+        Args:
+            indices: of parameters, the same on all ranks.
+            cotangents: one for each, None where there is none.
+            one_loss: whether the batch is distributed.
+        """
+        self._one_loss = one_loss
+        for i, g in zip(indices, cotangents, strict=True):
+            before = self._sums.get(i)
+            if g is not None:
+                # Autograd may give others the same tensor, and these may change it.
+                before = self._platform.clone(g) if before is None else before + g
+            self._sums[i] = before
+
+    def with_accumulated(self, indices: Sequence[int], cotangents: Sequence[Any]) -> Sequence[Any]:
+        """Return cotangents with what was accumulated for the same parameters, which is forgotten here."""
+        if not self._sums:
+            return cotangents
+        found = []
+        for i, g in zip(indices, cotangents, strict=True):
+            before = self._sums.pop(i, None)
+            found.append(g if before is None else before if g is None else before + g)
+        return found
+
+    def scale(self, one_loss: bool, only_sums: bool = False) -> tuple[str, float]:
+        """Return the operation that reduces gradients, and the divisor of its result.
+
+        Args:
+            one_loss: whether the batch is distributed: then all ranks have one loss.
+            only_sums: whether the collective may support sums alone.
+        """
+        if one_loss:
+            return "sum", 1.0
+        if self.divide_factor is not None:
+            return "sum", self.divide_factor
+        return ("sum", float(self._plan.mesh.size())) if self.force_sum or only_sums else ("avg", 1.0)
 
     def reduce(
         self,
-        model: Model,
         buffer: FlatBuffer,
         members: Sequence[int],
         parameters: Sequence[Any],
         indices: Sequence[int],
         cotangents: Sequence[Any],
+        one_loss: bool,
+        pending: Pending,
         delay: bool,
     ) -> list[Any]:
         """Reduce cotangents of whole parameters.
 
         Args:
-            model: that of the unit.
             buffer: whose parameters they are.
             members: the indices of all parameters of the buffer.
             parameters: of the unit.
             indices: of the parameters that gradients are asked for, the same on all ranks.
             cotangents: one for each index, None where there is none.
-            delay: add the results to the gradients of the parameters when the backward pass is over.
+            one_loss: whether the batch is distributed.
+            pending: the reductions of all units.
+            delay: append to these: the results are added to the gradients of the parameters when backward is over.
 
         Returns:
             The shards of the gradients. None with ``delay``, for accumulated ones, and where no rank has used them.
         """
-        platform, nothing = self._platform, [None] * len(indices)
-        kept: dict[int, Any] = self._sums.pop(buffer, {}) if self._sums else {}
-        if kept or not self.reduce_gradients:
-            dtype = buffer.reduce_dtype
-            for i, g in zip(indices, cotangents, strict=True):
-                before = kept.get(i)
-                if g is not None:
-                    g = platform.to_dtype(g, dtype)
-                    before = g if before is None else before + g
-                kept[i] = before
-            if not self.reduce_gradients:
-                self._sums[buffer] = kept
-                return nothing
-            cotangents = [kept.get(i) for i in indices]
-        op, divisor = self._scale(model, buffer)
-        if len(model.delayed) >= self.under_way:
-            model.delayed[-self.under_way][0].row()
+        platform, nothing, dtype = self._platform, [None] * len(indices), buffer.reduce_dtype
+        if self._sums or not self.reduce_gradients:
+            cotangents = [None if g is None else platform.to_dtype(g, dtype) for g in cotangents]
+        if not self.reduce_gradients:
+            self.accumulate(indices, cotangents, one_loss)
+            return nothing
+        cotangents = self.with_accumulated(indices, cotangents)
+        # A reduce-scatter of the program may support sums alone, as gloo does.
+        op, divisor = self.scale(one_loss, buffer.collectives.reduce_scatter is not None)
+        if len(pending) >= self.under_way:
+            pending[-self.under_way][0].row()
         # Usually all parameters of the buffer are trained.
         places = range(len(members)) if len(indices) == len(members) else [members.index(i) for i in indices]
         reduction = buffer.reduce(places, cotangents, op)
@@ -107,13 +166,14 @@ class Gradients:
             _, row = self._rows.pop(buffer, (indices, None))
             if not self.all_reduce_gradients:
                 self._rows[buffer] = indices, reduction.row() if row is None else row + reduction.row()
+                self._one_loss = one_loss
                 return nothing
             reduction.all_reduce(row)
 
         def shards() -> list[Any]:
-            found, dtype = reduction.shards(divisor), parameters[members[0]].dtype
-            if dtype != buffer.reduce_dtype or self._plan.moves_shards:
-                found = [None if g is None else self._plan.kept(platform.to_dtype(g, dtype)) for g in found]
+            found, own = reduction.shards(divisor), parameters[members[0]].dtype
+            if own != dtype or self._plan.moves_shards:
+                found = [None if g is None else self._plan.stored(platform.to_dtype(g, own)) for g in found]
             return found
 
         if not delay:
@@ -124,18 +184,8 @@ class Gradients:
             with platform.no_dispatch():
                 add(chosen(parameters, indices), shards())
 
-        model.delayed.append((reduction, deliver))
+        pending.append((reduction, deliver))
         return nothing
-
-    def _scale(self, model: Model, buffer: FlatBuffer) -> tuple[str, float]:
-        """Return the operation that reduces gradients, and the divisor of its result."""
-        if model.one_loss:
-            return "sum", 1.0
-        if self.divide_factor is not None:
-            return "sum", self.divide_factor
-        # A reduce-scatter of the program may support sums alone, as gloo does.
-        force_sum = self.force_sum or buffer.comms.reduce_scatter is not None
-        return ("sum", float(self._plan.mesh.size())) if force_sum else ("avg", 1.0)
 
 
 def _add_to_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> None:
@@ -153,21 +203,21 @@ def add_gradients(leaves: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]
     return found
 
 
-def let_wait(waiting: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dims: tuple[int, ...]) -> None:
+def leave_unsummed(unsummed: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dims: tuple[int, ...]) -> None:
     """Keep the cotangent of a whole parameter until it is reduced. Whole parameters have this function as
     ``_collect``."""
-    waiting.append((index, cotangent, mesh, mesh_dims))
+    unsummed.append((index, cotangent, mesh, mesh_dims))
 
 
-def with_waiting(waiting: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
-    """Return cotangents of the parameters ``indices`` with their waiting parts added.
+def with_summed(unsummed: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
+    """Return cotangents of the parameters ``indices`` with their unsummed parts added.
 
-    These parts are summed over tensor-parallel ranks, and taken out of ``waiting``.
+    These parts are summed over tensor-parallel ranks, and taken out of ``unsummed``.
     """
     new = dict(zip(indices, cotangents, strict=True))
     groups: dict[Any, list[Any]] = {}
-    taken = [entry for entry in waiting if entry[0] in new]
-    waiting[:] = [entry for entry in waiting if entry[0] not in new]
+    taken = [entry for entry in unsummed if entry[0] in new]
+    unsummed[:] = [entry for entry in unsummed if entry[0] not in new]
     for entry in taken:
         groups.setdefault((*entry[2:], entry[1].dtype), []).append(entry)
     for (mesh, mesh_dims, _), entries in groups.items():

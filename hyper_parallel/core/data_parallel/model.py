@@ -18,6 +18,7 @@ from hyper_parallel.core.tensor_parallel.program.planned_parameters import UNIT
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.call import Call
+    from hyper_parallel.core.data_parallel.gradients import Pending
     from hyper_parallel.core.data_parallel.unit import Unit
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
@@ -38,8 +39,9 @@ class Model:
         outermost: a weak reference to it.
         is_last_backward: whether gradients are to be complete after the next backward.
         abandoned: how often pending work was discarded.
-        keeping: units that may have accumulated gradients, in the order in which they began to, the same on all ranks.
-        delayed: pending reductions, each with a function that waits and delivers the gradients.
+        accumulating: units that may have accumulated gradients, in the order in which they began to. All ranks have
+            the same.
+        pending: pending reductions, each with a function that waits and delivers the gradients.
         nests: whether a backward pass has begun within one that is running, as in reentrant checkpointing; known where
             the platform tells when backward begins.
         one_loss: whether the batch of this step is distributed: then all ranks have one loss, and gradients are summed.
@@ -49,8 +51,8 @@ class Model:
         self.platform, self.outermost = outermost.platform, weakref.ref(outermost)
         self.is_last_backward = True
         self.abandoned = 0
-        self.keeping: dict[Unit, None] = {}
-        self.delayed: list[Any] = []
+        self.accumulating: dict[Unit, None] = {}
+        self.pending: Pending = []
         self.nests = self.one_loss = False
         self._beside: tuple[DeviceMesh, ...] | None = None
         #: Units in the order in which their forwards began, in the last step and in this one.
@@ -91,8 +93,8 @@ class Model:
             left.abandon()
         self._passes.clear()
         self.drop_ahead()
-        delayed, self.delayed = self.delayed, []
-        for reduction, _ in delayed:
+        pending, self.pending = self.pending, []
+        for reduction, _ in pending:
             reduction.row()
 
     def end(self, complete: bool) -> None:
@@ -204,23 +206,23 @@ class Model:
             outermost = self.outermost()
             if outermost is not None and outermost.finalized_by_hand:
                 return
-            self.reduce_kept()
+            self.reduce_accumulated()
             if outermost is not None:
                 self._has_come(outermost.steps.end_of_backward)
             if self.is_last_backward:
                 self.finish()
 
-    def reduce_kept(self) -> None:
+    def reduce_accumulated(self) -> None:
         """Begin to reduce accumulated gradients, also of units that this step does not call."""
-        for unit in list(self.keeping):
-            unit.reduce_kept()
-            if not unit.gradients.has_kept:
-                del self.keeping[unit]
+        for unit in list(self.accumulating):
+            unit.reduce_accumulated()
+            if not unit.gradients.has_accumulated:
+                del self.accumulating[unit]
 
     def finish(self) -> None:
         """Wait for pending reductions, and add their results to the gradients of the parameters."""
-        delayed, self.delayed = self.delayed, []
-        for _, deliver in delayed:
+        pending, self.pending = self.pending, []
+        for _, deliver in pending:
             deliver()
 
     def ran_once(self, unit: Unit) -> bool:
@@ -273,8 +275,8 @@ class BackwardPass:
                 other.close()
         self._open.append(unit)
         # Gradients of the unit before: free their rows, if they are reduced, for those that are computed now.
-        if self._model.delayed:
-            self._model.delayed[-1][0].let_go()
+        if self._model.pending:
+            self._model.pending[-1][0].let_go()
         unit.open(call)
         self._model.gather_before(unit, self._open)
 

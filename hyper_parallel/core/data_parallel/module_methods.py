@@ -200,7 +200,7 @@ class FSDPModule:
                     "forward, and this after backward"
                 )
             with unit.platform.no_grad(), unit.platform.no_dispatch():
-                unit.model.reduce_kept()
+                unit.model.reduce_accumulated()
         if async_op:
             return handle
         handle.wait()
@@ -305,7 +305,7 @@ class FSDPModule:
 
         Source: ``torch.distributed.fsdp.FSDPModule.set_custom_all_gather``.
         """
-        unit_of(self).parameters.comms.all_gather = _comm(comm, "set_custom_all_gather")
+        unit_of(self).parameters.collectives.all_gather = _comm(comm, "set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Let ``comm`` reduce-scatter the gradients of this unit. They are summed, and divided after.
@@ -319,7 +319,7 @@ class FSDPModule:
 
         Source: ``torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter``.
         """
-        unit_of(self).parameters.comms.reduce_scatter = _comm(comm, "set_custom_reduce_scatter")
+        unit_of(self).parameters.collectives.reduce_scatter = _comm(comm, "set_custom_reduce_scatter")
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         """Have ``hook(row)`` called for each reduction of gradients of this unit.
@@ -344,7 +344,7 @@ class FSDPModule:
                 "set_all_reduce_hook(stream=...): reductions are waited for on the current stream, where the hook "
                 "runs. Let the hook enter a stream of its own, and wait for it at its end"
             )
-        unit_of(self).parameters.comms.all_reduce_hook = hook
+        unit_of(self).parameters.collectives.all_reduce_hook = hook
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward wait for ``event``, recorded after the optimizer's step, before it gathers parameters.

@@ -1,18 +1,32 @@
-"""Places where the modules of a unit look for its parameters, and the tensors that are there."""
+"""Places where the modules of a unit look for its parameters, the tensors that are there, and writes to these.
+
+Values that a forward writes go into the shards: each rank keeps its part. Frameworks and hooks of the platform count
+most writes. Others (`p.data.mul_()`) are found by comparing values. Values are compared in the first forwards of a
+unit, and inside `check_ranks`. A parameter with one such write is compared in every forward after it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter, getitem, is_, setitem
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.data_parallel.call import versions_of
 from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.observers import CHECKS
 
-__all__ = ["Places", "Slot", "found_there"]
+if TYPE_CHECKING:
+    from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+    from hyper_parallel.core.data_parallel.plan import Plan
+
+__all__ = ["Places", "Slot", "Writes", "counts_of", "found_there"]
 
 _LAYOUT = attrgetter("_layout")
+#: Number of first forwards of a unit in which values are compared.
+_FIRST = 2
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,17 @@ class Places:
         self._gone: list[Any] = []
         self._holders = [weakref.ref(holder, self._gone.append) for holder in holders]
         self._count = 1 + max((slot.index for slot in slots), default=-1)
+        #: Modules inside of the unit that hold parameters of it, or contain some that do: those that backward may
+        #: recompute and differentiate on their own, as MindSpore's ``recompute`` does.
+        self._inside: list[tuple[Any, str]] = []
+        if platform.differentiates_again is not None:
+            paths = [(slot.root, f"{slot.path}.") for slot in slots]
+            self._inside = [
+                (weakref.ref(m), path)
+                for i, module in enumerate(modules)
+                for path, m in platform.named_modules(module)
+                if path and any(root == i and holder.startswith(f"{path}.") for root, holder in paths)
+            ]
         self.take_beside()  # attributes that a copy of a module has inherited
         #: The shards by index, while other tensors are in their place, and these.
         self._shards: list[Any] | None = None
@@ -110,6 +135,20 @@ class Places:
             "parameter that is there instead, and replace modules before fully_shard"
             f"{found_there(self._platform, self._found()[at])}"
         )
+
+    def check_recompute(self) -> None:
+        """Raise ValueError where backward recomputes a part of the unit and differentiates that on its own.
+
+        The recomputation asks for gradients of the shards. It reads whole parameters, which do not lead to the shards.
+        """
+        for ref, path in self._inside:
+            module = ref()
+            if module is not None and self._platform.differentiates_again(module):
+                raise ValueError(
+                    f"{self._what}: {path!r} is computed again in backward, which gives no gradients of parameters "
+                    f"that belong to a unit around it: apply fully_shard to {path!r} as well, before the module "
+                    "around it, or call its recompute(use_reentrant=False)"
+                )
 
     def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> Any:
         """Let modules find these tensors, by index; returns the argument of `take_back`.
@@ -171,6 +210,97 @@ class Places:
     def _write(self, tensors: Sequence[Any]) -> None:
         # `setitem` returns None each time, so `any` goes through all of them, without a loop in Python.
         any(map(setitem, self._tables, self._names, self._by_slot(tensors)))
+
+
+class Writes:
+    """Writes to the parameters of one unit.
+
+    Args:
+        plan: plan of the unit.
+        what: the unit, for messages.
+    """
+
+    def __init__(self, plan: Plan, what: str) -> None:
+        self._plan, self._platform, self._what = plan, plan.mesh.platform, what
+        self._forwards = 0
+        self._uncounted: set[int] = set()  # parameters with writes that are not counted
+
+    def arrive(
+        self,
+        wholes: Sequence[Any],
+        versions: Sequence[int],
+        parameters: Sequence[Any],
+        buffers: Sequence[FlatBuffer],
+        members: Sequence[Sequence[int]],
+    ) -> bool:
+        """Copy values that a forward has written into the shards; returns whether there were any. Interception is off.
+
+        Args:
+            wholes: the tensors that modules have found, by the index of the parameter.
+            versions: their `counts_of` before the forward.
+            parameters: the shards.
+            buffers, members: buffers of the unit, and the indices of their parameters.
+        """
+        self._forwards += 1
+        counted = counts_of(wholes)
+        looks = (self._forwards <= _FIRST or bool(CHECKS)) and self._platform.needs_values
+        if counted == versions and not looks and not self._uncounted:
+            return False
+        written = False
+        with self._platform.no_grad():
+            for buffer, indices in zip(buffers, members, strict=True):
+                for place, i in enumerate(indices):
+                    is_counted = counted[i] != versions[i]
+                    if (is_counted or looks or i in self._uncounted) and self._take(
+                        buffer, place, wholes[i], parameters[i]
+                    ):
+                        written = True
+                        if not is_counted:
+                            self._uncounted.add(i)
+            if CHECKS and looks:
+                self._compare(wholes)
+        return written
+
+    def _take(self, buffer: FlatBuffer, place: int, whole: Any, parameter: Any) -> bool:
+        """Write this rank's part of a whole parameter to its shard; returns False where that has these values."""
+        platform, block = self._platform, buffer.blocks[place]
+        if not block.local_count:
+            return False
+        part, sent = platform.clone(block.part_of(platform.detach(whole))), buffer.sent(parameter)
+        if platform.bytes_of(part) == platform.bytes_of(sent):
+            return False
+        shard = platform.detach(parameter)
+        if part.dtype != shard.dtype:
+            # Gathered in another dtype: elements that were not written keep their own precision.
+            kept = platform.masked_fill(platform.to_device(shard), part != sent, 0.0)
+            part = kept + platform.masked_fill(platform.to_dtype(part, shard.dtype), part == sent, 0.0)
+        platform.write(shard, self._plan.stored(part))
+        return True
+
+    def _compare(self, wholes: Sequence[Any]) -> None:
+        """Have ranks compare the whole parameters: gathered values, and values that they have written."""
+        platform, mesh = self._platform, self._plan.mesh
+        facts = {}
+        for slot in self._plan.slots:
+            values = platform.bytes_of(platform.clone(platform.detach(wholes[slot.index])))
+            facts[f"the values written to {slot}"] = f"digest {hashlib.sha256(values).hexdigest()[:12]}"
+        for mesh_dim in range(mesh.ndim):
+            if mesh.shape[mesh_dim] > 1:
+                CHECKS[-1].agree(
+                    f"the end of the forward of {self._what}",
+                    None,
+                    mesh.ranks_along(mesh_dim),
+                    facts,
+                    "each rank keeps its part of what it writes: write the same on all ranks",
+                )
+
+
+def counts_of(wholes: Sequence[Any]) -> list[int]:
+    """Return how often each tensor has been written to, as far as that is counted."""
+    try:
+        return versions_of(wholes)
+    except RuntimeError:  # torch's inference mode counts nothing
+        return [0] * len(wholes)
 
 
 def found_there(platform: Any, x: Any) -> str:

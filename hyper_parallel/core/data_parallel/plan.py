@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from hyper_parallel.core.data_parallel.blocks import Block
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+from hyper_parallel.core.data_parallel.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.data_parallel.places import Slot
-from hyper_parallel.core.data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.data_parallel.reduction import Block
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
@@ -60,11 +60,11 @@ class Plan:
 
     @property
     def moves_shards(self) -> bool:
-        """Return whether `kept` copies shards."""
+        """Return whether `stored` copies shards."""
         return isinstance(self.offload_policy, CPUOffloadPolicy)
 
-    def kept(self, x: Any) -> Any:
-        """Return a plain tensor where shards are kept: ``x``, or its copy in the memory of the host."""
+    def stored(self, x: Any) -> Any:
+        """Return a plain tensor where shards are stored: ``x``, or its copy in the memory of the host."""
         policy = self.offload_policy
         return self.mesh.platform.to_host(x, policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else x
 
@@ -73,7 +73,7 @@ class Plan:
         return dtype if self.mp_policy.reduce_dtype is None else self.mp_policy.reduce_dtype
 
     def buffers(self, parameters: Sequence[Any]) -> tuple[list[FlatBuffer], list[list[int]]]:
-        """Return a flat buffer for each pair of kept and read dtypes, and the indices of its parameters."""
+        """Return a flat buffer for each pair of stored and read dtypes, and the indices of its parameters."""
         mesh, platform = self.mesh, self.mesh.platform
         size, rank = mesh.shape[-1], mesh.get_local_rank(mesh.ndim - 1)
         by_dtype: dict[tuple[Any, Any], list[int]] = {}

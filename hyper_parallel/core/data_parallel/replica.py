@@ -9,16 +9,16 @@ from typing import Any
 from hyper_parallel.core.communication.redistribute import partial_key
 from hyper_parallel.core.data_parallel.backward import Arrangement, Call, State
 from hyper_parallel.core.data_parallel.batches import is_distributed
-from hyper_parallel.core.data_parallel.borders import through
+from hyper_parallel.core.data_parallel.hooks import through
 from hyper_parallel.core.data_parallel.places import found_there
 from hyper_parallel.core.data_parallel.replica_functions import functions_of
-from hyper_parallel.core.data_parallel.trees import map_tensors, tensors_in
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.dtensor.undistributed import broadcast_tensors
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules.random import BESIDE
 from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
+from hyper_parallel.core.trees import map_tensors, tensors_in
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["MARK", "REPLICA", "Mark", "Options", "Replica", "entered", "replica_of"]

@@ -16,20 +16,16 @@ from typing import Any
 from hyper_parallel.core.communication.recorder import LISTENERS, current_module
 from hyper_parallel.core.data_parallel.agreement import Steps
 from hyper_parallel.core.data_parallel.batches import is_distributed, mixed_batch, whole_for_all
-from hyper_parallel.core.data_parallel.borders import Guard, cast, watched
-from hyper_parallel.core.data_parallel.call import Call, chosen
-from hyper_parallel.core.data_parallel.computed_again import Inside
-from hyper_parallel.core.data_parallel.gradients import Gradients, add_gradients, with_waiting
+from hyper_parallel.core.data_parallel.call import Call, ModuleGroup, chosen
+from hyper_parallel.core.data_parallel.gradients import Gradients, add_gradients, with_summed
+from hyper_parallel.core.data_parallel.hooks import Guard, Results, cast, refuse_second_order, watched
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
+from hyper_parallel.core.data_parallel.places import counts_of
 from hyper_parallel.core.data_parallel.plan import Plan
-from hyper_parallel.core.data_parallel.results import Results
-from hyper_parallel.core.data_parallel.second_order import refuse_second_order
-from hyper_parallel.core.data_parallel.together import Together
-from hyper_parallel.core.data_parallel.trees import tensors_in
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
-from hyper_parallel.core.data_parallel.writes import counts_of
 from hyper_parallel.core.rules.random import BESIDE
 from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
+from hyper_parallel.core.trees import tensors_in
 from hyper_parallel.platform.contract import NOTHING_FASTER
 from hyper_parallel.platform.contract.autograd import named
 
@@ -71,15 +67,14 @@ class Unit:
         self.model: Model | None = None
         self.steps = Steps(plan.mesh, modules)
         self.parameters = UnitParameters(plan, modules, self.what, self.steps)
-        self._inside = Inside(self.platform, modules, plan.slots, self.what)
-        self._together = Together(len(modules))
+        self._group = ModuleGroup(len(modules))
         self.post_optim_event: Any = None
         self._opened = 0  # by how many backward passes, one within the other
         self._leaves: list[Any] = []
         #: The buffers that `_leaves` were made for, and for each buffer the indices of trained parameters.
         self._leaves_of: tuple[Any, list[list[int]]] = (None, [])
         self._trained_leaves: set[int] = set()
-        self._waiting: list[Any] = []
+        self._unsummed: list[Any] = []
         self._awaited = -1  # how many cotangents are missing until the backward of this unit is over; negative: unknown
         self._views = self.platform.joint_function(
             named("FullyShardParameters", self._views_forward), self._views_backward
@@ -109,7 +104,7 @@ class Unit:
         if kwargs or len(inputs) < len(args):
             inputs = tensors_in((args, kwargs), platform)
         self._check_batch(inputs, not running and not again)
-        self._inside.check()
+        self.parameters.places.check_recompute()
         outermost = not running and not again and model.outermost() is self
         if LISTENERS:
             self.parameters.scope = current_module()
@@ -160,7 +155,7 @@ class Unit:
             if not again:
                 model.entered(self)
             output = forward(module, *args, **kwargs)
-            if running or again or not model.keeping or not platform.accumulates_gradients:
+            if running or again or not model.accumulating or not platform.accumulates_gradients:
                 return output
             # Accumulated gradients wait for the next backward, also for one that comes to no parameters.
             return self._results.opening(output, Call([], [], True, running), model.one_loss)
@@ -170,19 +165,19 @@ class Unit:
             asked = one is not None and platform.requires_grad(parameters[one])
             recorded = asked or any(map(platform.requires_grad, inputs))
             call = Call(parameters, trained, recorded, running)
-            first, shared = True, self._together.call_of(module, asked, again)
+            first, shared = True, self._group.call_of(module, asked, again)
             if shared is not None:
                 first, (call, wholes) = False, shared
             else:
                 if not again:
                     self.forward_is_over()
                     self.parameters.drop_parts()
-                self.parameters.check_kept(parameters)
+                self.parameters.check_stale(parameters)
                 values = self.parameters.gather(recorded and platform.frees_storage, parameters)
                 if not platform.frees_storage:
                     self.parameters.take_over()
                 wholes = self._wholes(call, values, asked)
-                self._together.begin(module, call, wholes, asked, again)
+                self._group.begin(module, call, wholes, asked, again)
             versions = counts_of(wholes)
         try:
             self.parameters.show(wholes, parameters)
@@ -204,12 +199,12 @@ class Unit:
         finally:
             if first and recorded:
                 model.recorded(self, call)
-            if self._together.is_over or not running:
+            if self._group.is_over or not running:
                 self.forward_is_over(call)
 
     def forward_is_over(self, call: Call | None = None) -> None:
         """Free the whole parameters of ``call``, by default of the running one of several modules, unless they stay."""
-        call, model = self._together.end() or call, self.model
+        call, model = self._group.end() or call, self.model
         if call is None or model is None:
             return
         call.anchors = []
@@ -247,16 +242,16 @@ class Unit:
         if asked and self.plan.mesh.size() > 1:
             call.anchors = [found[indices[0]] for indices in call.trained if indices]
         found = [self.platform.as_parameter(x, in_buffer=True) for x in found]
-        return self._as_read(found, call.waiting)
+        return self._as_read(found, call.unsummed)
 
-    def _as_read(self, xs: list[Any], waiting: list[Any]) -> list[Any]:
+    def _as_read(self, xs: list[Any], unsummed: list[Any]) -> list[Any]:
         """Return whole tensors as modules read them: as DTensors where a tensor-parallel style has made them such.
 
         Args:
             xs: new plain tensors, one for each parameter; the list is changed.
-            waiting: takes cotangents that `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
+            unsummed: takes cotangents that `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
         """
-        found = self.parameters.as_planned(xs, waiting)
+        found = self.parameters.as_planned(xs, unsummed)
         if self.model is not None and self.model.one_loss:
             for i, inner in enumerate(self.plan.inner):
                 if inner is None:
@@ -274,7 +269,7 @@ class Unit:
         if platform.frees_storage:
             self._check_reached(ctx.call)
         trained: list[int] = call.trained[b]
-        given: Sequence[Any] = with_waiting(call.waiting, trained, cotangents) if call.waiting else cotangents
+        given: Sequence[Any] = with_summed(call.unsummed, trained, cotangents) if call.unsummed else cotangents
         if self._opened and self._nests():
             given = self._with_leaves(trained, given)
         self._one_less_awaited()
@@ -319,7 +314,7 @@ class Unit:
         leaves = self._leaves
         if self.model.one_loss:
             with self.platform.no_dispatch(), self.platform.with_grad():
-                leaves = self._as_read(list(leaves), self._waiting)
+                leaves = self._as_read(list(leaves), self._unsummed)
         self.parameters.show(leaves, call.parameters)
 
     def _make_leaves(self, call: Call) -> list[Any]:
@@ -328,7 +323,7 @@ class Unit:
         for buffer, members in zip(self.parameters.buffers, self.parameters.members, strict=True):
             for i, x in zip(members, buffer.views(buffer.whole), strict=True):
                 found[i] = x
-        found = self.parameters.as_planned(found, self._waiting)
+        found = self.parameters.as_planned(found, self._unsummed)
         self._trained_leaves = {i for trained in call.trained for i in trained}
         for i in self._trained_leaves:
             found[i].requires_grad_()
@@ -351,7 +346,7 @@ class Unit:
             self.parameters.take_over()
             self.parameters.free()
         else:
-            self.parameters.keep()
+            self.parameters.stay_whole()
 
     def _nests(self) -> bool:
         """Return whether a recomputed forward may have had its own backward, as in reentrant checkpointing."""
@@ -361,7 +356,7 @@ class Unit:
     def _with_leaves(self, indices: Sequence[int], cotangents: Sequence[Any]) -> Sequence[Any]:
         """Return cotangents with the gradients of the leaves added, and clear those."""
         with self.platform.no_dispatch():
-            return with_waiting(self._waiting, indices, add_gradients(chosen(self._leaves, indices), cotangents))
+            return with_summed(self._unsummed, indices, add_gradients(chosen(self._leaves, indices), cotangents))
 
     def _reduce_leaves(self) -> None:
         for b, members in enumerate(self.parameters.members):
@@ -375,7 +370,7 @@ class Unit:
         if self._opened:
             self._opened, self.parameters.is_open = 0, False
             self.parameters.hide()
-            self._waiting.clear()
+            self._unsummed.clear()
             for i in self._trained_leaves if self.platform.accumulates_gradients else ():
                 self._leaves[i].grad = None
             self.parameters.free()
@@ -388,13 +383,15 @@ class Unit:
         self.steps.reduce()
         members, gradients = self.parameters.members[b], self.gradients
         if not (gradients.reduce_gradients and gradients.all_reduce_gradients):
-            self.model.keeping[self] = None
-        return gradients.reduce(self.model, self.parameters.buffers[b], members, parameters, indices, cotangents, delay)
+            self.model.accumulating[self] = None
+        one_loss, pending = self.model.one_loss, self.model.pending
+        buffer = self.parameters.buffers[b]
+        return gradients.reduce(buffer, members, parameters, indices, cotangents, one_loss, pending, delay)
 
-    def reduce_kept(self) -> None:
+    def reduce_accumulated(self) -> None:
         """Reduce accumulated gradients, after a backward pass that did not come to this unit."""
-        if self.gradients.has_kept and self.platform.accumulates_gradients:
-            for b, buffer in enumerate(self.parameters.buffers):
-                kept = self.gradients.kept(buffer)
-                if kept:
-                    self._reduce(b, self.parameters.places.parameters(), kept, [None] * len(kept), True)
+        if self.gradients.has_accumulated and self.platform.accumulates_gradients:
+            for b, (buffer, members) in enumerate(zip(self.parameters.buffers, self.parameters.members, strict=True)):
+                found = self.gradients.accumulated(buffer, members)
+                if found:
+                    self._reduce(b, self.parameters.places.parameters(), found, [None] * len(found), True)

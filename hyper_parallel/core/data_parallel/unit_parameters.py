@@ -13,12 +13,11 @@ from typing import Any
 from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.data_parallel.agreement import Steps
 from hyper_parallel.core.data_parallel.call import Call, chosen, versions_of
-from hyper_parallel.core.data_parallel.comms import Comms
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
-from hyper_parallel.core.data_parallel.gradients import let_wait
-from hyper_parallel.core.data_parallel.places import Places
+from hyper_parallel.core.data_parallel.gradients import leave_unsummed
+from hyper_parallel.core.data_parallel.places import Places, Writes, counts_of
 from hyper_parallel.core.data_parallel.plan import Plan
-from hyper_parallel.core.data_parallel.writes import Writes, counts_of
+from hyper_parallel.core.data_parallel.reduction import CustomCollectives
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["UnitParameters"]
@@ -42,7 +41,7 @@ class UnitParameters:
         is_open: whether a backward needs the whole parameters.
         scope: the module that is recorded with the all-gather, also where another unit begins it; None until known.
         keeps_storage: whether the storage of whole parameters is never freed, so that its address stays.
-        comms: functions that do the collectives of the buffers.
+        collectives: the collectives of the buffers.
     """
 
     def __init__(self, plan: Plan, modules: Sequence[Any], what: str, steps: Steps) -> None:
@@ -52,14 +51,14 @@ class UnitParameters:
         self.members: list[list[int]] = []
         self.is_open = self.keeps_storage = False
         self.scope: str | None = None
-        self.comms = Comms()
+        self.collectives = CustomCollectives()
         self._writes = Writes(plan, what)
         self._dtypes: list[Any] | None = None
         self._asked: list[bool] | None = None
         self._trained: tuple[list[list[int]], int | None] = [], None
         #: For each buffer, the flat storage that is whole now; None while the unit is sharded.
         self._values: list[Any] | None = None
-        self._kept: Any = None  # versions of the shards, of a unit that stays whole until it is told otherwise
+        self._whole_at: Any = None  # versions of the shards, of a unit that stays whole until it is told otherwise
         self._under_way = False  # whether an all-gather is pending
         self._sent: Any = None  # the shards of the pending all-gather
         self._read: list[Any] | None = None  # the shards that the last forward has read
@@ -77,7 +76,7 @@ class UnitParameters:
             self.drop()
             self.buffers, self.members = self._plan.buffers(parameters)
             for buffer in self.buffers:
-                buffer.comms = self.comms
+                buffer.collectives = self.collectives
             self._dtypes, self._asked = dtypes, None
         return parameters
 
@@ -116,18 +115,18 @@ class UnitParameters:
             self._asked, self._trained = asked, (found, next((i for of_buffer in found for i in of_buffer), None))
         return self._trained
 
-    def as_planned(self, xs: list[Any], waiting: list[Any]) -> list[Any]:
+    def as_planned(self, xs: list[Any], unsummed: list[Any]) -> list[Any]:
         """Return ``xs`` itself, with DTensors where a tensor-parallel style has made the parameters such.
 
         Args:
             xs: whole parameters by index, as new plain tensors.
-            waiting: takes cotangents that `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
+            unsummed: takes cotangents that `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
         """
         wrap = self._platform.wrap
         for i, layout, is_shared in self._plan.distributed:
             xs[i] = x = wrap(xs[i], layout)
             if is_shared:
-                x._collect = partial(let_wait, waiting, i)
+                x._collect = partial(leave_unsummed, unsummed, i)
         return xs
 
     def show(self, wholes: Sequence[Any], shards: list[Any] | None = None) -> None:
@@ -153,9 +152,9 @@ class UnitParameters:
             written = self._writes.arrive(wholes, versions, call.parameters, self.buffers, self.members)
             if written:
                 call.versions = versions_of(call.parameters)
-                if self._kept is not None:
-                    self._kept = call.versions
-            if self._kept is None or self._values is None or self._platform.counts_writes:
+                if self._whole_at is not None:
+                    self._whole_at = call.versions
+            if self._whole_at is None or self._values is None or self._platform.counts_writes:
                 return
             if written or counts_of(wholes) != versions:
                 self._follow(wholes, self._values)
@@ -172,8 +171,8 @@ class UnitParameters:
         platform = self._platform
         with platform.no_grad():
             found = [platform.detach(whole) for whole in wholes]
-            kept = zip(self.buffers, self.members, before, strict=True)
-            self._values = [buffer.joined(values, chosen(found, members)) for buffer, members, values in kept]
+            stored = zip(self.buffers, self.members, before, strict=True)
+            self._values = [buffer.joined(values, chosen(found, members)) for buffer, members, values in stored]
             for shown, whole in zip(self._shown, found, strict=False):
                 platform.write(shown, whole)
 
@@ -183,19 +182,19 @@ class UnitParameters:
         if self._shown and not self._put:
             self.places.put_beside(self._shown)
 
-    def keep(self) -> None:
+    def stay_whole(self) -> None:
         """Stay whole until `reshard`."""
-        self._kept = versions_of(self.places.parameters())
+        self._whole_at = versions_of(self.places.parameters())
 
-    def check_kept(self, shards: Sequence[Any]) -> None:
+    def check_stale(self, shards: Sequence[Any]) -> None:
         """Raise RuntimeError where parameters that have stayed whole are stale: the shards have changed since."""
-        if self._kept is not None and not self._is_current(shards):
+        if self._whole_at is not None and not self._is_current(shards):
             raise RuntimeError(
                 f"{self._what}: a parameter was changed while it was whole: call reshard() before the optimizer's step"
             )
 
     def _is_current(self, shards: Sequence[Any]) -> bool:
-        if self._kept != versions_of(shards):
+        if self._whole_at != versions_of(shards):
             return False
         if self._platform.counts_writes or self._values is None:
             return True
@@ -260,9 +259,9 @@ class UnitParameters:
         with platform.no_dispatch():
             parameters = self.shards()
             self.places.check_there(parameters)
-            self.check_kept(parameters)
+            self.check_stale(parameters)
             values = self.gather(platform.frees_storage, parameters)
-            self._values, self._kept = values, versions_of(parameters)
+            self._values, self._whole_at = values, versions_of(parameters)
             wholes: list[Any] = [None] * len(parameters)
             for buffer, members, flat in zip(self.buffers, self.members, values, strict=True):
                 for i, x in zip(members, buffer.views(flat), strict=True):
@@ -273,20 +272,20 @@ class UnitParameters:
     def take_over(self) -> None:
         """Let modules find shards again, and let `free` act as if `unshard` had not been called."""
         if self._shown:
-            self._shown, self._kept = [], None
+            self._shown, self._whole_at = [], None
             self.places.take_beside()
 
     def reshard(self) -> None:
         """Undo `unshard`, and free parameters that have stayed whole after backward."""
         self.drop()
         self.take_over()
-        self._kept = None
+        self._whole_at = None
         self.free()
 
     def gather(self, keep: bool, parameters: list[Any] | None = None) -> list[Any]:
         """Return the flat storage of each buffer, whole. With ``keep`` it is the storage that `free` frees.
         ``parameters`` as for `start`."""
-        if self._values is not None and (self.is_open or self._kept is not None):
+        if self._values is not None and (self.is_open or self._whole_at is not None):
             return self._values
         values, self._values = self._values, None
         self.start(parameters)
@@ -304,7 +303,7 @@ class UnitParameters:
 
     def shrink(self, mesh: DeviceMesh) -> None:
         """Keep a part of the whole parameters on each rank of the last dimension of ``mesh``, before `free`."""
-        if self._values is not None and not self.is_open and self._kept is None and self._platform.frees_storage:
+        if self._values is not None and not self.is_open and self._whole_at is None and self._platform.frees_storage:
             with self._platform.no_grad(), self._platform.no_dispatch():
                 for buffer in self.buffers:
                     buffer.shrink(mesh)
@@ -316,7 +315,7 @@ class UnitParameters:
 
     def free(self) -> None:
         """Free the whole parameters, unless they are to stay."""
-        if self._values is not None and not self.is_open and self._kept is None:
+        if self._values is not None and not self.is_open and self._whole_at is None:
             self._values = None
             for buffer in () if self.keeps_storage else self.buffers:
                 buffer.free()

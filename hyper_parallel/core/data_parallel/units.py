@@ -14,11 +14,11 @@ __all__ = ["is_unit", "make_unit", "shows_whole_parameters", "unit_of"]
 
 #: module -> its `Unit`. A copy of a module has the same plan, and makes its own unit.
 _UNITS = WeakTable()
-#: Attribute of a module in a unit of several: the `_Together` of these.
-_TOGETHER = "_fully_sharded_together"
+#: Attribute of a module in a unit of several: the `_Modules` of these.
+_GROUP = "_fully_sharded_group"
 
 
-class _Together:
+class _Modules:
     """The modules of one unit. A copy of one of them has a copy of this, with copies of all."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
@@ -27,11 +27,11 @@ class _Together:
 
 def make_unit(modules: Sequence[Any], plan: Plan) -> None:
     """Make ``modules`` a unit."""
-    together = _Together(modules)
+    group = _Modules(modules)
     for module in modules:
         object.__setattr__(module, UNIT, plan)
         if len(modules) > 1:
-            object.__setattr__(module, _TOGETHER, together)
+            object.__setattr__(module, _GROUP, group)
 
 
 def is_unit(module: Any) -> bool:
@@ -43,8 +43,8 @@ def unit_of(module: Any) -> Unit:
     """Return the unit of a module to which `fully_shard` was applied, made when it is first asked for."""
     unit = _UNITS.get(module)
     if unit is None:
-        together = vars(module).get(_TOGETHER)
-        modules = [module] if together is None else together.modules
+        group = vars(module).get(_GROUP)
+        modules = [module] if group is None else group.modules
         unit = Unit(getattr(module, UNIT), modules)
         for one in modules:
             _UNITS.set(one, unit)

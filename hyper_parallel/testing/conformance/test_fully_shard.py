@@ -10,7 +10,7 @@ import pytest
 from hyper_parallel import ColwiseParallel, CommDebugMode, DTensor, Replicate, Shard, parallelize_module
 from hyper_parallel.core.communication import asynchronous
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of, fully_shard
-from hyper_parallel.core.data_parallel.policies import OffloadPolicy
+from hyper_parallel.core.data_parallel.options import OffloadPolicy
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import difference, floats, same

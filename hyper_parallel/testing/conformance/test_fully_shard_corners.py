@@ -13,8 +13,8 @@ import pytest
 
 from hyper_parallel import CommDebugMode, MixedPrecisionPolicy, Replicate, distribute_tensor, fully_shard
 from hyper_parallel.core.communication import asynchronous
-from hyper_parallel.core.data_parallel.blocks import Block
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of
+from hyper_parallel.core.data_parallel.reduction import Block
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import UNIT
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter

@@ -1,0 +1,227 @@
+"""Autograd functions that inputs and results of a module pass: hooks by which its backward begins and is checked."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hyper_parallel.core.data_parallel.batches import lies_across
+from hyper_parallel.core.data_parallel.call import Call
+from hyper_parallel.core.data_parallel.plan import Plan
+from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
+from hyper_parallel.core.trees import map_tensors
+from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
+from hyper_parallel.platform.contract.autograd import named
+
+__all__ = ["Guard", "Results", "cast", "refuse_second_order", "through", "watched"]
+
+
+def cast(tree: Any, dtype: Any, platform: Any) -> Any:
+    """Return ``tree`` with its floating point tensors converted to ``dtype``."""
+
+    def convert(x: Any) -> Any:
+        return platform.to_dtype(x, dtype) if platform.is_floating_point(x) and x.dtype != dtype else x
+
+    return map_tensors(tree, convert, platform, lambda x: x)
+
+
+def through(platform: Any, function: Callable[..., Sequence[Any]], call: Any, xs: Sequence[Any]) -> dict[int, Any]:
+    """Pass tensors through a joint function, and return its results by the ids of its operands.
+
+    Args:
+        platform: whose tensors they are.
+        function: takes ``call`` and operands, and returns a result of the same shape for each. Operands of one dtype
+            share one autograd node, which backward reaches from any of its results.
+        call: of the module.
+        xs: plain tensors and DTensors.
+    """
+    new: dict[int, Any] = {}
+    with platform.no_dispatch():
+        for same in _by_dtype(xs):
+            for x, y in zip(same, function(call, *same), strict=True):
+                layout = getattr(x, "_layout", None)
+                new[id(x)] = y if layout is None else platform.wrap(y, layout)
+    return new
+
+
+def _by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
+    """Return the tensors, each once, in one list for each dtype."""
+    lists: dict[Any, dict[int, Any]] = {}
+    for x in xs:
+        lists.setdefault(x.dtype, {})[id(x)] = x
+    return [list(same.values()) for same in lists.values()]
+
+
+def watched(
+    args: tuple, kwargs: dict, inputs: Sequence[Any], platform: Any, told: Callable[[], None]
+) -> tuple[tuple, dict]:
+    """Return the arguments of a call, changed so that backward calls ``told`` when the cotangent of the input is there.
+
+    Unless exactly one input requires gradients, and it is no DTensor, the arguments stay as they are.
+
+    Args:
+        args, kwargs: the arguments of the unit's call.
+        inputs: the tensors among them.
+        platform: whose tensors they are.
+        told: takes no arguments.
+    """
+    found = [x for x in inputs if platform.requires_grad(x)]
+    if len(found) != 1 or getattr(found[0], "_layout", None) is not None:
+        return args, kwargs
+    with platform.no_dispatch():
+        view = (platform.fast or NOTHING_FASTER).tell_gradient(found[0], told)
+    if args and args[0] is found[0]:
+        return (view, *args[1:]), kwargs
+    changed: tuple[tuple, dict] = map_tensors(
+        (args, kwargs), lambda x: view if x is found[0] else x, platform, lambda x: x
+    )
+    return changed
+
+
+class Guard:
+    """Check when backward reaches the inputs of a call, where a platform does not tell when backward begins.
+
+    Backward may have read frozen parameters on the way, and these have no cotangents at which to check.
+
+    Args:
+        check: takes the call.
+    """
+
+    def __init__(self, platform: Any, check: Callable[[Call], None]) -> None:
+        self._platform, self._check = platform, check
+        self._function = platform.joint_function(named("FullyShardInput", self._forward), self._backward)
+
+    def arguments(self, args: tuple, kwargs: dict, inputs: Sequence[Any], call: Call) -> tuple[tuple, dict]:
+        """Return the arguments for the call of the module.
+
+        Args:
+            args, kwargs: the arguments of the unit's call.
+            inputs: the tensors among them.
+            call: the call to check.
+        """
+        platform = self._platform
+        new = through(platform, self._function, call, [x for x in inputs if platform.requires_grad(x)])
+        found: tuple[tuple, dict] = map_tensors((args, kwargs), lambda x: new.get(id(x), x), platform, lambda x: x)
+        return found
+
+    def _forward(self, ctx: Any, call: Call, *xs: Any) -> Sequence[Any]:
+        ctx.call = call
+        return [self._platform.detach(x) for x in xs]
+
+    def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
+        self._check(ctx.call)
+        return cotangents
+
+
+class Results:
+    """The results of the calls of one unit.
+
+    Args:
+        plan: plan of the unit.
+        what: the unit, for messages.
+        parameters: parameters of the unit.
+        reached: ``reached(call)`` is called when the cotangent of one of its results is there.
+    """
+
+    def __init__(self, plan: Plan, what: str, parameters: UnitParameters, reached: Callable[[Call], None]) -> None:
+        self._mesh, self._platform, self._what = plan.mesh, plan.mesh.platform, what
+        self._parameters, self._reached = parameters, reached
+        self._identity = self._platform.joint_function(named("FullyShardOutput", self._forward), self._backward)
+
+    def opening(self, output: Any, call: Call, one_loss: bool) -> Any:
+        """Return ``output``, whose cotangents make the parameters whole before backward goes on into the module.
+
+        Args:
+            output: the result of the module.
+            call: the call.
+            one_loss: whether the batch is distributed.
+        """
+        platform = self._platform
+        if type(output) is platform.Tensor:
+            # As most modules: there is nothing to look for.
+            with platform.no_dispatch():
+                if not self._holds(output):
+                    leads = platform.requires_grad(output) or self._may_lead(output, call)
+                    return self._led(call, output)[0] if leads else output
+        found: list[Any] = []
+        others: list[Any] = []
+
+        def collect(x: Any) -> Any:
+            if lies_across(x, self._mesh) and not one_loss:
+                raise ValueError(
+                    f"{self._what} returns a DTensor of shape {tuple(x.shape)} placed {list(x.placements)}, and was "
+                    "called with plain tensors: compute plain ones, this rank's part of the batch, as in x.to_local()"
+                )
+            with platform.no_dispatch():
+                if self._holds(x):
+                    layout = getattr(x, "_layout", None)
+                    x = platform.clone(x)
+                    x = x if layout is None else platform.wrap(x, layout)
+                if platform.requires_grad(x):
+                    found.append(x)
+                elif self._may_lead(x, call):
+                    others.append(x)
+            return x
+
+        output = map_tensors(output, collect, platform, self._unknown)
+        new = through(platform, self._led, call, found or others)
+        return map_tensors(output, lambda x: new.get(id(x), x), platform, self._unknown)
+
+    def _holds(self, x: Any) -> bool:
+        """Return whether a plain tensor lies in memory that will be freed."""
+        return any(buffer.holds(x) for buffer in self._parameters.buffers)
+
+    def _unknown(self, x: Any) -> Any:
+        """Return a result that may hold unknown tensors, such as a cache: their backward bypasses the results.
+
+        Raises:
+            TypeError: on a platform that does not tell when backward begins.
+        """
+        if self._platform.tells_beginning:
+            return x
+        raise TypeError(
+            f"{self._what} returns a {type(x).__name__}: return tensors, or tuples, lists, dicts and dataclasses of "
+            "them"
+        )
+
+    def _may_lead(self, x: Any, call: Call) -> bool:
+        """Return whether backward may come from a result to the anchors, if the forward here used frozen parameters
+        alone."""
+        return bool(call.anchors) and self._platform.is_floating_point(x)
+
+    def _led(self, call: Call, *xs: Any) -> Sequence[Any]:
+        """Return results from which backward also comes to one parameter of each buffer.
+
+        This rank may use no parameter of a buffer, while other ranks wait for it to reduce their gradients.
+        """
+        return self._identity((call, len(call.anchors)), *call.anchors, *xs)
+
+    def _forward(self, ctx: Any, static: tuple[Call, int], *xs: Any) -> Sequence[Any]:
+        ctx.call, ctx.anchors = static
+        ctx.call.returns.append(weakref.ref(ctx))
+        return xs[ctx.anchors :]
+
+    def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
+        recorded = self._platform.backward_is_recorded()
+        if recorded and not self._platform.tells_beginning:
+            refuse_second_order(self._platform, "fully_shard")
+        ctx.call.again = ctx.call.again or recorded
+        self._reached(ctx.call)
+        return [*[None] * ctx.anchors, *cotangents]
+
+
+def refuse_second_order(platform: Platform, what: str) -> None:
+    """Raise RuntimeError in a backward that is recorded: on all ranks, whichever parameters each of them has used.
+
+    Args:
+        platform: platform of the module.
+        what: name of the function that was applied to it.
+    """
+    if platform.backward_is_recorded():
+        passes = "ask in a backward with create_graph for gradients of inputs alone"
+        raise RuntimeError(
+            f"gradients of gradients do not go through {what}: "
+            f"{passes if platform.tells_beginning else 'leave them out'}, or do not apply it to the modules that they "
+            "go through"
+        )

@@ -1,0 +1,327 @@
+"""Gradients of one dtype that are reduced together, in a bucket: by one reduce-scatter, or by one all-reduce.
+
+Positions of elements in the buffers that ranks exchange are plain arithmetic. All ranks of the data-parallel mesh
+dimension send rows of one length. A parameter has the same columns in each row. They have room for the largest shard,
+which is that of rank 0. Smaller shards are padded with zeros.
+
+All tensors here are plain local ones, and operations are not intercepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import repeat
+from operator import is_not
+from typing import Any
+
+from hyper_parallel.core.communication import asynchronous
+from hyper_parallel.core.communication.recorder import LISTENERS, record
+from hyper_parallel.core.layouts.chunking import chunk_sizes
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.platform.contract.collectives import FINISHED, Work
+
+__all__ = ["Block", "Bucket", "CustomCollectives", "Reduction"]
+
+
+class Block:
+    """One parameter of a buffer, as data parallelism sees it: a tensor of which each rank holds a chunk.
+
+    Args:
+        shape: shape that is gathered: of the whole tensor, or of this rank's tensor-parallel part of it.
+        dim: the dimension that is sharded; None for a parameter that every rank has whole.
+        size: number of ranks.
+        rank: this rank.
+
+    Attributes:
+        sent: number of elements of a rank's row that are the shard, in the all-gather; 0 where every rank has all.
+        reduced: the same in the reduce-scatter. Where every rank has all, there is room for the summands of all ranks.
+        in_order: whether the rows, one after the other, begin with the whole tensor: chunks of dimension 0.
+        room: number of elements of the whole tensor, with the padding of `whole_from`.
+    """
+
+    def __init__(self, platform: Any, shape: tuple[int, ...], dim: int | None, size: int, rank: int) -> None:
+        self.platform, self.shape, self.dim, self.size, self.rank = platform, shape, dim, size, rank
+        self.count = math.prod(shape)
+        self._rows = () if dim is None else chunk_sizes(shape[dim], size)
+        self.local_shape = self._shape_on(rank)
+        self.local_count, largest = math.prod(self.local_shape), math.prod(self._shape_on(0))
+        self.sent = 0 if dim is None else largest
+        # A parameter that every rank has whole must get the same bits everywhere, but a backend may add in another
+        # order for each row. So each rank's summand has a place of its own, to which zeros are added. Then every rank
+        # adds the places.
+        self.reduced = size * self.count if dim is None else largest
+        self.in_order = dim == 0
+        self.room = self.size * self.sent if self.in_order else self.count
+
+    def _shape_on(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's shard."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self._rows[rank], *self.shape[self.dim + 1 :])
+
+    @cached_property
+    def _parts(self) -> list[tuple[tuple[int, ...], int]]:
+        """Return shape and number of elements on each rank, made on demand: there may be a million ranks."""
+        shapes = [self._shape_on(rank) for rank in range(self.size)]
+        return [(shape, math.prod(shape)) for shape in shapes]
+
+    def whole_from(self, columns: Any, shard: Any) -> list[Any]:
+        """Return tensors whose elements, one after the other, are the whole tensor with padding: `room` in number.
+
+        Args:
+            columns: the block's columns of the gathered rows, ``(ranks, sent)``; None where nothing is sent.
+            shard: this rank's shard of a parameter of which nothing is sent: every rank has it whole, or it is empty.
+        """
+        if not self.sent:
+            return [shard]
+        if self.in_order:
+            return [columns]
+        platform = self.platform
+        parts = [
+            platform.narrow(platform.narrow(columns, 0, i, 1), 1, 0, n).reshape(shape)
+            for i, (shape, n) in enumerate(self._parts)
+        ]
+        return [platform.cat(parts, self.dim)]
+
+    def rows_of(self, cotangent: Any) -> Any:
+        """Return ``(ranks, reduced)``: for each rank, its row of a cotangent of the whole tensor."""
+        platform, size, width = self.platform, self.size, self.reduced
+        if self.dim is None:
+            zeros = platform.zeros(self.shape, cotangent)
+            row = platform.join([cotangent if r == self.rank else zeros for r in range(size)]).reshape((1, width))
+            return platform.cat([row] * size, 0)
+        if self.in_order:
+            if self.count < size * width:
+                cotangent = platform.join([cotangent, platform.zeros((size * width - self.count,), cotangent)])
+            return cotangent.reshape((size, width))
+        start, parts = 0, []
+        for shape, n in self._parts:
+            parts.append(platform.narrow(cotangent, self.dim, start, shape[self.dim]))
+            start += shape[self.dim]
+            if n < width:
+                parts.append(platform.zeros((width - n,), cotangent))
+        return platform.join(parts).reshape((size, width))
+
+    def part_of(self, whole: Any) -> Any:
+        """Return this rank's shard of the whole tensor, as a view."""
+        if self.dim is None:
+            return whole
+        start = sum(self._rows[: self.rank])
+        return self.platform.narrow(whole, self.dim, start, self.local_shape[self.dim])
+
+    def shard_from(self, row: Any) -> Any:
+        """Return this rank's shard from its row of the reduced columns, ``(reduced,)``."""
+        if self.dim is None:
+            return row.reshape((self.size, self.count)).sum(0).reshape(self.local_shape)
+        return self.platform.narrow(row, 0, 0, self.local_count).reshape(self.local_shape)
+
+
+class CustomCollectives:
+    """The collectives of one unit: those of the platform, or custom ones that the program has set.
+
+    Attributes:
+        all_gather, reduce_scatter: an object with ``allocate(size, *, dtype, device)`` and ``__call__(output_tensor,
+            input_tensor, group[, op], async_op=True)``, as in ``torch.distributed.fsdp``; None for the platform's own.
+        all_reduce_hook: takes this rank's row of reduced gradients, and may change it in place; None for no hook.
+    """
+
+    def __init__(self) -> None:
+        self.all_gather: Any = None
+        self.reduce_scatter: Any = None
+        self.all_reduce_hook: Callable[[Any], object] | None = None
+
+    def buffer(self, collective: str, count: int, like: Any, mesh: DeviceMesh) -> Any:
+        """Return a buffer of ``count`` elements for a collective, with the dtype of the plain tensor ``like``."""
+        comm = getattr(self, collective)
+        if comm is None:
+            return mesh.platform.empty((count,), like)
+        return comm.allocate((count,), dtype=like.dtype, device=getattr(like, "device", None))
+
+    def operand(self, collective: str, x: Any, mesh: DeviceMesh) -> Any:
+        """Return ``x`` in the memory from which the collective reads."""
+        platform = mesh.platform
+        if getattr(self, collective) is None:
+            return x
+        found = self.buffer(collective, platform.shape_of(x)[0], x, mesh)
+        platform.write(found, x)
+        return found
+
+    def start(self, collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "") -> Work:
+        """Begin a collective, as `asynchronous.start` does."""
+        comm = getattr(self, collective)
+        if comm is None or mesh.shape[mesh_dim] == 1:
+            return asynchronous.start(collective, out, x, mesh, mesh_dim, op)
+        if LISTENERS:
+            record(collective, mesh, mesh_dim, x, op)
+        ops = (mesh.platform.native_op(op),) if op else ()
+        work: Work | None = comm(out, x, mesh.get_group(mesh_dim), *ops, async_op=True)
+        return FINISHED if work is None else work
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together, and facts about them that stay the same each time.
+
+    Besides the gradients, a row has a number for each parameter: zero if no rank has used it. A backend that does not
+    tell which parameters were unused leaves these out.
+
+    Args:
+        mesh: 1-D, or 2-D, whose first dimension replicates and whose second shards.
+        blocks: the parameters.
+        dtype: dtype in which the gradients are reduced.
+        is_computed: whether cotangents come in that dtype.
+        shards: whether the last dimension of ``mesh`` shards. If not, the gradients are all-reduced over that one.
+
+    Attributes:
+        mesh, blocks, shards: see there.
+        width: number of elements of a row that are gradients. Flags that say who has used a parameter follow.
+        length: number of elements of a row.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, blocks: Sequence[Block], dtype: Any, is_computed: bool = True, shards: bool = True
+    ) -> None:
+        platform, fast = mesh.platform, mesh.platform.fast
+        self.mesh, self.platform, self.blocks, self.shards = mesh, platform, blocks, shards
+        self._size, self._dtype = mesh.shape[-1] if shards else 1, dtype
+        self.width = sum(b.reduced for b in blocks)
+        self._flags = len(blocks) if platform.tells_unused else 0
+        self.length = self.width + self._flags
+        #: Shapes of this rank's shards, where each is as large as that of rank 0; otherwise None.
+        self._shapes = [b.local_shape for b in blocks] if all(b.local_count == b.reduced for b in blocks) else None
+        #: A fast path to cut a row into them; None where there is none.
+        self._cut = None if fast is None or self._shapes is None else fast.cut(self._shapes)
+        self._pack = None
+        if fast is not None and self._size > 1 and is_computed and all(b.in_order and b.reduced for b in blocks):
+            self._pack = fast.pack_rows
+        self._ones: Any = None  # flags of parameters that this rank has used
+
+    def reduce(self, cotangents: Sequence[Any], op: str, custom: CustomCollectives | None = None) -> Reduction:
+        """Begin to reduce gradients.
+
+        Args:
+            cotangents: one for each parameter; None for one that this rank has not used.
+            op: ``"sum"`` or ``"avg"``.
+            custom: collectives that the program has set.
+        """
+        used = list(map(is_not, cotangents, repeat(None)))
+        return Reduction(self, used, self._rows_of(cotangents, used), op, custom or CustomCollectives())
+
+    def _rows_of(self, cotangents: Sequence[Any], used: Sequence[bool]) -> Any:
+        """Return the rows of all ranks, one after the other."""
+        platform, size, dtype = self.platform, self._size, self._dtype
+        if self._pack is not None and all(used):
+            xs = list(cotangents)
+            if self._flags:
+                if self._ones is None:
+                    self._ones = platform.ones((size * self._flags,), xs[0])
+                xs.append(self._ones)
+            rows = self._pack(xs, size)
+            if rows is not None:
+                return rows.reshape((-1,))
+        like = next((g for g in cotangents if g is not None), None)
+        if like is None:
+            like = platform.factory("empty", (0,), None, dtype)
+        like = platform.to_dtype(like, dtype)
+        columns = []
+        for block, g in zip(self.blocks, cotangents, strict=True):
+            if not block.reduced:
+                continue
+            if g is None:
+                columns.append(platform.zeros((size, block.reduced), like))
+            else:
+                columns.append(block.rows_of(platform.to_dtype(g, dtype)))
+        if self._flags and all(used):
+            columns.append(platform.ones((size, self._flags), like))
+        elif self._flags:
+            columns += [(platform.ones if use else platform.zeros)((size, 1), like) for use in used]
+        return platform.cat(columns, 1).reshape((-1,)) if columns else platform.zeros((0,), like)
+
+    def split(self, mine: Any, used: Sequence[bool], hooked: bool) -> list[Any]:
+        """Return this rank's shard of each gradient, from its row of reduced ones.
+
+        Args:
+            mine: the row.
+            used: for each parameter, whether this rank has used it.
+            hooked: whether a hook may have changed the row, so that all parameters count as used.
+
+        Returns:
+            The shards, as views of the row. None for a parameter that no rank has used.
+        """
+        platform = self.platform
+        if all(used) and self._cut is not None:
+            return self._cut(mine)
+        if all(used) and self._shapes is not None:
+            return platform.part(platform.narrow(mine, 0, 0, self.width), self._shapes)
+        if not all(used) and self._flags and not hooked:
+            # Read as late as this, because on an accelerator the host waits for it.
+            flags = platform.clone(platform.narrow(mine, 0, self.width, self._flags))
+            values, width = platform.bytes_of(flags), flags.itemsize
+            used = [use or any(values[i * width : (i + 1) * width]) for i, use in enumerate(used)]
+        elif not all(used):
+            used = [True] * len(used)
+        found: list[Any] = []
+        start = 0
+        for block, use in zip(self.blocks, used, strict=True):
+            found.append(block.shard_from(platform.narrow(mine, 0, start, block.reduced)) if use else None)
+            start += block.reduced
+        return found
+
+
+class Reduction:
+    """A pending reduction of gradients.
+
+    Args:
+        bucket: the parameters.
+        used: for each parameter, whether this rank has a cotangent.
+        rows: the summands: rows of all ranks, one after the other.
+        op: as in `Bucket.reduce`.
+        custom: the collectives.
+    """
+
+    def __init__(self, bucket: Bucket, used: Sequence[bool], rows: Any, op: str, custom: CustomCollectives) -> None:
+        self._bucket, self._used, self._op, self._custom = bucket, used, op, custom
+        self._work: Any = None
+        self._summands: Any = None
+        mesh = bucket.mesh
+        if not bucket.shards:
+            self._mine = rows
+            self.all_reduce()
+            return
+        self._mine = custom.buffer("reduce_scatter", bucket.length, rows, mesh)
+        if bucket.length:  # else tensor parallelism has left nothing on this rank, nor on those it reduces with
+            self._summands = custom.operand("reduce_scatter", rows, mesh)  # kept until it was sent
+            self._work = custom.start("reduce_scatter", self._mine, self._summands, mesh, mesh.ndim - 1, op)
+
+    def row(self) -> Any:
+        """Wait for the reduction, and return this rank's row."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._summands = None
+        return self._mine
+
+    def let_go(self) -> None:
+        """Free the memory of the sent rows, if they are reduced by now."""
+        ask = getattr(self._work, "is_completed", None)
+        if ask is not None and ask():
+            self.row()
+
+    def all_reduce(self, more: Any = None) -> None:
+        """Begin the all-reduce of the row over the dimension that replicates, with ``more`` added unless it is None."""
+        mesh, op = self._bucket.mesh, self._op
+        self._mine = self.row() if more is None else self.row() + more
+        if not self._bucket.length or mesh.shape[0] == 1:
+            return
+        if op == "avg" and not mesh.platform.supports("all_reduce", "avg", self._mine):
+            self._mine /= mesh.shape[0]  # before, so that the sum is not too large for a narrow dtype
+            op = "sum"
+        self._work = asynchronous.start("all_reduce", self._mine, self._mine, mesh, 0, op)
+
+    def shards(self, divisor: float = 1.0) -> list[Any]:
+        """Wait, and return this rank's shard of each gradient, divided by ``divisor``. It is None where no rank has
+        used the parameter, neither now nor in gradients accumulated before."""
+        mine, hook, bucket = self.row(), self._custom.all_reduce_hook, self._bucket
+        if hook is not None:
+            hook(mine if bucket.width == bucket.length else bucket.platform.narrow(mine, 0, 0, bucket.width))
+        return bucket.split(mine if divisor == 1.0 else mine / divisor, self._used, hook is not None)
