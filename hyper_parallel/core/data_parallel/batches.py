@@ -8,7 +8,8 @@ on the same values have a whole cotangent on each rank. Only one rank's counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
 
@@ -18,8 +19,10 @@ from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.rules.random import BESIDE
+from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
 
-__all__ = ["is_distributed", "lies_across", "mixed_batch", "whole_for_all"]
+__all__ = ["is_distributed", "lies_across", "mixed_batch", "summed_over", "whole_for_all"]
 
 
 #: (mesh of a DTensor, mesh of data parallelism) -> whether they have a dimension in common, or no root in common.
@@ -72,6 +75,23 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str) -> bool 
             f"{layout.mesh}, and its parameters are on {mesh}: give a DTensor on that mesh"
         )
     return True
+
+
+@contextmanager
+def summed_over(mesh: DeviceMesh | None, beside: Sequence[DeviceMesh]) -> Iterator[None]:
+    """Let modules that run in a block know that gradients of their parameters are summed.
+
+    Args:
+        mesh: over which they are, of a distributed batch; None where they are not summed.
+        beside: meshes on which tensor-parallel styles have placed parameters.
+    """
+    summed, drawn = SUMMED_OVER.set(mesh), None if mesh is None else BESIDE.set(tuple(beside))
+    try:
+        yield
+    finally:
+        SUMMED_OVER.reset(summed)
+        if drawn is not None:
+            BESIDE.reset(drawn)
 
 
 def mixed_batch(what: str, distributed: bool) -> ValueError:

@@ -1,4 +1,4 @@
-"""One call of a unit of `fully_shard`, which the modules of a unit share."""
+"""Calls of units, which the modules of a unit share."""
 
 from __future__ import annotations
 
@@ -6,13 +6,29 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-__all__ = ["Call", "ModuleGroup", "chosen", "versions_of"]
+__all__ = ["Call", "ModuleGroup", "RecordedCall", "chosen", "versions_of"]
 
 _VERSION = attrgetter("_version")
 
 
-class Call:
-    """One call of a unit; it lives as long as its graph.
+class RecordedCall:
+    """A call of a unit, as the autograd functions of its results know it. It lives as long as its graph.
+
+    Attributes:
+        anchors: tensors to which backward comes from any result: while the forward runs, one for each buffer.
+        returns: weak references to autograd contexts of the functions that return its results.
+        again: whether one of its backwards was recorded. Another one may then need the whole parameters before it
+            comes to the results.
+    """
+
+    def __init__(self) -> None:
+        self.anchors: Sequence[Any] = ()
+        self.returns: list[Any] = []
+        self.again = False
+
+
+class Call(RecordedCall):
+    """One call of a unit of `fully_shard`. Its anchors are whole parameters, where there are several ranks.
 
     Attributes:
         parameters: the shards.
@@ -21,22 +37,17 @@ class Call:
         within: the units whose forwards contain this call.
         unsummed: parts of gradients that are still to be summed over tensor-parallel ranks; see `DTensor._collect`.
         freed: whether its whole parameters were freed when it ended.
-        gives, returns: weak references to autograd contexts: of the functions that return its whole parameters, and of
-            those that return its results.
-        anchors: while the forward runs, one trained whole parameter of each buffer, where there are several ranks.
+        gives: weak references to autograd contexts of the functions that return its whole parameters.
         reached: number of the last backward pass in which its parameters were made whole.
-        again: whether one of its backwards was recorded. Another one may then need the whole parameters before it
-            comes to the results.
     """
 
     def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
+        super().__init__()
         self.parameters, self.trained, self.recorded, self.within = parameters, trained, recorded, within
         self.versions = versions_of(parameters)
         self.unsummed: list[Any] = []
-        self.anchors: list[Any] = []
-        self.freed = self.again = False
+        self.freed = False
         self.gives: list[Any] = []
-        self.returns: list[Any] = []
         self.reached = 0
 
     def comes_around(self, runs: Callable[[Any], bool]) -> bool:

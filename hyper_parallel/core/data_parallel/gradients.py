@@ -10,8 +10,8 @@ from hyper_parallel.core.data_parallel.call import chosen
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
-    from hyper_parallel.core.data_parallel.plan import Plan
     from hyper_parallel.core.data_parallel.reduction import Reduction
+    from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["Gradients", "Pending", "add_gradients", "leave_unsummed", "with_summed"]
 
@@ -22,6 +22,10 @@ Pending = list[tuple["Reduction", Callable[[], None]]]
 class Gradients:
     """Reduction of the gradients of a unit, and gradients that are accumulated for a later backward.
 
+    Args:
+        mesh: of data parallelism.
+        store: puts a gradient where the shard of its parameter is stored; None where it is there.
+
     Attributes:
         reduce_gradients: whether backward reduces gradients. Otherwise whole ones are accumulated.
         all_reduce_gradients: whether it also reduces them over the mesh dimension that replicates.
@@ -30,8 +34,8 @@ class Gradients:
         force_sum: whether collectives sum where an average is wanted, with a division after.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan, self._platform = plan, plan.mesh.platform
+    def __init__(self, mesh: DeviceMesh, store: Callable[[Any], Any] | None = None) -> None:
+        self._mesh, self._platform, self._store = mesh, mesh.platform, store
         self.reduce_gradients = self.all_reduce_gradients = True
         self.divide_factor: float | None = None
         self.force_sum = False
@@ -120,7 +124,7 @@ class Gradients:
             return "sum", 1.0
         if self.divide_factor is not None:
             return "sum", self.divide_factor
-        return ("sum", float(self._plan.mesh.size())) if self.force_sum or only_sums else ("avg", 1.0)
+        return ("sum", float(self._mesh.size())) if self.force_sum or only_sums else ("avg", 1.0)
 
     def reduce(
         self,
@@ -162,7 +166,7 @@ class Gradients:
         # Usually all parameters of the buffer are trained.
         places = range(len(members)) if len(indices) == len(members) else [members.index(i) for i in indices]
         reduction = buffer.reduce(places, cotangents, op)
-        if self._plan.mesh.ndim > 1:
+        if self._mesh.ndim > 1:
             _, row = self._rows.pop(buffer, (indices, None))
             if not self.all_reduce_gradients:
                 self._rows[buffer] = indices, reduction.row() if row is None else row + reduction.row()
@@ -172,9 +176,9 @@ class Gradients:
 
         def shards() -> list[Any]:
             found, own = reduction.shards(divisor), parameters[members[0]].dtype
-            if own != dtype or self._plan.moves_shards:
-                found = [None if g is None else self._plan.stored(platform.to_dtype(g, own)) for g in found]
-            return found
+            if own != dtype:
+                found = [None if g is None else platform.to_dtype(g, own) for g in found]
+            return found if self._store is None else [None if g is None else self._store(g) for g in found]
 
         if not delay:
             return shards()

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.data_parallel.batches import lies_across
-from hyper_parallel.core.data_parallel.call import Call
-from hyper_parallel.core.data_parallel.plan import Plan
-from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
+from hyper_parallel.core.data_parallel.call import Call, RecordedCall
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.trees import map_tensors
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
 from hyper_parallel.platform.contract.autograd import named
@@ -118,18 +117,27 @@ class Results:
     """The results of the calls of one unit.
 
     Args:
-        plan: plan of the unit.
+        mesh: of data parallelism.
         what: the unit, for messages.
-        parameters: parameters of the unit.
+        applied: the function that made it a unit.
         reached: ``reached(call)`` is called when the cotangent of one of its results is there.
+        freed: tells whether a plain tensor lies in memory that will be freed; None for a unit that frees nothing. Such
+            a unit does not depend on its results alone to be told of a backward.
     """
 
-    def __init__(self, plan: Plan, what: str, parameters: UnitParameters, reached: Callable[[Call], None]) -> None:
-        self._mesh, self._platform, self._what = plan.mesh, plan.mesh.platform, what
-        self._parameters, self._reached = parameters, reached
-        self._identity = self._platform.joint_function(named("FullyShardOutput", self._forward), self._backward)
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        what: str,
+        applied: str,
+        reached: Callable[[Any], None],
+        freed: Callable[[Any], bool] | None = None,
+    ) -> None:
+        self._mesh, self._platform, self._what, self._applied = mesh, mesh.platform, what, applied
+        self._reached, self._freed = reached, freed
+        self._identity = self._platform.joint_function(named("DataParallelOutput", self._forward), self._backward)
 
-    def opening(self, output: Any, call: Call, one_loss: bool) -> Any:
+    def opening(self, output: Any, call: RecordedCall, one_loss: bool) -> Any:
         """Return ``output``, whose cotangents make the parameters whole before backward goes on into the module.
 
         Args:
@@ -141,7 +149,7 @@ class Results:
         if type(output) is platform.Tensor:
             # As most modules: there is nothing to look for.
             with platform.no_dispatch():
-                if not self._holds(output):
+                if self._freed is None or not self._freed(output):
                     leads = platform.requires_grad(output) or self._may_lead(output, call)
                     return self._led(call, output)[0] if leads else output
         found: list[Any] = []
@@ -154,7 +162,7 @@ class Results:
                     "called with plain tensors: compute plain ones, this rank's part of the batch, as in x.to_local()"
                 )
             with platform.no_dispatch():
-                if self._holds(x):
+                if self._freed is not None and self._freed(x):
                     layout = getattr(x, "_layout", None)
                     x = platform.clone(x)
                     x = x if layout is None else platform.wrap(x, layout)
@@ -168,29 +176,25 @@ class Results:
         new = through(platform, self._led, call, found or others)
         return map_tensors(output, lambda x: new.get(id(x), x), platform, self._unknown)
 
-    def _holds(self, x: Any) -> bool:
-        """Return whether a plain tensor lies in memory that will be freed."""
-        return any(buffer.holds(x) for buffer in self._parameters.buffers)
-
     def _unknown(self, x: Any) -> Any:
         """Return a result that may hold unknown tensors, such as a cache: their backward bypasses the results.
 
         Raises:
             TypeError: on a platform that does not tell when backward begins.
         """
-        if self._platform.tells_beginning:
+        if self._platform.tells_beginning or self._freed is None:
             return x
         raise TypeError(
             f"{self._what} returns a {type(x).__name__}: return tensors, or tuples, lists, dicts and dataclasses of "
             "them"
         )
 
-    def _may_lead(self, x: Any, call: Call) -> bool:
+    def _may_lead(self, x: Any, call: RecordedCall) -> bool:
         """Return whether backward may come from a result to the anchors, if the forward here used frozen parameters
         alone."""
-        return bool(call.anchors) and self._platform.is_floating_point(x)
+        return self._freed is not None and bool(call.anchors) and self._platform.is_floating_point(x)
 
-    def _led(self, call: Call, *xs: Any) -> Sequence[Any]:
+    def _led(self, call: RecordedCall, *xs: Any) -> Sequence[Any]:
         """Return results from which backward also comes to one parameter of each buffer.
 
         This rank may use no parameter of a buffer, while other ranks wait for it to reduce their gradients.
@@ -205,7 +209,7 @@ class Results:
     def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
         recorded = self._platform.backward_is_recorded()
         if recorded and not self._platform.tells_beginning:
-            refuse_second_order(self._platform, "fully_shard")
+            refuse_second_order(self._platform, self._applied)
         ctx.call.again = ctx.call.again or recorded
         self._reached(ctx.call)
         return [*[None] * ctx.anchors, *cotangents]

@@ -58,10 +58,13 @@ class Places:
         modules: the modules of the unit.
         slots: all slots of the unit.
         what: the unit, for messages.
+        applied: the function that made it a unit.
     """
 
-    def __init__(self, platform: Any, modules: Sequence[Any], slots: Sequence[Slot], what: str) -> None:
-        self._platform, self._what, self._described = platform, what, slots
+    def __init__(
+        self, platform: Any, modules: Sequence[Any], slots: Sequence[Slot], what: str, applied: str = "fully_shard"
+    ) -> None:
+        self._platform, self._what, self._applied, self._described = platform, what, applied, slots
         holders = [_module_at(modules[slot.root], slot.path) for slot in slots]
         #: By slot: the parameter table of its module, the same one as long as the module lives; the name there; the
         #: layout of the shard; the index of the parameter. Indices are None where each has one slot, in their order.
@@ -75,7 +78,7 @@ class Places:
         #: Modules inside of the unit that hold parameters of it, or contain some that do: those that backward may
         #: recompute and differentiate on their own, as MindSpore's ``recompute`` does.
         self._inside: list[tuple[Any, str]] = []
-        if platform.differentiates_again is not None:
+        if platform.differentiates_again is not None and applied == "fully_shard":
             paths = [(slot.root, f"{slot.path}.") for slot in slots]
             self._inside = [
                 (weakref.ref(m), path)
@@ -132,7 +135,7 @@ class Places:
         at = next(i for i, (x, y) in enumerate(zip(found, wanted, strict=True)) if x is not y)
         return ValueError(
             f"{self._what}: something has taken the place of its parameter {self._described[at]}. Copy values into the "
-            "parameter that is there instead, and replace modules before fully_shard"
+            f"parameter that is there instead, and replace modules before {self._applied}"
             f"{found_there(self._platform, self._found()[at])}"
         )
 

@@ -22,7 +22,7 @@ from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform.contract.collectives import FINISHED, Work
 
-__all__ = ["Block", "Bucket", "CustomCollectives", "Reduction"]
+__all__ = ["Block", "Bucket", "CustomCollectives", "Reduction", "assign"]
 
 
 class Block:
@@ -325,3 +325,34 @@ class Reduction:
         if hook is not None:
             hook(mine if bucket.width == bucket.length else bucket.platform.narrow(mine, 0, 0, bucket.width))
         return bucket.split(mine if divisor == 1.0 else mine / divisor, self._used, hook is not None)
+
+
+def assign(sizes: Sequence[tuple[Any, float]], cap: float) -> list[list[int]]:
+    """Assign parameters to buckets, each of which is all-reduced at once.
+
+    The last parameter comes first, because its gradient does. A bucket is full when it has ``cap`` bytes or more.
+    Buckets are sent in the order in which their gradients become complete.
+
+    Args:
+        sizes: (dtype, bytes) of each parameter, in the order in which the module holds them.
+        cap: bytes.
+
+    Returns:
+        For each bucket, in the order of sending, the indices of its parameters, which have one dtype.
+
+    Example:
+        >>> assign([("f", 8), ("f", 4), ("h", 4), ("f", 4)], cap=8)
+        [[2], [3, 1], [0]]
+    """
+    filling: dict[Any, tuple[list[int], float]] = {}
+    full = []
+    for i in reversed(range(len(sizes))):
+        dtype, size = sizes[i]
+        members, filled = filling.pop(dtype, ([], 0))
+        members.append(i)
+        if filled + size >= cap:
+            full.append(members)
+        else:
+            filling[dtype] = members, filled + size
+    full += [members for members, _ in filling.values()]
+    return sorted(full, key=lambda members: -members[-1])

@@ -1,16 +1,17 @@
 """`replicate`: data parallelism. Mirrors ``torch.distributed._composable.replicate`` and ``DistributedDataParallel``.
 
-In a call, `replica` puts local parameters into the modules. Their gradients pass the autograd functions of
-`replica_functions`. `backward` collects the gradients, and `buckets` all-reduces them.
+The module that is called is a unit with whole parameters (`replicated_unit.py`), and so is a submodule called directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from hyper_parallel.core.data_parallel.replica import MARK, REPLICA, Mark, Options, entered, replica_of
+from hyper_parallel.core.data_parallel.places import Slot
+from hyper_parallel.core.data_parallel.replicated_unit import Options, ReplicatedUnit
 from hyper_parallel.core.data_parallel.units import is_unit
 from hyper_parallel.core.dtensor.announcing import announce
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
@@ -25,6 +26,11 @@ from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract.modules import APPLIED
 
 __all__ = ["ReplicatedModule", "replicate"]
+
+#: Attribute of a module at or below one that `replicate` was applied to: its `_Mark`.
+_MARK = "_replicated"
+#: Attribute of a module: the `ReplicatedUnit` that it belongs to; None before the first call, also of a copy.
+_UNIT = "_replicated_unit"
 
 
 class ReplicatedModule:
@@ -47,7 +53,7 @@ class ReplicatedModule:
         """
         if not isinstance(requires_gradient_sync, bool):
             raise TypeError(f"set_requires_gradient_sync takes True or False, got {requires_gradient_sync!r}")
-        replica_of(self).state.sync = requires_gradient_sync
+        _unit_of(self).shared.gradients.reduce_gradients = requires_gradient_sync
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -67,12 +73,12 @@ class ReplicatedModule:
 
         Source: ``torch.nn.parallel.DistributedDataParallel.no_sync``.
         """
-        state = replica_of(self).state
-        before, state.sync = state.sync, False
+        gradients = _unit_of(self).shared.gradients
+        before, gradients.reduce_gradients = gradients.reduce_gradients, False
         try:
             yield
         finally:
-            state.sync = before
+            gradients.reduce_gradients = before
 
 
 def replicate(
@@ -154,10 +160,10 @@ def replicate(
     tensors: dict[int, Any] = {}
     marks = []
     for path, m in modules:
-        if MARK in vars(m) or is_unit(m):
+        if _MARK in vars(m) or is_unit(m):
             raise ValueError(
                 f"replicate: {f'{path!r} of {type(module).__name__}' if path else type(module).__name__} is under "
-                f"{'replicate' if MARK in vars(m) else 'fully_shard'} already: apply one of them once, to the module "
+                f"{'replicate' if _MARK in vars(m) else 'fully_shard'} already: apply one of them once, to the module "
                 "that holds all that share parameters"
             )
         own = dict(platform.named_parameters(m))
@@ -169,16 +175,92 @@ def replicate(
         tensors.update((id(b), b) for _, b in platform.named_buffers(m) if not isinstance(b, DTensor))
         marks.append((m, {name: layouts[id(p)] for name, p in own.items()}))
     broadcast_tensors(list(tensors.values()), mesh, 0)
-    waits = any(map(platform.is_meta, tensors.values()))
-    options = Options(mesh, bucket_cap_mb * (1 << 20), broadcast_buffers, waits)
+    without_values = any(map(platform.is_meta, tensors.values()))
+    options = Options(mesh, bucket_cap_mb * (1 << 20), broadcast_buffers, without_values)
     for m, its_layouts in marks:
         for name, (layout, _) in its_layouts.items():
             p = platform.own_parameters(m)[name]
             if getattr(p, "_layout", None) is not layout:
                 platform.set_distributed_parameter(m, name, _local(p, platform), layout)
-        _apply(m, Mark(options, its_layouts))
+        _apply(m, _Mark(options, its_layouts))
     announce("replicate", module, mesh)
     return module
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Mark that `replicate` leaves on one module. Copies of the module share it.
+
+    Attributes:
+        options: the arguments of `replicate`.
+        layouts: name of a parameter that the module itself holds -> its layout, and the tensor-parallel layout with
+            which the module reads it, None for a plain parameter.
+    """
+
+    options: Options
+    layouts: dict[str, tuple[Layout, Layout | None]] = field(default_factory=dict)
+
+    def marks(self, module: Any) -> bool:
+        """Return whether this mark's call of `replicate` marked ``module`` too. Experts may have one of their own."""
+        other: _Mark | None = vars(module).get(_MARK)
+        return other is not None and other.options is self.options
+
+    def unit(self, module: Any, whole: ReplicatedUnit | None = None) -> ReplicatedUnit:
+        """Return a new unit of the parameters that ``module`` and those below it hold, as a part of ``whole``."""
+        platform = self.options.mesh.platform
+        slots: list[Slot] = []
+        indices: dict[int, int] = {}
+        read_as: list[Layout | None] = []
+        for path, holder in platform.named_modules(module):
+            for name, (layout, inner) in vars(holder)[_MARK].layouts.items() if self.marks(holder) else ():
+                key = id(platform.own_parameters(holder).get(name))
+                if key not in indices:
+                    indices[key] = len(indices)
+                    read_as.append(inner)
+                slots.append(Slot(path, name, indices[key], layout))
+        return ReplicatedUnit(module, self.options, slots, read_as, None if whole is None else whole.shared)
+
+    def __deepcopy__(self, memo: dict) -> _Mark:
+        return self
+
+
+def _unit_of(module: Any) -> ReplicatedUnit:
+    """Return the `ReplicatedUnit` of a module under `replicate`, made at its first use."""
+    unit: ReplicatedUnit | None = vars(module)[_UNIT]
+    if unit is None:
+        mark: _Mark = vars(module)[_MARK]
+        unit = mark.unit(module)
+        for _, submodule in unit.platform.named_modules(module):
+            if mark.marks(submodule):
+                object.__setattr__(submodule, _UNIT, unit)
+    return unit
+
+
+def _entered(forward: Callable[..., Any], requires_grad: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Return the function that a call of a module runs in place of ``forward``.
+
+    The outermost call, usually of the whole model, puts local parameters in all submodules. Calls inside it change
+    nothing.
+
+    Args:
+        forward: the module's own forward.
+        requires_grad: see `Platform.requires_grad`.
+    """
+
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        unit: ReplicatedUnit = module.__dict__[_UNIT] or _unit_of(module)
+        shared = unit.shared
+        if not shared.running:
+            if module is not unit.module:  # a submodule, which is called directly
+                whole, unit = unit, unit.parts.get(id(module)) or vars(module)[_MARK].unit(module, unit)
+                whole.parts[id(module)] = unit
+            return unit.run(forward, args, kwargs)
+        if shared.call is not None and not requires_grad(shared.call.anchors[0]):
+            # Perhaps backward recomputes this: until then no bucket is complete.
+            shared.call.deferred = True
+        return forward(module, *args, **kwargs)
+
+    return run
 
 
 def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None]:
@@ -209,19 +291,19 @@ def _local(p: Any, platform: Platform) -> Any:
         return platform.to_device(platform.detach(p))
 
 
-def _apply(module: Any, mark: Mark) -> None:
+def _apply(module: Any, mark: _Mark) -> None:
     """Let one module run on local parameters, and get the methods."""
     platform = mark.options.mesh.platform
-    object.__setattr__(module, MARK, mark)
-    object.__setattr__(module, REPLICA, None)
-    platform.replace_forward(module, lambda forward: entered(forward, platform.requires_grad), ReplicatedModule)
+    object.__setattr__(module, _MARK, mark)
+    object.__setattr__(module, _UNIT, None)
+    platform.replace_forward(module, lambda forward: _entered(forward, platform.requires_grad), ReplicatedModule)
     object.__setattr__(module, APPLIED, (*getattr(module, APPLIED, ()), (_Again(mark), mark.options.mesh)))
 
 
 class _Again:
     """Function that applies `replicate` to a pickled module where it is loaded."""
 
-    def __init__(self, mark: Mark) -> None:
+    def __init__(self, mark: _Mark) -> None:
         self._mark = mark
 
     def _apply(self, module: Any, mesh: DeviceMesh) -> Any:

@@ -61,7 +61,7 @@ class Unit:
         self.reshard_after_forward = plan.reshard_after_forward
         self.reshard_after_backward = self.whole_in_backward = True
         self.finalized_by_hand = False
-        self.gradients = Gradients(plan)
+        self.gradients = Gradients(plan.mesh, plan.stored if plan.moves_shards else None)
         self.forward_prefetch: Sequence[Unit] = ()
         self.backward_prefetch: Sequence[Unit] = ()
         self.model: Model | None = None
@@ -79,7 +79,7 @@ class Unit:
         self._views = self.platform.joint_function(
             named("FullyShardParameters", self._views_forward), self._views_backward
         )
-        self._results = Results(plan, self.what, self.parameters, self._reached)
+        self._results = Results(plan.mesh, self.what, "fully_shard", self._reached, self.parameters.frees)
         self._guard = Guard(self.platform, self._check_reached)
 
     # ---------------------------------------------------------------------- forward
@@ -207,7 +207,7 @@ class Unit:
         call, model = self._group.end() or call, self.model
         if call is None or model is None:
             return
-        call.anchors = []
+        call.anchors = ()
         if self.reshard_after_forward or (self.reshard_after_forward is None and model.outermost() is not self):
             call.freed = True
             self.parameters.take_over()

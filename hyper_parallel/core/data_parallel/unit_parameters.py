@@ -313,6 +313,10 @@ class UnitParameters:
         for buffer in self.buffers:
             buffer.part = None
 
+    def frees(self, x: Any) -> bool:
+        """Return whether a plain tensor lies in memory that `free` frees."""
+        return any(buffer.holds(x) for buffer in self.buffers)
+
     def free(self) -> None:
         """Free the whole parameters, unless they are to stay."""
         if self._values is not None and not self.is_open and self._whole_at is None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel import DTensor, Shard, distribute_tensor, replicate
-from hyper_parallel.core.data_parallel.buckets import Bucket
+from hyper_parallel.core.data_parallel.reduction import Block, Bucket
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same
@@ -126,7 +126,9 @@ def refused(mesh: Any) -> None:
         adapter.model_value_and_grads(copied, lambda x: (adapter.sum(adapter.call(copied, whole)), None), x)
     _, other_one = both(lambda: adapter.Mlp(6, 7), mesh)
     mesh.platform.own_parameters(other_one.up)["weight"] = adapter.linear_module(6, 7).weight
-    with fails(ValueError, "something has taken the place of a parameter 'up.weight'"):
+    with fails(
+        ValueError, "something has taken the place of its parameter 'up.weight'", "replace modules before replicate"
+    ):
         adapter.call(other_one, adapter.tensor(x))
 
 
@@ -139,9 +141,10 @@ def unused_somewhere(mesh: Any) -> None:
     parameters = [adapter.tensor(np.zeros(shape, np.float32)) for shape in shapes]
     for users in ((range(size), range(size)), (range(size), [size - 1]), ([size - 1], [])):
         with other(platform, tells_unused=True), platform.no_grad(), platform.no_dispatch():
-            bucket = Bucket(mesh, [0, 1], parameters)
+            blocks = [Block(platform, shape, 0, 1, 0) for shape in shapes]
+            bucket = Bucket(mesh, blocks, parameters[0].dtype, shards=False)
             given = [adapter.tensor(x) if rank in use else None for x, use in zip(every[rank], users, strict=True)]
-            found = bucket.send(given, False).gradients()
+            found = bucket.reduce(given, "sum").shards()
         for i, (use, got) in enumerate(zip(users, found, strict=True)):
             assert (got is None) == (not use), users
             if use:

@@ -1,0 +1,413 @@
+"""A unit of `replicate`: its parameters are whole on each rank, and its gradients are all-reduced in buckets.
+
+A call makes these autograd functions. A root takes the parameters. For each bucket, views are the tensors that modules
+read in place of its parameters. An identity goes around the results (`Results`). Backward runs them in the reverse
+order. Views collect the gradients of their bucket, which is sent when it and all buckets before it are complete. The
+root waits for all buckets, and gives gradients to the parameters. A token, a zero, leads from each function to the
+next. So backward comes to the root on every rank, whichever parameters the rank has used.
+
+No strong reference from a call leads to the module: its graph must not keep the model alive.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.data_parallel.batches import is_distributed, summed_over, whole_for_all
+from hyper_parallel.core.data_parallel.call import RecordedCall
+from hyper_parallel.core.data_parallel.gradients import Gradients
+from hyper_parallel.core.data_parallel.hooks import Results, refuse_second_order
+from hyper_parallel.core.data_parallel.places import Places, Slot
+from hyper_parallel.core.data_parallel.reduction import Block, Bucket, Reduction, assign
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.dtensor.undistributed import broadcast_tensors
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.trees import tensors_in
+from hyper_parallel.platform.contract import NOTHING_FASTER
+from hyper_parallel.platform.contract.autograd import named
+
+__all__ = ["Options", "ReplicatedUnit"]
+
+_VIEWS = "views of replicated parameters"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `replicate`."""
+
+    mesh: DeviceMesh
+    bucket_bytes: float
+    broadcast_buffers: bool
+    #: Whether some parameters had no values. All then get those of the first rank when the module is called.
+    without_values: bool = False
+
+
+class _Shared:
+    """State that the unit of a module and those of its submodules share.
+
+    Attributes:
+        gradients: reduction of gradients, and accumulated ones by the ids of parameters.
+        running: whether a forward is running.
+        call: the call that is running; None where nothing is recorded.
+        open: the call whose backward is running.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.gradients, self.running = Gradients(mesh), False
+        self.call: _Call | None = None
+        self.open: _Call | None = None
+
+
+class ReplicatedUnit:
+    """The parameters that a module and those below it hold, as this rank computes with them.
+
+    Args:
+        module: the module.
+        options: the arguments of `replicate`.
+        slots: where the parameters are.
+        inner: for each parameter, the tensor-parallel layout with which it is read, None for a plain one.
+        shared: state of the unit that this one is a part of, if it is one.
+
+    Attributes:
+        module, options, shared: see there.
+        parts: id of a submodule that was called directly -> its unit.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        options: Options,
+        slots: Sequence[Slot],
+        inner: Sequence[Layout | None],
+        shared: _Shared | None = None,
+    ) -> None:
+        self.module, self.options, self.mesh = module, options, options.mesh
+        self.platform, self.inner = options.mesh.platform, inner
+        self.shared, self._is_part = shared or _Shared(self.mesh), shared is not None
+        self.parts: dict[int, ReplicatedUnit] = {}
+        self.what = f"{type(module).__name__} under replicate"
+        self._places, self._slots = Places(self.platform, [module], slots, self.what, "replicate"), slots
+        #: The meshes on which tensor-parallel styles have placed parameters.
+        self._beside = tuple(dict.fromkeys(inner.mesh for inner in self.inner if inner is not None))
+        self._without_values = options.without_values
+        self._results = Results(self.mesh, self.what, "replicate", _begin)
+        self._known: tuple[Any, _Buckets] | None = None
+        #: The last call, views of the trained parameters, and the tensors that the module read.
+        self._last: tuple[_Call, list[Any], list[Any]] | None = None
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """Return None: a copy of the module makes its own unit."""
+
+    def __reduce__(self) -> tuple:
+        return (_nothing, ())
+
+    def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Run the module's ``forward(module, *args, **kwargs)`` on local parameters."""
+        platform, shared = self.platform, self.shared
+        if platform.is_compiling():
+            raise RuntimeError(
+                f"{self.what} is being compiled, which is not supported: compile the modules inside of it"
+            )
+        if self._without_values:
+            self._broadcast_values()
+        one_loss = bool(is_distributed(tensors_in((args, kwargs), platform), self.mesh, self.what))
+        with platform.no_dispatch():
+            known = self._buckets()
+            call, tensors = self._begin(known, one_loss)
+        if call is not None and self.options.broadcast_buffers and call.sync:
+            self._broadcast_buffers()
+        shared.running, shared.call = True, call
+        try:
+            with summed_over(self.mesh if one_loss else None, self._beside):
+                platform.stand_for(tensors, known.parameters)
+                before = self._places.put(tensors, known.parameters)
+                try:
+                    output = forward(self.module, *args, **kwargs)
+                finally:
+                    self._places.take_back(before)
+        finally:
+            shared.running, shared.call = False, None
+        # With one batch all ranks use the same parameters, and backward comes to the root through them. But accumulated
+        # gradients wait for the next backward, also for one that comes to no parameters.
+        if call is None or call.into is not None or (one_loss and not shared.gradients.has_accumulated):
+            return output
+        return self._results.opening(output, call, one_loss)
+
+    def _buckets(self) -> _Buckets:
+        """Return the trained parameters and their buckets, made anew when parameters have changed."""
+        parameters = self._places.parameters()
+        key = [x for p in parameters for x in (id(p), p.requires_grad, p.dtype)]
+        if self._known is None or self._known[0] != key:
+            self._known, self._last = (key, _Buckets(self.mesh, parameters, self.options.bucket_bytes)), None
+        return self._known[1]
+
+    def _begin(self, known: _Buckets, one_loss: bool) -> tuple[_Call | None, list[Any]]:
+        """Begin a call. Return it, None where nothing is recorded, and the tensors that modules read."""
+        platform, shared = self.platform, self.shared
+        recorded = bool(known.trained) and platform.requires_grad(known.parameters[known.trained[0]])
+        tensors: list[Any] = [None] * len(known.parameters)
+        for i in known.frozen if recorded else range(len(tensors)):
+            local = platform.as_parameter(platform.detach(known.parameters[i]))
+            tensors[i] = self._as_read(local, i, one_loss)
+        if not recorded:
+            return None, tensors
+        shared.gradients.check_kind(one_loss, self.what)
+        into = shared.open if self._is_part and platform.in_backward() else None
+        last = self._last
+        if last is None or into is not None or not self._goes_on(last, known, one_loss):
+            call = _Call(self, known, one_loss, into)
+            last = call, *self._views(call, known, one_loss)
+            if into is None:
+                platform.write_cache(known.parameters[known.trained[0]], _VIEWS, last[1][0])
+                self._last = last
+        for i, x in zip(known.trained, last[2], strict=True):
+            tensors[i] = x
+        return last[0], tensors
+
+    def _goes_on(self, last: tuple[_Call, list[Any], list[Any]], known: _Buckets, one_loss: bool) -> bool:
+        """Return whether a call shares the views, and so the all-reduces, of the last one: no backward came between."""
+        platform, (call, views, _) = self.platform, last
+        trained = [known.parameters[i] for i in known.trained]
+        return (
+            (call.sync, call.one_loss, call.touched) == (self.shared.gradients.reduce_gradients, one_loss, False)
+            and platform.read_cache(trained[0], _VIEWS) is views[0]
+            and all(platform.same_memory(p, x) for p, x in zip(trained, views, strict=True) if 0 not in p.shape)
+        )
+
+    def _views(self, call: _Call, known: _Buckets, one_loss: bool) -> tuple[list[Any], list[Any]]:
+        """Return views of the trained parameters for the backward of a call, and the tensors that modules read."""
+        functions, soon = _FUNCTIONS[self.platform], (self.platform.fast or NOTHING_FASTER).run_soon
+        trained = [known.parameters[i] for i in known.trained]
+        call.anchors = functions.give((call, known.zero), *trained)
+        views: list[Any] = [None] * len(trained)
+        for k, members in enumerate(known.members):
+            found = functions.read((call, k, [trained[i] for i in members]), *call.anchors)
+            soon(found[0])
+            for i, x in zip(members, found, strict=True):
+                views[i] = x
+        return views, [self._as_read(x, i, one_loss) for i, x in zip(known.trained, views, strict=True)]
+
+    def _as_read(self, local: Any, i: int, one_loss: bool) -> Any:
+        """Return a parameter as modules read it. A tensor-parallel one computes with this rank's part of the batch."""
+        if self.inner[i] is not None:
+            return self.platform.wrap(local, self.inner[i])
+        return whole_for_all(local, self.mesh) if one_loss else local
+
+    def _broadcast_values(self) -> None:
+        """Give all ranks the values of the first, for a module that had none when `replicate` was called."""
+        parameters = self._places.parameters()
+        if self.platform.needs_values:
+            for slot in self._slots:
+                if self.platform.is_meta(parameters[slot.index]):
+                    raise ValueError(
+                        f"{self.what}: parameter {slot} has no values: give it some on this rank's device before the "
+                        "module is called, as to_empty() and reset_parameters() do"
+                    )
+        broadcast_tensors(parameters, self.mesh, 0)
+        self._broadcast_buffers()
+        self._without_values = False
+
+    def _broadcast_buffers(self) -> None:
+        platform = self.platform
+        held = [b for _, m in platform.named_modules(self.module) for _, b in platform.named_buffers(m)]
+        broadcast_tensors([b for b in held if not isinstance(b, DTensor)], self.mesh, 0)
+
+    def end(self, call: _Call) -> None:
+        """End the backward of ``call``, whose views the next call does not share."""
+        if self._last is not None and self._last[0] is call:
+            self._last = None
+
+
+class _Buckets:
+    """Facts that follow from the parameters of a module: which are trained, and the bucket of each.
+
+    Args:
+        mesh: 1-D.
+        parameters: the parameters, each once. Interception is off.
+        bucket_bytes: see `assign`.
+
+    Attributes:
+        parameters: see there.
+        frozen, trained: indices of parameters. All that follows counts the trained ones from 0.
+        keys: ids of the trained parameters, by which gradients are accumulated.
+        members: for each bucket, the trained parameters in it.
+        buckets: the buckets, in the order of sending.
+        zero: a 0-D zero.
+        dense: numbers of buckets that are known to get dense gradients.
+    """
+
+    def __init__(self, mesh: DeviceMesh, parameters: list[Any], bucket_bytes: float) -> None:
+        platform, self.mesh, self.parameters = mesh.platform, mesh, parameters
+        self.trained = [i for i, p in enumerate(parameters) if p.requires_grad]
+        self.frozen = [i for i, p in enumerate(parameters) if not p.requires_grad]
+        trained = [parameters[i] for i in self.trained]
+        self.keys = [id(p) for p in trained]
+        # Sizes of evenly cut parts: where tensor parallelism has cut unevenly, all ranks make the same buckets.
+        sizes = []
+        for p in trained:
+            layout = p._layout
+            parts = math.prod(map(layout.shard_count, range(layout.ndim)))
+            sizes.append((p.dtype, p.itemsize * math.prod(layout.shape) / parts))
+        self.members = assign(sizes, bucket_bytes)
+        shapes = [tuple(platform.shape_of(p)) for p in trained]
+        blocks = [Block(platform, shape, 0 if shape else None, 1, 0) for shape in shapes]
+        self.buckets = [Bucket(mesh, [blocks[i] for i in m], trained[m[0]].dtype, shards=False) for m in self.members]
+        self.zero = platform.zeros((), platform.detach(trained[0])) if trained else None
+        self.dense: set[int] = set()
+
+
+class _Call(RecordedCall):
+    """A call of a module, or several calls that share their gradients. Its only anchor is the token.
+
+    Attributes:
+        known: the trained parameters and their buckets.
+        one_loss: whether all ranks have one loss, so that gradients are sums.
+        sync: whether gradients are all-reduced. Otherwise they are accumulated.
+        into: for a call within the backward of another one: the call that gets its gradients.
+        deferred: whether nothing is sent before all gradients are there.
+        touched: whether a gradient has come in a backward that has not ended.
+    """
+
+    def __init__(self, unit: ReplicatedUnit, known: _Buckets, one_loss: bool, into: _Call | None) -> None:
+        super().__init__()
+        self._unit, self._shared, self.known = weakref.ref(unit), unit.shared, known
+        self.one_loss, self.sync, self.into = one_loss, unit.shared.gradients.reduce_gradients, into
+        self.deferred = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._found: list[Any] = [None] * len(self.known.trained)
+        self._complete = [False] * len(self.known.buckets)
+        self._sent: list[Reduction] = []
+        self._gone: set[int] = set()
+        self.touched = False
+
+    def begin(self) -> None:
+        """Begin the backward. Further calls within the same backward change nothing."""
+        if self._shared.open is not self:
+            self._reset()
+            self._shared.open = self
+
+    def collect(self, k: int, cotangents: Sequence[Any]) -> None:
+        """Take the cotangents of one bucket.
+
+        Raises:
+            RuntimeError: where they have gradients themselves.
+            TypeError: for sparse ones.
+        """
+        known, platform = self.known, self.known.mesh.platform
+        refuse_second_order(platform, "replicate")
+        for x in cotangents if k not in known.dense else ():
+            foreign = None if x is None else platform.foreign_tensor(x)
+            if foreign is not None:
+                raise TypeError(f"replicate all-reduces dense gradients, and a parameter got {foreign}")
+        known.dense.add(k)  # a module gives one kind of gradients
+        for i, x in zip(known.members[k], cotangents, strict=True):
+            self.add(i, x)
+        self._complete[k] = True
+        if self.sync and self.into is None and not self.deferred:
+            while len(self._sent) < len(self._complete) and self._complete[len(self._sent)]:
+                self._send()
+
+    def add(self, i: int, x: Any) -> None:
+        """Add ``x`` to the gradient of a parameter, unless it is None.
+
+        Raises:
+            RuntimeError: when the gradient was sent already.
+        """
+        if x is None:
+            return
+        if i in self._gone:
+            raise RuntimeError(
+                "a gradient has come to a module under replicate after its bucket was sent: something computes a part "
+                "of the forward again in backward that was recorded the first time. Use the framework's own "
+                "checkpointing"
+            )
+        self.touched = True
+        have = self._found[i]
+        self._found[i] = x if have is None else have + x
+
+    def _send(self) -> None:
+        """Send the next bucket, with gradients that were accumulated for it."""
+        gradients, keys, k = self._shared.gradients, self.known.keys, len(self._sent)
+        members = self.known.members[k]
+        found = gradients.with_accumulated([keys[i] for i in members], [self._found[i] for i in members])
+        self._gone.update(members)
+        op, _ = gradients.scale(self.one_loss)
+        self._sent.append(self.known.buckets[k].reduce(found, op))
+
+    def finish(self) -> list[Any]:
+        """Complete the gradients, and return one for each trained parameter."""
+        known, results = self.known, [None] * len(self.known.trained)
+        if self.into is not None:
+            places = {key: i for i, key in enumerate(self.into.known.keys)}
+            for key, x in zip(known.keys, self._found, strict=True):
+                if x is not None:
+                    self.into.add(places[key], x)
+        elif not self.sync:
+            self._shared.gradients.accumulate(known.keys, self._found, self.one_loss)
+        else:
+            while len(self._sent) < len(self._complete):
+                self._send()
+            for members, sent in zip(known.members, self._sent, strict=True):
+                for i, x in zip(members, sent.shards(), strict=True):
+                    results[i] = x
+        self._reset()
+        if self._shared.open is self:
+            self._shared.open = None
+        unit = self._unit()
+        if unit is not None:
+            unit.end(self)
+        return results
+
+
+def _nothing() -> None:
+    """Return None. An unpickled module has this function in place of its unit."""
+
+
+class _Functions:
+    """The functions of one platform.
+
+    Attributes:
+        give: the root: ``give((call, zero), *parameters)`` returns a token.
+        read: ``read((call, number of the bucket, its parameters), token)`` returns plain tensors with their data.
+    """
+
+    def __init__(self, platform: Any) -> None:
+        self.give = platform.joint_function(named("ReplicateGive", _give), _give_backward)
+        self.read = platform.joint_function(named("ReplicateRead", _read), _read_backward)
+
+
+_FUNCTIONS: Table = Table(_Functions, 1 << 4, "functions of replicate")
+
+
+def _give(ctx: Any, static: tuple[_Call, Any], *parameters: Any) -> Sequence[Any]:
+    ctx.call, zero = static
+    return [zero]
+
+
+def _give_backward(ctx: Any, cotangent: Any) -> Sequence[Any]:
+    found: Sequence[Any] = ctx.call.finish()
+    return found
+
+
+def _read(ctx: Any, static: tuple[_Call, int, Sequence[Any]], token: Any) -> Sequence[Any]:
+    ctx.call, ctx.bucket, parameters = static
+    return parameters
+
+
+def _read_backward(ctx: Any, *cotangents: Any) -> Sequence[Any]:
+    call: _Call = ctx.call
+    call.collect(ctx.bucket, cotangents)
+    return [call.known.zero]
+
+
+def _begin(call: _Call) -> None:
+    """Begin the backward of a call, at the first cotangent of one of its results."""
+    call.begin()
