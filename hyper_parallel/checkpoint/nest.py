@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hyper_parallel.checkpoint.values import KIND, encode, is_key, is_plain
-from hyper_parallel.core.data_parallel.units import shows_whole_parameters
+from hyper_parallel.core.data_parallel.unit import shows_whole_parameters
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.platform import Platform
 

@@ -22,7 +22,7 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules.random import BESIDE
 from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
 
-__all__ = ["is_distributed", "lies_across", "mixed_batch", "summed_over", "whole_for_all"]
+__all__ = ["is_distributed", "placed_across", "mixed_batch", "summed_over", "whole_for_all"]
 
 
 #: (mesh of a DTensor, mesh of data parallelism) -> whether they have a dimension in common, or no root in common.
@@ -31,7 +31,7 @@ _ACROSS: Table = Table(lambda key: not key[0].is_beside(key[1]), 1 << 10, "meshe
 _SPANS: Table = Table(lambda key: key[0].spans(key[1]), 1 << 10, "meshes with data parallelism")
 
 
-def lies_across(x: Any, mesh: DeviceMesh) -> bool:
+def placed_across(x: Any, mesh: DeviceMesh) -> bool:
     """Return whether the ranks of the data-parallel ``mesh`` share the tensor, instead of having one each."""
     return isinstance(x, DTensor) and bool(_ACROSS[x._layout.mesh, mesh])
 
@@ -55,7 +55,7 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str) -> bool 
     for x in tensors:
         if type(x) is plain:
             own = x if x.ndim else own
-        elif lies_across(x, mesh):
+        elif placed_across(x, mesh):
             shared = x
         elif x.ndim and not isinstance(x, DTensor):
             own = x
@@ -78,14 +78,14 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str) -> bool 
 
 
 @contextmanager
-def summed_over(mesh: DeviceMesh | None, beside: Sequence[DeviceMesh]) -> Iterator[None]:
+def summed_over(mesh: DeviceMesh | None, inner: Sequence[DeviceMesh]) -> Iterator[None]:
     """Let modules that run in a block know that gradients of their parameters are summed.
 
     Args:
         mesh: over which they are, of a distributed batch; None where they are not summed.
-        beside: meshes on which tensor-parallel styles have placed parameters.
+        inner: meshes on which tensor-parallel styles have placed parameters.
     """
-    summed, drawn = SUMMED_OVER.set(mesh), None if mesh is None else BESIDE.set(tuple(beside))
+    summed, drawn = SUMMED_OVER.set(mesh), BESIDE.set(tuple(inner)) if inner else None
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-__all__ = ["Call", "ModuleGroup", "RecordedCall", "chosen", "versions_of"]
+__all__ = ["Call", "Leaves", "ModuleGroup", "RecordedCall", "chosen", "versions_of"]
 
 _VERSION = attrgetter("_version")
 
@@ -25,6 +25,10 @@ class RecordedCall:
         self.anchors: Sequence[Any] = ()
         self.returns: list[Any] = []
         self.again = False
+
+    def anchors_as(self, dtype: Any) -> Sequence[Any]:
+        """Return the anchors for results of ``dtype``, where they can be converted at no cost."""
+        return self.anchors
 
 
 class Call(RecordedCall):
@@ -127,6 +131,34 @@ class ModuleGroup:
         call, self._call, self._wholes = self._call, None, ()
         self._ran = set()
         return call
+
+
+class Leaves:
+    """Whole parameters as new leaves of autograd: modules read them where backward recomputes a forward.
+
+    Args:
+        xs: new tensors, one for each parameter.
+        trained: for each buffer of the unit, the indices of trained parameters.
+    """
+
+    def __init__(self, xs: Sequence[Any], trained: Sequence[Sequence[int]]) -> None:
+        self.xs, self.trained = xs, trained
+        self._indices = [i for indices in trained for i in indices]
+        for i in self._indices:
+            xs[i].requires_grad_()
+
+    def add(self, indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
+        """Return sums of cotangents and the leaves' gradients, and clear these; None where neither is there."""
+        found = []
+        for leaf, g in zip(chosen(self.xs, indices), cotangents, strict=True):
+            found.append(leaf.grad if g is None else g if leaf.grad is None else g + leaf.grad)
+            leaf.grad = None
+        return found
+
+    def clear(self) -> None:
+        """Discard the gradients."""
+        for i in self._indices:
+            self.xs[i].grad = None
 
 
 def _any(contexts: Sequence[Any], runs: Callable[[Any], bool]) -> bool:

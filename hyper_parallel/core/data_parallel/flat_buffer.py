@@ -53,7 +53,7 @@ class FlatBuffer:
         self._views: list[Any] = []  # of `whole`
         self._rows: Rows | None = None  # a fast path to fill it
         self._buckets: dict[tuple[int, ...], Bucket] = {}
-        self._under_way: Any = None
+        self._pending: Any = None
 
     def move(self, parameters: Sequence[Any]) -> None:
         """Move the shards into one storage where possible, before the program can hold any of them."""
@@ -81,7 +81,7 @@ class FlatBuffer:
             parameters: the shards, which are not written to before `take`.
             again: whether they are the shards of the last all-gather.
         """
-        if self._under_way is not None:
+        if self._pending is not None:
             return
         work, gathered, own, rows = None, None, {}, None
         if self._length:
@@ -97,7 +97,7 @@ class FlatBuffer:
             work = self.collectives.start("all_gather", gathered, row, self.mesh, self._dim)
         if self._not_sent:
             own = {i: self.sent(parameters[i]) for i in self._not_sent}
-        self._under_way = work, gathered, own, rows
+        self._pending = work, gathered, own, rows
 
     def shrink(self, mesh: DeviceMesh) -> None:
         """Keep this rank's part of `whole`, which is freed afterwards. Parts over the last dimension of ``mesh`` have
@@ -113,12 +113,12 @@ class FlatBuffer:
 
     def start_from_part(self) -> None:
         """Begin the all-gather of the parts that `shrink` has kept, unless one is pending."""
-        if self._under_way is None:
+        if self._pending is None:
             assert self.part is not None
             part, mesh = self.part
             gathered = self.collectives.buffer("all_gather", mesh.shape[-1] * part.shape[0], part, mesh)
             work = self.collectives.start("all_gather", gathered, part, mesh, mesh.ndim - 1)
-            self._under_way = work, gathered, None, None
+            self._pending = work, gathered, None, None
 
     def sent(self, x: Any) -> Any:
         """Return a shard as it is gathered."""
@@ -146,8 +146,8 @@ class FlatBuffer:
 
     def take(self, keep: bool) -> Any:
         """Wait for the pending all-gather, and return the storage of whole parameters: with ``keep``, `whole`."""
-        work, gathered, own, rows = self._under_way
-        self._under_way = None
+        work, gathered, own, rows = self._pending
+        self._pending = None
         if own is None:
             work.wait()
             with self.platform.no_grad():
@@ -191,9 +191,9 @@ class FlatBuffer:
 
     def drop(self) -> None:
         """Discard the pending all-gather."""
-        if self._under_way is not None:
-            work, _, _, rows = self._under_way
-            self._under_way = None
+        if self._pending is not None:
+            work, _, _, rows = self._pending
+            self._pending = None
             if work is not None:
                 work.wait()
             if rows is not None:

@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
+from hyper_parallel.core.data_parallel.hooks import refuse_compiling
 from hyper_parallel.core.data_parallel.module_methods import FSDPModule
 from hyper_parallel.core.data_parallel.options import (
     DataParallelMeshDims,
@@ -21,7 +22,7 @@ from hyper_parallel.core.data_parallel.options import (
 )
 from hyper_parallel.core.data_parallel.places import Slot
 from hyper_parallel.core.data_parallel.plan import Plan
-from hyper_parallel.core.data_parallel.units import is_unit, make_unit, unit_of
+from hyper_parallel.core.data_parallel.unit import is_unit, make_unit, unit_of
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.layouts.layout import Layout
@@ -143,7 +144,7 @@ def fully_shard(
     what = f"{name_of_unit} under fully_shard"
     for one in modules:
         platform.replace_forward(one, lambda forward: _sharded(forward, platform, what), FSDPModule)
-    unit_of(module if not isinstance(module, (list, tuple)) else modules[0]).parameters.move()
+    unit_of(modules[0]).move()
     return module
 
 
@@ -245,8 +246,7 @@ def _sharded(forward: Callable[..., Any], platform: Any, what: str) -> Callable[
     """Return a function that runs ``forward(module, ...)`` with whole parameters."""
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if platform.is_compiling():
-            raise RuntimeError(f"{what} is being compiled, which is not supported: compile the modules inside of it")
+        refuse_compiling(platform, what)
         return unit_of(module).run(module, forward, args, kwargs)
 
     return run

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.reduction import Reduction
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-__all__ = ["Gradients", "Pending", "add_gradients", "leave_unsummed", "with_summed"]
+__all__ = ["Gradients", "Pending", "leave_unsummed", "with_summed"]
 
 #: A pending reduction, and a function that waits for it and delivers the gradients.
 Pending = list[tuple["Reduction", Callable[[], None]]]
@@ -30,7 +30,7 @@ class Gradients:
         reduce_gradients: whether backward reduces gradients. Otherwise whole ones are accumulated.
         all_reduce_gradients: whether it also reduces them over the mesh dimension that replicates.
         divide_factor: divisor of summed gradients, in place of the number of ranks.
-        under_way: most reductions that may be pending at a time. Each holds a buffer as large as the unit.
+        max_pending: most reductions that may be pending at a time. Each holds a buffer as large as the unit.
         force_sum: whether collectives sum where an average is wanted, with a division after.
     """
 
@@ -39,13 +39,13 @@ class Gradients:
         self.reduce_gradients = self.all_reduce_gradients = True
         self.divide_factor: float | None = None
         self.force_sum = False
-        self.under_way = 1
+        self.max_pending = 1
         #: Index of a parameter -> accumulated cotangent, None for one that this rank has not used. All ranks have the
         #: same indices.
         self._sums: dict[int, Any] = {}
         #: Buffer -> indices of parameters, and their row, which was reduced over the dimension that shards alone.
         self._rows: dict[FlatBuffer, tuple[Sequence[int], Any]] = {}
-        self._one_loss = False  # of what is accumulated
+        self._one_loss = False  # of the batches whose gradients are accumulated
 
     @property
     def has_accumulated(self) -> bool:
@@ -161,8 +161,8 @@ class Gradients:
         cotangents = self.with_accumulated(indices, cotangents)
         # A reduce-scatter of the program may support sums alone, as gloo does.
         op, divisor = self.scale(one_loss, buffer.collectives.reduce_scatter is not None)
-        if len(pending) >= self.under_way:
-            pending[-self.under_way][0].row()
+        if len(pending) >= self.max_pending:
+            pending[-self.max_pending][0].row()
         # Usually all parameters of the buffer are trained.
         places = range(len(members)) if len(indices) == len(members) else [members.index(i) for i in indices]
         reduction = buffer.reduce(places, cotangents, op)
@@ -196,15 +196,6 @@ def _add_to_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> No
     for p, g in zip(parameters, gradients, strict=True):
         if g is not None:
             p.grad = g if p.grad is None else p.grad + g
-
-
-def add_gradients(leaves: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-    """Return sums of cotangents and the leaves' gradients, and clear these; None where neither is there."""
-    found = []
-    for leaf, g in zip(leaves, cotangents, strict=True):
-        found.append(leaf.grad if g is None else g if leaf.grad is None else g + leaf.grad)
-        leaf.grad = None
-    return found
 
 
 def leave_unsummed(unsummed: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dims: tuple[int, ...]) -> None:

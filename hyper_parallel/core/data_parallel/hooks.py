@@ -6,14 +6,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.core.data_parallel.batches import lies_across
+from hyper_parallel.core.data_parallel.batches import placed_across
 from hyper_parallel.core.data_parallel.call import Call, RecordedCall
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.trees import map_tensors
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
 from hyper_parallel.platform.contract.autograd import named
 
-__all__ = ["Guard", "Results", "cast", "refuse_second_order", "through", "watched"]
+__all__ = ["Inputs", "Results", "cast", "refuse_compiling", "refuse_second_order"]
 
 
 def cast(tree: Any, dtype: Any, platform: Any) -> Any:
@@ -25,7 +25,7 @@ def cast(tree: Any, dtype: Any, platform: Any) -> Any:
     return map_tensors(tree, convert, platform, lambda x: x)
 
 
-def through(platform: Any, function: Callable[..., Sequence[Any]], call: Any, xs: Sequence[Any]) -> dict[int, Any]:
+def _through(platform: Any, function: Callable[..., Sequence[Any]], call: Any, xs: Sequence[Any]) -> dict[int, Any]:
     """Pass tensors through a joint function, and return its results by the ids of its operands.
 
     Args:
@@ -52,57 +52,58 @@ def _by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
     return [list(same.values()) for same in lists.values()]
 
 
-def watched(
-    args: tuple, kwargs: dict, inputs: Sequence[Any], platform: Any, told: Callable[[], None]
-) -> tuple[tuple, dict]:
-    """Return the arguments of a call, changed so that backward calls ``told`` when the cotangent of the input is there.
+class Inputs:
+    """The inputs of the calls of one unit. Backward comes to them when it has passed the modules.
 
-    Unless exactly one input requires gradients, and it is no DTensor, the arguments stay as they are.
+    A platform that does not tell when backward begins has the calls checked there: backward may have read frozen
+    parameters on the way, and these have no cotangents at which to check. On others the cotangent of the input tells
+    that nothing reads frozen parameters any more.
 
     Args:
-        args, kwargs: the arguments of the unit's call.
-        inputs: the tensors among them.
         platform: whose tensors they are.
-        told: takes no arguments.
-    """
-    found = [x for x in inputs if platform.requires_grad(x)]
-    if len(found) != 1 or getattr(found[0], "_layout", None) is not None:
-        return args, kwargs
-    with platform.no_dispatch():
-        view = (platform.fast or NOTHING_FASTER).tell_gradient(found[0], told)
-    if args and args[0] is found[0]:
-        return (view, *args[1:]), kwargs
-    changed: tuple[tuple, dict] = map_tensors(
-        (args, kwargs), lambda x: view if x is found[0] else x, platform, lambda x: x
-    )
-    return changed
-
-
-class Guard:
-    """Check when backward reaches the inputs of a call, where a platform does not tell when backward begins.
-
-    Backward may have read frozen parameters on the way, and these have no cotangents at which to check.
-
-    Args:
-        check: takes the call.
+        check: checks a call.
+        told: is called without arguments when the cotangent of the input is there.
     """
 
-    def __init__(self, platform: Any, check: Callable[[Call], None]) -> None:
-        self._platform, self._check = platform, check
+    def __init__(self, platform: Platform, check: Callable[[Call], None], told: Callable[[], None]) -> None:
+        self._platform, self._check, self._told = platform, check, told
         self._function = platform.joint_function(named("FullyShardInput", self._forward), self._backward)
 
-    def arguments(self, args: tuple, kwargs: dict, inputs: Sequence[Any], call: Call) -> tuple[tuple, dict]:
-        """Return the arguments for the call of the module.
+    def arguments(
+        self, args: tuple, kwargs: dict, inputs: Sequence[Any], call: Call, tells: bool
+    ) -> tuple[tuple, dict]:
+        """Return the arguments for a recorded call of the module.
 
         Args:
             args, kwargs: the arguments of the unit's call.
             inputs: the tensors among them.
-            call: the call to check.
+            call: the call.
+            tells: whether ``told`` is to be called.
         """
         platform = self._platform
-        new = through(platform, self._function, call, [x for x in inputs if platform.requires_grad(x)])
+        if platform.tells_beginning:
+            return self._watched(args, kwargs, inputs) if tells else (args, kwargs)
+        new = _through(platform, self._function, call, [x for x in inputs if platform.requires_grad(x)])
         found: tuple[tuple, dict] = map_tensors((args, kwargs), lambda x: new.get(id(x), x), platform, lambda x: x)
         return found
+
+    def _watched(self, args: tuple, kwargs: dict, inputs: Sequence[Any]) -> tuple[tuple, dict]:
+        """Return arguments such that backward tells when the cotangent of the input is there.
+
+        Unless exactly one input requires gradients, and it is no DTensor, the arguments stay as they are.
+        """
+        platform = self._platform
+        found = [x for x in inputs if platform.requires_grad(x)]
+        if len(found) != 1 or getattr(found[0], "_layout", None) is not None:
+            return args, kwargs
+        with platform.no_dispatch():
+            view = (platform.fast or NOTHING_FASTER).tell_gradient(found[0], self._told)
+        if args and args[0] is found[0]:
+            return (view, *args[1:]), kwargs
+        changed: tuple[tuple, dict] = map_tensors(
+            (args, kwargs), lambda x: view if x is found[0] else x, platform, lambda x: x
+        )
+        return changed
 
     def _forward(self, ctx: Any, call: Call, *xs: Any) -> Sequence[Any]:
         ctx.call = call
@@ -156,7 +157,7 @@ class Results:
         others: list[Any] = []
 
         def collect(x: Any) -> Any:
-            if lies_across(x, self._mesh) and not one_loss:
+            if placed_across(x, self._mesh) and not one_loss:
                 raise ValueError(
                     f"{self._what} returns a DTensor of shape {tuple(x.shape)} placed {list(x.placements)}, and was "
                     "called with plain tensors: compute plain ones, this rank's part of the batch, as in x.to_local()"
@@ -173,7 +174,7 @@ class Results:
             return x
 
         output = map_tensors(output, collect, platform, self._unknown)
-        new = through(platform, self._led, call, found or others)
+        new = _through(platform, self._led, call, found or others)
         return map_tensors(output, lambda x: new.get(id(x), x), platform, self._unknown)
 
     def _unknown(self, x: Any) -> Any:
@@ -199,7 +200,7 @@ class Results:
 
         This rank may use no parameter of a buffer, while other ranks wait for it to reduce their gradients.
         """
-        return self._identity((call, len(call.anchors)), *call.anchors, *xs)
+        return self._identity((call, len(call.anchors)), *call.anchors_as(xs[0].dtype), *xs)
 
     def _forward(self, ctx: Any, static: tuple[Call, int], *xs: Any) -> Sequence[Any]:
         ctx.call, ctx.anchors = static
@@ -229,3 +230,9 @@ def refuse_second_order(platform: Platform, what: str) -> None:
             f"{passes if platform.tells_beginning else 'leave them out'}, or do not apply it to the modules that they "
             "go through"
         )
+
+
+def refuse_compiling(platform: Platform, what: str) -> None:
+    """Raise RuntimeError where a compiler traces a call of a unit, which ``what`` names."""
+    if platform.is_compiling():
+        raise RuntimeError(f"{what} is being compiled, which is not supported: compile the modules inside of it")

@@ -8,24 +8,26 @@ the reverse order in which their forwards ended. So the outermost unit comes fir
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.data_parallel.agreement import Event, agreements_below
+from hyper_parallel.core.data_parallel.batches import summed_over
 from hyper_parallel.core.dtensor.announcing import announce
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import UNIT
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.call import Call
     from hyper_parallel.core.data_parallel.gradients import Pending
-    from hyper_parallel.core.data_parallel.unit import Unit
+    from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["RUNNING", "BackwardPass", "Model"]
 
-#: The units whose forward is running on this thread, the outermost first.
-RUNNING: ContextVar[tuple[Unit, ...]] = ContextVar("hyper_parallel_units", default=())
+#: The model whose forward is running on this thread, and its units that run, the outermost first.
+RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("hyper_parallel_units", default=())
 
 
 class Model:
@@ -42,32 +44,29 @@ class Model:
         accumulating: units that may have accumulated gradients, in the order in which they began to. All ranks have
             the same.
         pending: pending reductions, each with a function that waits and delivers the gradients.
-        nests: whether a backward pass has begun within one that is running, as in reentrant checkpointing; known where
-            the platform tells when backward begins.
         one_loss: whether the batch of this step is distributed: then all ranks have one loss, and gradients are summed.
     """
 
-    def __init__(self, outermost: Unit, module: Any) -> None:
-        self.platform, self.outermost = outermost.platform, weakref.ref(outermost)
+    def __init__(self, outermost: UnitParameters, module: Any) -> None:
+        self.platform, self.outermost = outermost.plan.mesh.platform, weakref.ref(outermost)
         self.is_last_backward = True
         self.abandoned = 0
-        self.accumulating: dict[Unit, None] = {}
+        self.accumulating: dict[UnitParameters, None] = {}
         self.pending: Pending = []
-        self.nests = self.one_loss = False
+        self._nests = self.one_loss = False
         self._beside: tuple[DeviceMesh, ...] | None = None
         #: Units in the order in which their forwards began, in the last step and in this one.
-        self._order: Sequence[Unit] = ()
-        self._began: list[Unit] = []
+        self._order: Sequence[UnitParameters] = ()
+        self._began: list[UnitParameters] = []
         #: Units to which a backward may come, in the order in which their forwards ended, for the same two steps.
-        self._ends: Sequence[Unit] = ()
-        self._ended: list[Unit] = []
-        self._ahead: list[Unit] = []
+        self._ends: Sequence[UnitParameters] = ()
+        self._ended: list[UnitParameters] = []
+        self._prefetched: list[UnitParameters] = []
         self._forwards = 0  # since the last backward
         #: The calls that were recorded, as long as their graphs live.
-        self._calls: list[tuple[Unit, weakref.ref[Call]]] = []
+        self._calls: list[tuple[UnitParameters, weakref.ref[Call]]] = []
         self._count = 0  # of backward passes
-        if self.platform.frees_storage:
-            self.platform.before_backward(self._begins)
+        self.platform.before_backward(self._begins)
         #: Running backward passes by the platform's keys. Those after the first run within those before.
         self._passes: dict[Any, BackwardPass] = {}
         self._position = 0  # in `_ends`, to which they have come
@@ -75,16 +74,36 @@ class Model:
         announce("fully_shard", module, outermost.plan.mesh)
 
     # ---------------------------------------------------------------------- forward
-    def begin(self) -> None:
+    @contextmanager
+    def step(self, unit: UnitParameters, module: Any, again: bool) -> Iterator[None]:
+        """Run the forward of the first unit of several, mostly the outermost one.
+
+        Args:
+            unit: the unit.
+            module: its module, which runs.
+            again: whether backward recomputes it.
+        """
+        outermost = not again and self.outermost() is unit
+        if outermost:
+            self._begin(unit)
+        beside = self.meshes_beside(module) if outermost and self.one_loss else ()
+        complete = False
+        try:
+            with summed_over(unit.plan.mesh if self.one_loss else None, beside):
+                yield
+            complete = True
+        finally:
+            if outermost:
+                self._end(complete)
+
+    def _begin(self, outermost: UnitParameters) -> None:
         """Begin the forward of the outermost unit."""
         if self._passes:
             self.abandon()
         self._began, self._ended = [], []
         self._forwards += 1
-        outermost = self.outermost()
-        if outermost is not None:
-            for agreement in self._agreements:
-                agreement.forward, agreement.paths = outermost.steps.forward, self._paths
+        for agreement in self._agreements:
+            agreement.forward, agreement.paths = outermost.steps.forward, self._paths
 
     def abandon(self) -> None:
         """Discard the state of a failed backward, and the gradients that it has not delivered."""
@@ -92,16 +111,16 @@ class Model:
         for left in self._passes.values():
             left.abandon()
         self._passes.clear()
-        self.drop_ahead()
+        self.drop_prefetched()
         pending, self.pending = self.pending, []
         for reduction, _ in pending:
             reduction.row()
 
-    def end(self, complete: bool) -> None:
+    def _end(self, complete: bool) -> None:
         """End the forward of the outermost unit, which is ``complete`` or has failed."""
         for unit in self._began:
-            unit.forward_is_over()
-        self.drop_ahead()
+            self.forward_is_over(unit)
+        self.drop_prefetched()
         if not complete:
             return
         outermost = self.outermost()
@@ -110,22 +129,35 @@ class Model:
         # The order is kept only after ranks have agreed, so that all of them prefetch the same units.
         self._order, self._ends = tuple(self._began), tuple(self._ended)
 
+    def forward_is_over(self, unit: UnitParameters, call: Call | None = None) -> None:
+        """Free the whole parameters of ``call``, by default of the running one of several modules, unless they stay."""
+        call, settings = unit.group.end() or call, unit.settings
+        if call is None:
+            return
+        call.anchors = ()
+        if settings.reshard_after_forward or (settings.reshard_after_forward is None and self.outermost() is not unit):
+            call.freed = True
+            unit.take_over()
+            if settings.fewer is not None:
+                unit.shrink(settings.fewer)
+            unit.free()
+
     def _has_come(self, event: Event) -> None:
         """Have ranks agree on ``event``, where they have communicated in this forward."""
         for agreement in self._agreements:
             if agreement.forward is None:
                 agreement.comes(event)
 
-    def entered(self, unit: Unit) -> None:
+    def entered(self, unit: UnitParameters) -> None:
         """Prefetch the next unit: the forward of ``unit`` has its parameters, and begins to compute."""
         at, order = len(self._began), self._order
         self._began.append(unit)
-        if unit.forward_prefetch:
-            self.gather_ahead(unit.forward_prefetch)
+        if unit.settings.forward_prefetch:
+            self.prefetch(unit.settings.forward_prefetch)
         elif at + 1 < len(order) and order[at] is unit and order[at + 1] is not unit:  # which may write to its own
-            self.gather_ahead(order[at + 1 : at + 2])
+            self.prefetch(order[at + 1 : at + 2])
 
-    def left(self, unit: Unit, goes_on: bool) -> None:
+    def left(self, unit: UnitParameters, goes_on: bool) -> None:
         """Remember that the forward of ``unit``, to which a backward may come, has computed its results.
 
         Args:
@@ -136,17 +168,22 @@ class Model:
             del self._ended[len(self._ended) - 1 - self._ended[::-1].index(unit)]
         self._ended.append(unit)
 
-    def gather_ahead(self, units: Sequence[Unit], again: bool = False) -> None:
+    def prefetch(self, units: Sequence[UnitParameters], again: bool = False) -> None:
         """Prefetch the parameters of units, ``again`` in backward."""
         for unit in units:
-            if (unit.whole_in_backward or not again) and unit.parameters.start(again=again):
-                self._ahead.append(unit)
+            if (unit.reopens or not again) and unit.start(again=again):
+                self._prefetched.append(unit)
 
-    def drop_ahead(self) -> None:
+    def drop_prefetched(self) -> None:
         """Discard pending prefetches of units that were not needed."""
-        for unit in self._ahead:
-            unit.parameters.drop()
-        self._ahead = []
+        for unit in self._prefetched:
+            unit.drop()
+        self._prefetched = []
+
+    def check_kind(self, what: str) -> None:
+        """Raise ValueError where gradients of the other kind of batch are accumulated. See `Gradients.check_kind`."""
+        for unit in self.accumulating:
+            unit.gradients.check_kind(self.one_loss, what)
 
     def meshes_beside(self, module: Any) -> tuple[DeviceMesh, ...]:
         """Return the meshes on which tensor-parallel styles have placed parameters below the outermost ``module``."""
@@ -156,7 +193,7 @@ class Model:
             self._beside = tuple(dict.fromkeys(layout.mesh for layout in inner if layout is not None))
         return self._beside
 
-    def recorded(self, unit: Unit, call: Call) -> None:
+    def recorded(self, unit: UnitParameters, call: Call) -> None:
         """Remember a call of ``unit`` that has ended, and to which a backward may come."""
         self._calls = [entry for entry in self._calls if entry[1]() is not None]
         self._calls.append((unit, weakref.ref(call)))
@@ -168,13 +205,36 @@ class Model:
         An auxiliary loss that was set as an attribute has such a pass. Nothing else tells when to gather for it. Units
         are made whole for calls whose backward was recorded (``create_graph``), too.
         """
-        self.nests = bool(self._passes)
+        self._nests = bool(self._passes)
         for unit, ref in self._calls:
             call = ref()
             if call is not None and (call.again or call.comes_around(runs)):
                 running = self.this_pass()
                 if running is not None:
                     running.hold(unit, call)
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether a recomputed forward may have had its own backward, as in reentrant checkpointing."""
+        return self.platform.accumulates_gradients and (self._nests or not self.platform.tells_beginning)
+
+    def reached(self, unit: UnitParameters, call: Call) -> None:
+        """Take note that a cotangent of a result of ``call`` is there."""
+        call.check_unchanged(unit.what)
+        running = self.this_pass()
+        if running is not None:
+            running.reached(unit, call)
+
+    def check_reached(self, unit: UnitParameters, call: Call) -> None:
+        """Raise RuntimeError where backward has come to freed parameters without passing the results."""
+        running = self.this_pass()
+        if running is not None and call.reached != running.number:
+            call.check_whole(unit.what)
+
+    def one_less_awaited(self, unit: UnitParameters) -> None:
+        """Take note of the cotangents of one buffer, or of the input. After the last one the unit is closed."""
+        if unit.is_last_awaited() and (running := self.this_pass()) is not None:
+            running.left(unit)
 
     def this_pass(self) -> BackwardPass | None:
         """Return the running backward pass; None on a platform that does not tell when one ends."""
@@ -202,9 +262,9 @@ class Model:
                 # This pass ran within another one, as in reentrant checkpointing, and the other is not over. It needs
                 # the prefetched units, and may come to units with accumulated gradients.
                 return
-            self.drop_ahead()
+            self.drop_prefetched()
             outermost = self.outermost()
-            if outermost is not None and outermost.finalized_by_hand:
+            if outermost is not None and outermost.settings.finalized_by_hand:
                 return
             self.reduce_accumulated()
             if outermost is not None:
@@ -212,10 +272,34 @@ class Model:
             if self.is_last_backward:
                 self.finish()
 
+    def reduce(
+        self,
+        unit: UnitParameters,
+        b: int,
+        parameters: Sequence[Any],
+        indices: Sequence[int],
+        cotangents: Sequence[Any],
+        delay: bool = True,
+    ) -> list[Any]:
+        """Reduce or accumulate gradients of buffer ``b`` of a unit, see `Gradients.reduce`."""
+        unit.steps.reduce()
+        gradients, buffer, members = unit.gradients, unit.buffers[b], unit.members[b]
+        if not (gradients.reduce_gradients and gradients.all_reduce_gradients):
+            self.accumulating[unit] = None
+        return gradients.reduce(buffer, members, parameters, indices, cotangents, self.one_loss, self.pending, delay)
+
+    def close(self, unit: UnitParameters) -> None:
+        """End the backward of a unit, and reduce gradients of recomputed forwards."""
+        for b, trained, cotangents in unit.close(self.recomputes):
+            self.reduce(unit, b, unit.places.parameters(), trained, cotangents)
+
     def reduce_accumulated(self) -> None:
         """Begin to reduce accumulated gradients, also of units that this step does not call."""
         for unit in list(self.accumulating):
-            unit.reduce_accumulated()
+            for b, (buffer, members) in enumerate(zip(unit.buffers, unit.members, strict=True)):
+                found = unit.gradients.accumulated(buffer, members)
+                if found and self.platform.accumulates_gradients:
+                    self.reduce(unit, b, unit.places.parameters(), found, [None] * len(found))
             if not unit.gradients.has_accumulated:
                 del self.accumulating[unit]
 
@@ -225,16 +309,14 @@ class Model:
         for _, deliver in pending:
             deliver()
 
-    def ran_once(self, unit: Unit) -> bool:
+    def ran_once(self, unit: UnitParameters) -> bool:
         """Return whether this is the backward of the only call of ``unit`` since the last backward."""
         return self._forwards <= 1 and self._order.count(unit) == 1
 
-    def gather_before(self, unit: Unit, is_open: Sequence[Unit]) -> None:
+    def prefetch_before(self, unit: UnitParameters, is_open: Sequence[UnitParameters]) -> None:
         """Prefetch the unit to which backward comes after ``unit``, skipping those in ``is_open``."""
-        if not self.platform.frees_storage:
-            return
-        if unit.backward_prefetch:
-            self.gather_ahead(unit.backward_prefetch, True)
+        if unit.settings.backward_prefetch:
+            self.prefetch(unit.settings.backward_prefetch, True)
             return
         at, ends = min(self._position, len(self._ends)) - 1, self._ends
         while at >= 0 and ends[at] is not unit:
@@ -245,7 +327,7 @@ class Model:
         while at > 0:
             at -= 1
             if ends[at] not in is_open:
-                self.gather_ahead((ends[at],), True)
+                self.prefetch((ends[at],), True)
                 return
 
 
@@ -258,10 +340,10 @@ class BackwardPass:
 
     def __init__(self, model: Model, number: int) -> None:
         self._model, self.number = model, number
-        self._open: list[Unit] = []
-        self._held: list[Unit] = []  # whole until the pass is over
+        self._open: list[UnitParameters] = []
+        self._held: list[UnitParameters] = []  # whole until the pass is over
 
-    def reached(self, unit: Unit, call: Call) -> None:
+    def reached(self, unit: UnitParameters, call: Call) -> None:
         """Make ``unit`` whole: the cotangents of its results are there.
 
         Until another unit is reached, its backward runs, or that of a unit whose forward contained its own.
@@ -272,32 +354,32 @@ class BackwardPass:
         for other in reversed(self._open):
             if other not in call.within:
                 self._open.remove(other)
-                other.close()
+                self._model.close(other)
         self._open.append(unit)
         # Gradients of the unit before: free their rows, if they are reduced, for those that are computed now.
         if self._model.pending:
             self._model.pending[-1][0].let_go()
-        unit.open(call)
-        self._model.gather_before(unit, self._open)
+        unit.open(call, self._model.one_loss)
+        self._model.prefetch_before(unit, self._open)
 
-    def hold(self, unit: Unit, call: Call) -> None:
+    def hold(self, unit: UnitParameters, call: Call) -> None:
         """Make ``unit`` whole until the pass is over."""
         call.check_unchanged(unit.what)
         call.reached = self.number
         if unit not in self._held:
             self._held.append(unit)
-            unit.open(call)
+            unit.open(call, self._model.one_loss)
 
-    def left(self, unit: Unit) -> None:
+    def left(self, unit: UnitParameters) -> None:
         """End the backward of ``unit``, if this was that of its only call."""
         if self._open and self._open[-1] is unit and self._model.ran_once(unit):
-            self._open.pop().close()
+            self._model.close(self._open.pop())
 
     def close(self) -> None:
         """End the pass, and the backward of all units in it."""
         for units in (self._open, self._held):
             while units:
-                units.pop().close()
+                self._model.close(units.pop())
 
     def abandon(self) -> None:
         """Discard the state of a failed pass."""

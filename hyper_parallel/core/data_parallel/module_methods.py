@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.core.data_parallel.model import RUNNING
-from hyper_parallel.core.data_parallel.unit import Unit
-from hyper_parallel.core.data_parallel.units import is_unit, unit_of
+from hyper_parallel.core.data_parallel.unit import Unit, is_unit, unit_of
+from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle"]
 
@@ -79,7 +79,7 @@ class FSDPModule:
         """
         unit = unit_of(self)
         if not RUNNING.get():
-            unit.steps.outside()
+            unit.parameters.steps.outside()
         unit.parameters.start_by_hand()
         handle = UnshardHandle(unit)
         if async_op:
@@ -101,33 +101,33 @@ class FSDPModule:
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"set_reshard_after_forward takes True or False, got {reshard_after_forward!r}")
         for unit in self._units(recurse):
-            unit.reshard_after_forward, unit.fewer = reshard_after_forward, None
+            unit.settings.reshard_after_forward, unit.settings.fewer = reshard_after_forward, None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether parameters are sharded again after backward. With False, the next forward gathers nothing. Call
         `reshard` before the parameters change then, or they are stale."""
         for unit in self._units(recurse):
-            unit.reshard_after_backward = bool(reshard_after_backward)
+            unit.settings.reshard_after_backward = bool(reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers the parameters of this unit. False is for a unit whose backward does not
         read them, such as an embedding. The gradients of other units are wrong then."""
-        unit_of(self).whole_in_backward = bool(unshard_in_backward)
+        unit_of(self).parameters.settings.whole_in_backward = bool(unshard_in_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether the memory of whole parameters is kept while they are sharded. Their addresses are then the same
         each time."""
         for unit in self._units(recurse):
-            unit.parameters.keeps_storage = bool(keep)
+            unit.settings.keeps_storage = bool(keep)
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
         """Reshard before a module is moved. Then its shards may share storage again. See `Platform.replace_forward`."""
-        parameters = unit_of(self).parameters
-        parameters.reshard()
-        before = parameters.memory()
+        unit = unit_of(self)
+        unit.parameters.reshard()
+        before = unit.memory()
         yield
-        parameters.move(before)
+        unit.move(before)
 
     # ---------------------------------------------------------------------- gradients
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -145,10 +145,12 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Discard gradients that were not reduced, also those of earlier micro batches, after a failed forward or
         backward. For the outermost unit, before the step is repeated."""
-        for unit in self._units(True):
-            if unit.model is not None:
-                unit.model.abandon()
-            unit.gradients.forget()
+        for _, module in unit_of(self).platform.named_modules(self):
+            if is_unit(module):
+                unit = unit_of(module)
+                if unit.model is not None:
+                    unit.model.abandon()
+                unit.parameters.gradients.forget()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether gradients are complete after the next backward. With False, its pending reductions are waited for
@@ -170,11 +172,11 @@ class FSDPModule:
             RuntimeError: for another unit, and within backward.
         """
         unit = unit_of(self)
-        if unit.model is not None and unit.model.outermost() is not unit:
+        if unit.model is not None and unit.model.outermost() is not unit.parameters:
             raise RuntimeError("set_manual_backward_finalization is for the outermost module: call it there")
         if unit.platform.in_backward():
             raise RuntimeError("set_manual_backward_finalization: call it before backward, not within")
-        unit.finalized_by_hand = bool(enabled)
+        unit.parameters.settings.finalized_by_hand = bool(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce accumulated gradients, where gradients are to be reduced, and wait for all reductions. For the
@@ -194,7 +196,7 @@ class FSDPModule:
         unit = unit_of(self)
         handle = GradientReductionHandle(unit)
         if unit.model is not None:
-            if not unit.finalized_by_hand or unit.platform.in_backward():
+            if not unit.parameters.settings.finalized_by_hand or unit.platform.in_backward():
                 raise RuntimeError(
                     "finalize_backward: call set_manual_backward_finalization(True) on the outermost module before "
                     "forward, and this after backward"
@@ -218,7 +220,7 @@ class FSDPModule:
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
             raise ValueError(f"set_gradient_divide_factor takes a positive number, got {factor!r}")
-        unit_of(self).gradients.divide_factor = float(factor)
+        unit_of(self).parameters.gradients.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Call `set_gradient_divide_factor`, whose old name this is."""
@@ -226,7 +228,7 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether collectives sum where an average is wanted, with a division after."""
-        unit_of(self).gradients.force_sum = bool(enable)
+        unit_of(self).parameters.gradients.force_sum = bool(enable)
 
     # ---------------------------------------------------------------------- overlap
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
@@ -236,7 +238,7 @@ class FSDPModule:
         Raises:
             ValueError: for a module that is no unit.
         """
-        unit_of(self).forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+        unit_of(self).parameters.settings.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Set the units to prefetch while this one computes in backward. The default is the one before it in forward.
@@ -244,7 +246,7 @@ class FSDPModule:
         Raises:
             ValueError: for a module that is no unit.
         """
-        unit_of(self).backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+        unit_of(self).parameters.settings.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many reductions of gradients may be pending when one of this unit begins, including that one. The
@@ -259,7 +261,7 @@ class FSDPModule:
         if max_input_buffers < 1:
             raise ValueError(f"set_reduce_scatter_max_input_buffers takes 1 or more, got {max_input_buffers!r}")
         for unit in self._units(recurse):
-            unit.gradients.under_way = max_input_buffers
+            unit.gradients.max_pending = max_input_buffers
 
     # ---------------------------------------------------------------------- communication
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -363,22 +365,18 @@ class FSDPModule:
         """
         if not callable(getattr(event, "wait", None)):
             raise TypeError(f"set_post_optim_event takes an event, which has wait(), got {event!r}")
-        unit_of(self).post_optim_event = event
+        unit_of(self).parameters.settings.post_optim_event = event
 
-    def _units(self, recurse: bool) -> Iterator[Unit]:
-        if not recurse:
-            yield unit_of(self)
-            return
-        for _, module in unit_of(self).platform.named_modules(self):
-            if is_unit(module):
-                yield unit_of(module)
+    def _units(self, recurse: bool) -> Iterator[UnitParameters]:
+        for module in [m for _, m in unit_of(self).platform.named_modules(self) if is_unit(m)] if recurse else [self]:
+            yield unit_of(module).parameters
 
 
-def _units_of(modules: Sequence[Any], method: str) -> list[Unit]:
+def _units_of(modules: Sequence[Any], method: str) -> list[UnitParameters]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"{method} takes modules to which fully_shard was applied, got a {type(module).__name__}")
-    return [unit_of(module) for module in modules]
+    return [unit_of(module).parameters for module in modules]
 
 
 def _memory(method: str) -> ValueError:

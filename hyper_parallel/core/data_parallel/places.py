@@ -153,6 +153,15 @@ class Places:
                     "around it, or call its recompute(use_reentrant=False)"
                 )
 
+    def check_values(self, parameters: Sequence[Any]) -> None:
+        """Raise ValueError where one of the shards has no values: it is on meta."""
+        for slot in self._described if self._platform.needs_values else ():
+            if self._platform.is_meta(parameters[slot.index]):
+                raise ValueError(
+                    f"{self._what}: parameter {slot} has no values: give it some on this rank's device before the "
+                    "module is called, as to_empty() and reset_parameters() do"
+                )
+
     def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> Any:
         """Let modules find these tensors, by index; returns the argument of `take_back`.
 
@@ -294,7 +303,7 @@ class Writes:
                     None,
                     mesh.ranks_along(mesh_dim),
                     facts,
-                    "each rank keeps its part of what it writes: write the same on all ranks",
+                    "each rank keeps its part of written values: write the same on all ranks",
                 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -13,7 +13,10 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-__all__ = ["Plan"]
+if TYPE_CHECKING:
+    from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
+
+__all__ = ["Plan", "Settings"]
 
 
 class Plan:
@@ -50,6 +53,8 @@ class Plan:
             for i, layout in enumerate(inner)
             if layout is not None
         ]
+        #: Indices of the others, which are read as plain tensors.
+        self.plain = [i for i, layout in enumerate(inner) if layout is None]
         self.shapes, self.dims, self.fewer = tuple(shapes), tuple(dims), fewer
         self.keeps_dtype = tuple(keeps_dtype) or (False,) * len(self.shapes)
         self.reshard_after_forward, self.mp_policy, self.offload_policy = (
@@ -78,12 +83,6 @@ class Plan:
         size, rank = mesh.shape[-1], mesh.get_local_rank(mesh.ndim - 1)
         by_dtype: dict[tuple[Any, Any], list[int]] = {}
         cast = self.mp_policy.param_dtype
-        for slot in self.slots:
-            if platform.needs_values and platform.is_meta(parameters[slot.index]):
-                raise ValueError(
-                    f"fully_shard: parameter {slot} has no values: give it some on this rank's device before the "
-                    "module is called, as to_empty() and reset_parameters() do"
-                )
         for i, p in enumerate(parameters):
             stays = cast is None or self.keeps_dtype[i] or not platform.is_floating_point(p)
             by_dtype.setdefault((p.dtype, p.dtype if stays else cast), []).append(i)
@@ -104,3 +103,26 @@ class Plan:
             "a module under fully_shard cannot be pickled: save module.state_dict(), and load it into a module to "
             "which fully_shard was applied in the same way"
         )
+
+
+class Settings:
+    """Settings of one unit, which methods of its modules change.
+
+    Attributes:
+        reshard_after_forward: None leaves it to the model: the outermost unit stays whole until its backward.
+        fewer: the mesh, in its last dimension, of the ranks over which parameters are sharded after forward, or None.
+        reshard_after_backward: whether parameters are sharded again after backward.
+        whole_in_backward: whether backward needs the whole parameters.
+        keeps_storage: whether the storage of whole parameters is never freed, so that its address stays.
+        forward_prefetch, backward_prefetch: units to prefetch in place of the next one.
+        finalized_by_hand: whether backward ends when the program says so, where this is the outermost unit.
+        post_optim_event: event that the next forward waits for, or None.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.reshard_after_forward, self.fewer = plan.reshard_after_forward, plan.fewer
+        self.reshard_after_backward = self.whole_in_backward = True
+        self.keeps_storage = self.finalized_by_hand = False
+        self.forward_prefetch: Sequence[UnitParameters] = ()
+        self.backward_prefetch: Sequence[UnitParameters] = ()
+        self.post_optim_event: Any = None

@@ -22,7 +22,7 @@ from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform.contract.collectives import FINISHED, Work
 
-__all__ = ["Block", "Bucket", "CustomCollectives", "Reduction", "assign"]
+__all__ = ["Block", "Bucket", "Buckets", "CustomCollectives", "Reduction"]
 
 
 class Block:
@@ -193,7 +193,7 @@ class Bucket:
         #: A fast path to cut a row into them; None where there is none.
         self._cut = None if fast is None or self._shapes is None else fast.cut(self._shapes)
         self._pack = None
-        if fast is not None and self._size > 1 and is_computed and all(b.in_order and b.reduced for b in blocks):
+        if fast is not None and is_computed and all(b.in_order and b.reduced for b in blocks):
             self._pack = fast.pack_rows
         self._ones: Any = None  # flags of parameters that this rank has used
 
@@ -327,7 +327,48 @@ class Reduction:
         return bucket.split(mine if divisor == 1.0 else mine / divisor, self._used, hook is not None)
 
 
-def assign(sizes: Sequence[tuple[Any, float]], cap: float) -> list[list[int]]:
+class Buckets:
+    """Facts that follow from whole parameters: which are trained, and the bucket of each.
+
+    Args:
+        mesh: 1-D.
+        parameters: the parameters, each once. Interception is off.
+        bucket_bytes: see `_assign`.
+
+    Attributes:
+        parameters: see there.
+        frozen, trained: indices of parameters. All that follows counts the trained ones from 0.
+        keys: ids of the trained parameters, by which gradients are accumulated.
+        members: for each bucket, the trained parameters in it.
+        buckets: the buckets, in the order of sending.
+        roots: for each dtype, the trained parameters that have it, and a 0-D zero.
+        dense: numbers of buckets that are known to get dense gradients.
+    """
+
+    def __init__(self, mesh: DeviceMesh, parameters: list[Any], bucket_bytes: float) -> None:
+        platform, self.mesh, self.parameters = mesh.platform, mesh, parameters
+        self.trained = [i for i, p in enumerate(parameters) if p.requires_grad]
+        self.frozen = [i for i, p in enumerate(parameters) if not p.requires_grad]
+        trained = [parameters[i] for i in self.trained]
+        self.keys = [id(p) for p in trained]
+        # Sizes of evenly cut parts: where tensor parallelism has cut unevenly, all ranks make the same buckets.
+        sizes = []
+        for p in trained:
+            layout = p._layout
+            parts = math.prod(map(layout.shard_count, range(layout.ndim)))
+            sizes.append((p.dtype, p.itemsize * math.prod(layout.shape) / parts))
+        self.members = _assign(sizes, bucket_bytes)
+        shapes = [tuple(platform.shape_of(p)) for p in trained]
+        blocks = [Block(platform, shape, 0 if shape else None, 1, 0) for shape in shapes]
+        self.buckets = [Bucket(mesh, [blocks[i] for i in m], trained[m[0]].dtype, shards=False) for m in self.members]
+        of_dtype: dict[Any, list[int]] = {}
+        for i, p in enumerate(trained):
+            of_dtype.setdefault(p.dtype, []).append(i)
+        self.roots = [(m, platform.zeros((), platform.detach(trained[m[0]]))) for m in of_dtype.values()]
+        self.dense: set[int] = set()
+
+
+def _assign(sizes: Sequence[tuple[Any, float]], cap: float) -> list[list[int]]:
     """Assign parameters to buckets, each of which is all-reduced at once.
 
     The last parameter comes first, because its gradient does. A bucket is full when it has ``cap`` bytes or more.
@@ -341,7 +382,7 @@ def assign(sizes: Sequence[tuple[Any, float]], cap: float) -> list[list[int]]:
         For each bucket, in the order of sending, the indices of its parameters, which have one dtype.
 
     Example:
-        >>> assign([("f", 8), ("f", 4), ("h", 4), ("f", 4)], cap=8)
+        >>> _assign([("f", 8), ("f", 4), ("h", 4), ("f", 4)], cap=8)
         [[2], [3, 1], [0]]
     """
     filling: dict[Any, tuple[list[int], float]] = {}

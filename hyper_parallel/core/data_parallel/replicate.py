@@ -12,7 +12,7 @@ from typing import Any
 
 from hyper_parallel.core.data_parallel.places import Slot
 from hyper_parallel.core.data_parallel.replicated_unit import Options, ReplicatedUnit
-from hyper_parallel.core.data_parallel.units import is_unit
+from hyper_parallel.core.data_parallel.unit import is_unit
 from hyper_parallel.core.dtensor.announcing import announce
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.dtensor.undistributed import broadcast_tensors

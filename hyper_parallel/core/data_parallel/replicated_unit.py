@@ -11,22 +11,23 @@ No strong reference from a call leads to the module: its graph must not keep the
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.data_parallel.batches import is_distributed, summed_over, whole_for_all
+from hyper_parallel.core.communication.redistribute import partial_key
+from hyper_parallel.core.data_parallel.batches import is_distributed, summed_over
 from hyper_parallel.core.data_parallel.call import RecordedCall
 from hyper_parallel.core.data_parallel.gradients import Gradients
-from hyper_parallel.core.data_parallel.hooks import Results, refuse_second_order
+from hyper_parallel.core.data_parallel.hooks import Results, refuse_compiling, refuse_second_order
 from hyper_parallel.core.data_parallel.places import Places, Slot
-from hyper_parallel.core.data_parallel.reduction import Block, Bucket, Reduction, assign
+from hyper_parallel.core.data_parallel.reduction import Buckets, Reduction
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.dtensor.undistributed import broadcast_tensors
-from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.trees import tensors_in
 from hyper_parallel.platform.contract import NOTHING_FASTER
@@ -35,6 +36,8 @@ from hyper_parallel.platform.contract.autograd import named
 __all__ = ["Options", "ReplicatedUnit"]
 
 _VIEWS = "views of replicated parameters"
+#: The last call, its anchors, views of the trained parameters, and the tensors that the module read.
+_Last = tuple["_Call", Sequence[Any], list[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -92,14 +95,13 @@ class ReplicatedUnit:
         self.shared, self._is_part = shared or _Shared(self.mesh), shared is not None
         self.parts: dict[int, ReplicatedUnit] = {}
         self.what = f"{type(module).__name__} under replicate"
-        self._places, self._slots = Places(self.platform, [module], slots, self.what, "replicate"), slots
+        self._places = Places(self.platform, [module], slots, self.what, "replicate")
         #: The meshes on which tensor-parallel styles have placed parameters.
         self._beside = tuple(dict.fromkeys(inner.mesh for inner in self.inner if inner is not None))
         self._without_values = options.without_values
-        self._results = Results(self.mesh, self.what, "replicate", _begin)
-        self._known: tuple[Any, _Buckets] | None = None
-        #: The last call, views of the trained parameters, and the tensors that the module read.
-        self._last: tuple[_Call, list[Any], list[Any]] | None = None
+        self._results = Results(self.mesh, self.what, "replicate", _Call.begin)
+        self._known: tuple[Any, Buckets] | None = None
+        self._last: _Last | None = None
 
     def __deepcopy__(self, memo: dict) -> None:
         """Return None: a copy of the module makes its own unit."""
@@ -110,10 +112,7 @@ class ReplicatedUnit:
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run the module's ``forward(module, *args, **kwargs)`` on local parameters."""
         platform, shared = self.platform, self.shared
-        if platform.is_compiling():
-            raise RuntimeError(
-                f"{self.what} is being compiled, which is not supported: compile the modules inside of it"
-            )
+        refuse_compiling(platform, self.what)
         if self._without_values:
             self._broadcast_values()
         one_loss = bool(is_distributed(tensors_in((args, kwargs), platform), self.mesh, self.what))
@@ -131,30 +130,32 @@ class ReplicatedUnit:
                     output = forward(self.module, *args, **kwargs)
                 finally:
                     self._places.take_back(before)
+            # In a distributed batch all ranks use the same parameters, and backward comes to the root through them. But
+            # accumulated gradients wait for the next backward, also for one that comes to no parameters.
+            if call is None or call.into is not None or (one_loss and not shared.gradients.has_accumulated):
+                return output
+            return self._results.opening(output, call, one_loss)
         finally:
             shared.running, shared.call = False, None
-        # With one batch all ranks use the same parameters, and backward comes to the root through them. But accumulated
-        # gradients wait for the next backward, also for one that comes to no parameters.
-        if call is None or call.into is not None or (one_loss and not shared.gradients.has_accumulated):
-            return output
-        return self._results.opening(output, call, one_loss)
+            if call is not None:
+                call.anchors = ()  # the graph must not hold itself
 
-    def _buckets(self) -> _Buckets:
+    def _buckets(self) -> Buckets:
         """Return the trained parameters and their buckets, made anew when parameters have changed."""
         parameters = self._places.parameters()
         key = [x for p in parameters for x in (id(p), p.requires_grad, p.dtype)]
         if self._known is None or self._known[0] != key:
-            self._known, self._last = (key, _Buckets(self.mesh, parameters, self.options.bucket_bytes)), None
+            self._known, self._last = (key, Buckets(self.mesh, parameters, self.options.bucket_bytes)), None
         return self._known[1]
 
-    def _begin(self, known: _Buckets, one_loss: bool) -> tuple[_Call | None, list[Any]]:
+    def _begin(self, known: Buckets, one_loss: bool) -> tuple[_Call | None, list[Any]]:
         """Begin a call. Return it, None where nothing is recorded, and the tensors that modules read."""
         platform, shared = self.platform, self.shared
         recorded = bool(known.trained) and platform.requires_grad(known.parameters[known.trained[0]])
         tensors: list[Any] = [None] * len(known.parameters)
         for i in known.frozen if recorded else range(len(tensors)):
             local = platform.as_parameter(platform.detach(known.parameters[i]))
-            tensors[i] = self._as_read(local, i, one_loss)
+            tensors[i] = self._as_read(local, i, local if one_loss else None)
         if not recorded:
             return None, tensors
         shared.gradients.check_kind(one_loss, self.what)
@@ -164,15 +165,16 @@ class ReplicatedUnit:
             call = _Call(self, known, one_loss, into)
             last = call, *self._views(call, known, one_loss)
             if into is None:
-                platform.write_cache(known.parameters[known.trained[0]], _VIEWS, last[1][0])
+                platform.write_cache(known.parameters[known.trained[0]], _VIEWS, last[2][0])
                 self._last = last
-        for i, x in zip(known.trained, last[2], strict=True):
+        call, call.anchors, _, read = last
+        for i, x in zip(known.trained, read, strict=True):
             tensors[i] = x
-        return last[0], tensors
+        return call, tensors
 
-    def _goes_on(self, last: tuple[_Call, list[Any], list[Any]], known: _Buckets, one_loss: bool) -> bool:
+    def _goes_on(self, last: _Last, known: Buckets, one_loss: bool) -> bool:
         """Return whether a call shares the views, and so the all-reduces, of the last one: no backward came between."""
-        platform, (call, views, _) = self.platform, last
+        platform, (call, _, views, _) = self.platform, last
         trained = [known.parameters[i] for i in known.trained]
         return (
             (call.sync, call.one_loss, call.touched) == (self.shared.gradients.reduce_gradients, one_loss, False)
@@ -180,86 +182,59 @@ class ReplicatedUnit:
             and all(platform.same_memory(p, x) for p, x in zip(trained, views, strict=True) if 0 not in p.shape)
         )
 
-    def _views(self, call: _Call, known: _Buckets, one_loss: bool) -> tuple[list[Any], list[Any]]:
-        """Return views of the trained parameters for the backward of a call, and the tensors that modules read."""
-        functions, soon = _FUNCTIONS[self.platform], (self.platform.fast or NOTHING_FASTER).run_soon
+    def _views(self, call: _Call, known: Buckets, one_loss: bool) -> tuple[Sequence[Any], list[Any], list[Any]]:
+        """Return the token of a call, views of the trained parameters for backward, and the tensors that modules
+        read."""
+        (give, read), soon = _FUNCTIONS[self.platform], (self.platform.fast or NOTHING_FASTER).run_soon
         trained = [known.parameters[i] for i in known.trained]
-        call.anchors = functions.give((call, known.zero), *trained)
+        anchors: Sequence[Any] = ()
+        for members, zero in known.roots:
+            before = [self.platform.to_dtype(x, zero.dtype) for x in anchors]
+            anchors = give((call, members, zero), *before, *[trained[i] for i in members])
         views: list[Any] = [None] * len(trained)
+        tensors: list[Any] = [None] * len(trained)
         for k, members in enumerate(known.members):
-            found = functions.read((call, k, [trained[i] for i in members]), *call.anchors)
+            parameters = [trained[i] for i in members]
+            token = self.platform.to_dtype(anchors[0], parameters[0].dtype)
+            found = read((call, k, parameters * 2 if one_loss else parameters), token)
             soon(found[0])
-            for i, x in zip(members, found, strict=True):
-                views[i] = x
-        return views, [self._as_read(x, i, one_loss) for i, x in zip(known.trained, views, strict=True)]
+            for j, i in enumerate(members):
+                views[i], whole = found[j], found[j + len(members)] if one_loss else None
+                tensors[i] = self._as_read(views[i], known.trained[i], whole)
+        return anchors, views, tensors
 
-    def _as_read(self, local: Any, i: int, one_loss: bool) -> Any:
-        """Return a parameter as modules read it. A tensor-parallel one computes with this rank's part of the batch."""
-        if self.inner[i] is not None:
-            return self.platform.wrap(local, self.inner[i])
-        return whole_for_all(local, self.mesh) if one_loss else local
+    def _as_read(self, local: Any, i: int, whole: Any) -> Any:
+        """Return a parameter as modules read it. A tensor-parallel one computes with this rank's part of the batch.
+
+        Args:
+            local: the data of the parameter, whose cotangents are summands.
+            i: its index.
+            whole: in a distributed batch, the same data for readers whose cotangents all ranks have whole.
+        """
+        platform, inner = self.platform, self.inner[i]
+        if inner is not None or whole is None:
+            return local if inner is None else platform.wrap(local, inner)
+        found = platform.wrap(whole, get_layout(self.mesh, (Replicate(),), tuple(platform.shape_of(local))))
+        if whole is not local:  # a trained one: summands come there, in place of an all-reduce for each parameter
+            platform.write_cache(found, partial_key(self.mesh, (0,)), local)
+        return found
 
     def _broadcast_values(self) -> None:
         """Give all ranks the values of the first, for a module that had none when `replicate` was called."""
         parameters = self._places.parameters()
-        if self.platform.needs_values:
-            for slot in self._slots:
-                if self.platform.is_meta(parameters[slot.index]):
-                    raise ValueError(
-                        f"{self.what}: parameter {slot} has no values: give it some on this rank's device before the "
-                        "module is called, as to_empty() and reset_parameters() do"
-                    )
+        self._places.check_values(parameters)
         broadcast_tensors(parameters, self.mesh, 0)
         self._broadcast_buffers()
         self._without_values = False
 
     def _broadcast_buffers(self) -> None:
-        platform = self.platform
-        held = [b for _, m in platform.named_modules(self.module) for _, b in platform.named_buffers(m)]
+        held = [b for _, m in self.platform.named_modules(self.module) for _, b in self.platform.named_buffers(m)]
         broadcast_tensors([b for b in held if not isinstance(b, DTensor)], self.mesh, 0)
 
-    def end(self, call: _Call) -> None:
-        """End the backward of ``call``, whose views the next call does not share."""
+    def share_no_more(self, call: _Call) -> None:
+        """Let the next call make views of its own: the backward of ``call`` has ended."""
         if self._last is not None and self._last[0] is call:
             self._last = None
-
-
-class _Buckets:
-    """Facts that follow from the parameters of a module: which are trained, and the bucket of each.
-
-    Args:
-        mesh: 1-D.
-        parameters: the parameters, each once. Interception is off.
-        bucket_bytes: see `assign`.
-
-    Attributes:
-        parameters: see there.
-        frozen, trained: indices of parameters. All that follows counts the trained ones from 0.
-        keys: ids of the trained parameters, by which gradients are accumulated.
-        members: for each bucket, the trained parameters in it.
-        buckets: the buckets, in the order of sending.
-        zero: a 0-D zero.
-        dense: numbers of buckets that are known to get dense gradients.
-    """
-
-    def __init__(self, mesh: DeviceMesh, parameters: list[Any], bucket_bytes: float) -> None:
-        platform, self.mesh, self.parameters = mesh.platform, mesh, parameters
-        self.trained = [i for i, p in enumerate(parameters) if p.requires_grad]
-        self.frozen = [i for i, p in enumerate(parameters) if not p.requires_grad]
-        trained = [parameters[i] for i in self.trained]
-        self.keys = [id(p) for p in trained]
-        # Sizes of evenly cut parts: where tensor parallelism has cut unevenly, all ranks make the same buckets.
-        sizes = []
-        for p in trained:
-            layout = p._layout
-            parts = math.prod(map(layout.shard_count, range(layout.ndim)))
-            sizes.append((p.dtype, p.itemsize * math.prod(layout.shape) / parts))
-        self.members = assign(sizes, bucket_bytes)
-        shapes = [tuple(platform.shape_of(p)) for p in trained]
-        blocks = [Block(platform, shape, 0 if shape else None, 1, 0) for shape in shapes]
-        self.buckets = [Bucket(mesh, [blocks[i] for i in m], trained[m[0]].dtype, shards=False) for m in self.members]
-        self.zero = platform.zeros((), platform.detach(trained[0])) if trained else None
-        self.dense: set[int] = set()
 
 
 class _Call(RecordedCall):
@@ -274,28 +249,35 @@ class _Call(RecordedCall):
         touched: whether a gradient has come in a backward that has not ended.
     """
 
-    def __init__(self, unit: ReplicatedUnit, known: _Buckets, one_loss: bool, into: _Call | None) -> None:
+    def __init__(self, unit: ReplicatedUnit, known: Buckets, one_loss: bool, into: _Call | None) -> None:
         super().__init__()
         self._unit, self._shared, self.known = weakref.ref(unit), unit.shared, known
         self.one_loss, self.sync, self.into = one_loss, unit.shared.gradients.reduce_gradients, into
         self.deferred = False
         self._reset()
 
+    def anchors_as(self, dtype: Any) -> Sequence[Any]:
+        """See `RecordedCall.anchors_as`: the token costs nothing to convert."""
+        return [self.known.mesh.platform.to_dtype(x, dtype) for x in self.anchors]
+
     def _reset(self) -> None:
         self._found: list[Any] = [None] * len(self.known.trained)
         self._complete = [False] * len(self.known.buckets)
         self._sent: list[Reduction] = []
         self._gone: set[int] = set()
+        self._results: list[Any] | None = None
         self.touched = False
 
     def begin(self) -> None:
-        """Begin the backward. Further calls within the same backward change nothing."""
+        """Begin the backward, at cotangents of results. Further calls within the same backward change nothing."""
         if self._shared.open is not self:
             self._reset()
             self._shared.open = self
 
     def collect(self, k: int, cotangents: Sequence[Any]) -> None:
-        """Take the cotangents of one bucket.
+        """Take the cotangents of one bucket: summands, one for each parameter.
+
+        In a distributed batch as many whole cotangents follow, which all ranks have: those of the first rank count.
 
         Raises:
             RuntimeError: where they have gradients themselves.
@@ -308,7 +290,9 @@ class _Call(RecordedCall):
             if foreign is not None:
                 raise TypeError(f"replicate all-reduces dense gradients, and a parameter got {foreign}")
         known.dense.add(k)  # a module gives one kind of gradients
-        for i, x in zip(known.members[k], cotangents, strict=True):
+        self._results = None
+        members, first = known.members[k], known.mesh.get_local_rank(0) == 0
+        for i, x in zip(members * 2 if first else members, cotangents, strict=False):
             self.add(i, x)
         self._complete[k] = True
         if self.sync and self.into is None and not self.deferred:
@@ -342,7 +326,17 @@ class _Call(RecordedCall):
         op, _ = gradients.scale(self.one_loss)
         self._sent.append(self.known.buckets[k].reduce(found, op))
 
-    def finish(self) -> list[Any]:
+    def take(self, members: Sequence[int]) -> list[Any]:
+        """Return gradients for parameters of one dtype, and drop them, so that autograd takes them without a copy. The
+        root that comes first completes the gradients of all."""
+        if self._results is None:
+            self._results = self._finish()
+        found = [self._results[i] for i in members]
+        for i in members:
+            self._results[i] = None
+        return found
+
+    def _finish(self) -> list[Any]:
         """Complete the gradients, and return one for each trained parameter."""
         known, results = self.known, [None] * len(self.known.trained)
         if self.into is not None:
@@ -363,7 +357,7 @@ class _Call(RecordedCall):
             self._shared.open = None
         unit = self._unit()
         if unit is not None:
-            unit.end(self)
+            unit.share_no_more(self)
         return results
 
 
@@ -371,43 +365,36 @@ def _nothing() -> None:
     """Return None. An unpickled module has this function in place of its unit."""
 
 
-class _Functions:
-    """The functions of one platform.
-
-    Attributes:
-        give: the root: ``give((call, zero), *parameters)`` returns a token.
-        read: ``read((call, number of the bucket, its parameters), token)`` returns plain tensors with their data.
-    """
-
-    def __init__(self, platform: Any) -> None:
-        self.give = platform.joint_function(named("ReplicateGive", _give), _give_backward)
-        self.read = platform.joint_function(named("ReplicateRead", _read), _read_backward)
-
-
-_FUNCTIONS: Table = Table(_Functions, 1 << 4, "functions of replicate")
-
-
-def _give(ctx: Any, static: tuple[_Call, Any], *parameters: Any) -> Sequence[Any]:
-    ctx.call, zero = static
-    return [zero]
+def _give(ctx: Any, static: tuple[_Call, Sequence[int], Any], *parameters: Any) -> Sequence[Any]:
+    ctx.call, ctx.members, ctx.zero = static
+    ctx.count = len(parameters)
+    return [ctx.zero]
 
 
 def _give_backward(ctx: Any, cotangent: Any) -> Sequence[Any]:
-    found: Sequence[Any] = ctx.call.finish()
-    return found
+    found = ctx.call.take(ctx.members)
+    return [ctx.zero] * (ctx.count - len(found)) + found
 
 
 def _read(ctx: Any, static: tuple[_Call, int, Sequence[Any]], token: Any) -> Sequence[Any]:
     ctx.call, ctx.bucket, parameters = static
+    ctx.zero = ctx.call.known.mesh.platform.detach(token)
     return parameters
 
 
 def _read_backward(ctx: Any, *cotangents: Any) -> Sequence[Any]:
-    call: _Call = ctx.call
-    call.collect(ctx.bucket, cotangents)
-    return [call.known.zero]
+    ctx.call.collect(ctx.bucket, cotangents)
+    return [ctx.zero]
 
 
-def _begin(call: _Call) -> None:
-    """Begin the backward of a call, at the first cotangent of one of its results."""
-    call.begin()
+#: Platform -> functions. ``give((call, members, zero), *parameters)``, the root for one dtype, returns a token. A root
+#: for another dtype takes that token, too. ``read((call, number of the bucket, its parameters), token)`` returns plain
+#: tensors with their data.
+_FUNCTIONS: Table = Table(
+    lambda platform: (
+        platform.joint_function(named("ReplicateGive", _give), _give_backward),
+        platform.joint_function(named("ReplicateRead", _read), _read_backward),
+    ),
+    1 << 4,
+    "functions of replicate",
+)

@@ -1,6 +1,8 @@
 """The parameters of one unit of `fully_shard`: sharded, gathered, and where modules find them.
 
-While the unit runs, in forward and in backward, its parameters are whole: views of the storage of `FlatBuffer`s.
+While the unit runs, in forward and in backward, its parameters are whole: views of the storage of `FlatBuffer`s. They
+are freed when their own cotangents are there, before gradients are reduced. With frozen ones, the cotangent of the
+input has to be there too, where the platform tells.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from typing import Any
 
 from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.data_parallel.agreement import Steps
-from hyper_parallel.core.data_parallel.call import Call, chosen, versions_of
+from hyper_parallel.core.data_parallel.batches import whole_for_all
+from hyper_parallel.core.data_parallel.call import Call, Leaves, ModuleGroup, chosen, versions_of
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
-from hyper_parallel.core.data_parallel.gradients import leave_unsummed
+from hyper_parallel.core.data_parallel.gradients import Gradients, leave_unsummed, with_summed
 from hyper_parallel.core.data_parallel.places import Places, Writes, counts_of
-from hyper_parallel.core.data_parallel.plan import Plan
+from hyper_parallel.core.data_parallel.plan import Plan, Settings
 from hyper_parallel.core.data_parallel.reduction import CustomCollectives
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["UnitParameters"]
 
@@ -32,24 +36,28 @@ class UnitParameters:
         plan: plan of the unit.
         modules: modules of the unit. They are not kept alive.
         what: the unit, for messages.
-        steps: steps of the unit, which ranks compare.
 
     Attributes:
+        plan, what: see there.
+        settings: settings of the unit.
+        steps: steps of the unit, which ranks compare.
+        gradients: reduction of its gradients.
+        group: its modules, and the call that they share.
         buffers: one for each dtype.
         members: for each buffer, the indices of its parameters.
         places: where modules look for the parameters.
-        is_open: whether a backward needs the whole parameters.
         scope: the module that is recorded with the all-gather, also where another unit begins it; None until known.
-        keeps_storage: whether the storage of whole parameters is never freed, so that its address stays.
         collectives: the collectives of the buffers.
     """
 
-    def __init__(self, plan: Plan, modules: Sequence[Any], what: str, steps: Steps) -> None:
-        self._plan, self._platform, self._what, self._steps = plan, plan.mesh.platform, what, steps
+    def __init__(self, plan: Plan, modules: Sequence[Any], what: str) -> None:
+        self.plan, self._platform, self.what = plan, plan.mesh.platform, what
+        self.settings, self.steps = Settings(plan), Steps(plan.mesh, modules)
+        self.gradients = Gradients(plan.mesh, plan.stored if plan.moves_shards else None)
+        self.group = ModuleGroup(len(modules))
         self.places = Places(self._platform, modules, plan.slots, what)
         self.buffers: list[FlatBuffer] = []
         self.members: list[list[int]] = []
-        self.is_open = self.keeps_storage = False
         self.scope: str | None = None
         self.collectives = CustomCollectives()
         self._writes = Writes(plan, what)
@@ -59,52 +67,32 @@ class UnitParameters:
         #: For each buffer, the flat storage that is whole now; None while the unit is sharded.
         self._values: list[Any] | None = None
         self._whole_at: Any = None  # versions of the shards, of a unit that stays whole until it is told otherwise
-        self._under_way = False  # whether an all-gather is pending
+        self._pending = False  # whether an all-gather is pending
         self._sent: Any = None  # the shards of the pending all-gather
         self._read: list[Any] | None = None  # the shards that the last forward has read
         self._shown: list[Any] = []  # the whole parameters that modules find since `unshard`
         self._put: list[Any] = []  # arguments of `Places.take_back`, innermost last
+        self._open = 0  # backward passes that need the whole parameters, one within the other
+        self._awaited = -1  # how many cotangents are missing until nothing reads them; negative: unknown
+        self._leaves: Leaves | None = None
+        self._leaves_of: Any = None  # the buffers that `_leaves` were made for
+        self._unsummed: list[Any] = []  # see `Call.unsummed`; of the leaves
 
     def shards(self) -> list[Any]:
         """Return the parameters, and make buffers for them when there are none for their dtypes. While an all-gather is
         pending, return the shards of that: `show` finds out whether they are still there."""
-        if self._under_way and self._sent is not None:
+        if self._pending and self._sent is not None:
             return self._sent
         parameters = self.places.parameters()
         dtypes = [*map(self._platform.dtype_of, parameters)]
         if self._dtypes != dtypes:
             self.drop()
-            self.buffers, self.members = self._plan.buffers(parameters)
+            self.places.check_values(parameters)
+            self.buffers, self.members = self.plan.buffers(parameters)
             for buffer in self.buffers:
                 buffer.collectives = self.collectives
             self._dtypes, self._asked = dtypes, None
         return parameters
-
-    def memory(self) -> list[Any]:
-        """Return the memory of the shards, as plain tensors."""
-        with self._platform.no_dispatch(), self._platform.no_grad():
-            return [*map(self._platform.detach, self.places.parameters())]
-
-    def move(self, before: Sequence[Any] = ()) -> None:
-        """Move the shards of each buffer into one storage, which is gathered without copies. Called before the program
-        can hold any of them: from then on they stay where they are.
-
-        Args:
-            before: an earlier result of `memory`. A shard that still has its memory may be held, and then all stay.
-        """
-        platform = self._platform
-        if not self._plan.slots:
-            return
-        with platform.no_dispatch(), platform.no_grad():
-            parameters = self.places.parameters()
-            if any(map(platform.is_meta, parameters)):
-                return
-            pairs = zip(before, parameters, strict=True) if before else ()
-            if any(0 not in platform.shape_of(x) and platform.same_memory(x, p) for x, p in pairs):
-                return
-            parameters = self.shards()
-            for buffer, members in zip(self.buffers, self.members, strict=True):
-                buffer.move(chosen(parameters, members))
 
     def trained(self, parameters: Sequence[Any]) -> tuple[list[list[int]], int | None]:
         """Return for each buffer the indices of trained ``parameters``, and the index of one trained parameter. That
@@ -115,18 +103,21 @@ class UnitParameters:
             self._asked, self._trained = asked, (found, next((i for of_buffer in found for i in of_buffer), None))
         return self._trained
 
-    def as_planned(self, xs: list[Any], unsummed: list[Any]) -> list[Any]:
-        """Return ``xs`` itself, with DTensors where a tensor-parallel style has made the parameters such.
+    def as_read(self, xs: list[Any], unsummed: list[Any], one_loss: bool) -> list[Any]:
+        """Return ``xs`` itself, with DTensors where modules read parameters as such.
 
         Args:
             xs: whole parameters by index, as new plain tensors.
             unsummed: takes cotangents that `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
+            one_loss: whether the batch is distributed.
         """
         wrap = self._platform.wrap
-        for i, layout, is_shared in self._plan.distributed:
+        for i, layout, is_shared in self.plan.distributed:
             xs[i] = x = wrap(xs[i], layout)
             if is_shared:
                 x._collect = partial(leave_unsummed, unsummed, i)
+        for i in self.plan.plain if one_loss else ():
+            xs[i] = whole_for_all(xs[i], self.plan.mesh)
         return xs
 
     def show(self, wholes: Sequence[Any], shards: list[Any] | None = None) -> None:
@@ -190,7 +181,7 @@ class UnitParameters:
         """Raise RuntimeError where parameters that have stayed whole are stale: the shards have changed since."""
         if self._whole_at is not None and not self._is_current(shards):
             raise RuntimeError(
-                f"{self._what}: a parameter was changed while it was whole: call reshard() before the optimizer's step"
+                f"{self.what}: a parameter was changed while it was whole: call reshard() before the optimizer's step"
             )
 
     def _is_current(self, shards: Sequence[Any]) -> bool:
@@ -204,10 +195,8 @@ class UnitParameters:
 
     # ---------------------------------------------------------------------- whole and sharded
     def start_by_hand(self) -> None:
-        """Begin the all-gather, unless a forward or backward of the unit runs.
-
-        There the parameters are whole anyway, and values gathered before the end of a forward lack its writes.
-        """
+        """Begin the all-gather, unless a forward or backward of the unit runs. There the parameters are whole anyway,
+        and values gathered before the end of a forward lack its writes."""
         if not self._put:
             self.start()
 
@@ -218,9 +207,9 @@ class UnitParameters:
             parameters: the result of `shards`, where that was just called.
             again: whether this is for a backward: it gathers from parts that were kept on fewer ranks, if any.
         """
-        if self._values is not None or not self._plan.slots or self._under_way:
+        if self._values is not None or not self.plan.slots or self._pending:
             return False
-        self._steps.gather()
+        self.steps.gather()
         with self._platform.no_dispatch():
             # Backward needs the shards that forward has read; `show` finds out whether they are still there.
             again = again and self._read is not None
@@ -233,7 +222,7 @@ class UnitParameters:
                 run_in_module(scope, lambda: self._begin(given, again))
             else:
                 self._begin(given, again)
-        self._under_way = True
+        self._pending = True
         return True
 
     def _begin(self, parameters: Sequence[Any], again: bool) -> None:
@@ -245,27 +234,27 @@ class UnitParameters:
 
     def drop(self) -> None:
         """Discard the pending all-gather, if there is one."""
-        if self._under_way:
-            self._under_way, self._sent = False, None
+        if self._pending:
+            self._pending, self._sent = False, None
             for buffer in self.buffers:
                 buffer.drop()
 
     def unshard(self) -> None:
         """Make the parameters whole, and let modules find them until `reshard`. The unit also frees them after its
         forward or backward. Within these it does nothing: they are whole anyway."""
-        if not self._plan.slots or self._put or self._shown:
+        if not self.plan.slots or self._put or self._shown:
             return
         platform = self._platform
         with platform.no_dispatch():
             parameters = self.shards()
             self.places.check_there(parameters)
             self.check_stale(parameters)
-            values = self.gather(platform.frees_storage, parameters)
+            values = self.gather(self.is_freed, parameters)
             self._values, self._whole_at = values, versions_of(parameters)
             wholes: list[Any] = [None] * len(parameters)
             for buffer, members, flat in zip(self.buffers, self.members, values, strict=True):
                 for i, x in zip(members, buffer.views(flat), strict=True):
-                    wholes[i] = x if self._plan.inner[i] is None else platform.wrap(x, self._plan.inner[i])
+                    wholes[i] = x if self.plan.inner[i] is None else platform.wrap(x, self.plan.inner[i])
         self._shown = wholes
         self.places.put_beside(wholes)
 
@@ -285,25 +274,18 @@ class UnitParameters:
     def gather(self, keep: bool, parameters: list[Any] | None = None) -> list[Any]:
         """Return the flat storage of each buffer, whole. With ``keep`` it is the storage that `free` frees.
         ``parameters`` as for `start`."""
-        if self._values is not None and (self.is_open or self._whole_at is not None):
+        if self._values is not None and (self._open or self._whole_at is not None):
             return self._values
         values, self._values = self._values, None
         self.start(parameters)
-        self._under_way, self._sent = False, None
+        self._pending, self._sent = False, None
         found = [b.take(keep) for b in self.buffers]
         self._values = found if keep else values
         return found
 
-    def open(self) -> None:
-        """Begin a backward: the parameters are whole until `is_open` is False again."""
-        if self._values is None:
-            self.start(again=True)
-            self.gather(True)
-        self.is_open = True
-
     def shrink(self, mesh: DeviceMesh) -> None:
         """Keep a part of the whole parameters on each rank of the last dimension of ``mesh``, before `free`."""
-        if self._values is not None and not self.is_open and self._whole_at is None and self._platform.frees_storage:
+        if self._values is not None and not self._open and self._whole_at is None and self.is_freed:
             with self._platform.no_grad(), self._platform.no_dispatch():
                 for buffer in self.buffers:
                     buffer.shrink(mesh)
@@ -319,7 +301,99 @@ class UnitParameters:
 
     def free(self) -> None:
         """Free the whole parameters, unless they are to stay."""
-        if self._values is not None and not self.is_open and self._whole_at is None:
+        if self._values is not None and not self._open and self._whole_at is None:
             self._values = None
-            for buffer in () if self.keeps_storage else self.buffers:
+            for buffer in () if self.settings.keeps_storage else self.buffers:
                 buffer.free()
+
+    # ---------------------------------------------------------------------- backward
+    @property
+    def is_freed(self) -> bool:
+        """Return whether the whole parameters are freed after forward, and gathered again: not on each platform."""
+        return self._platform.frees_storage
+
+    @property
+    def reopens(self) -> bool:
+        """Return whether backward makes the parameters whole."""
+        return self.is_freed and bool(self.plan.slots) and self.settings.whole_in_backward
+
+    def runs_in_order(self, call: Call) -> bool:
+        """Return whether all readers of the whole parameters have run in backward when their cotangents are there. The
+        last recorded node runs first. Another device has its own order, but its reads give trained ones cotangents."""
+        all_trained = sum(map(len, call.trained)) == len(call.parameters)
+        return all_trained and (self._platform.fast or NOTHING_FASTER).backward_in_order
+
+    def open(self, call: Call, one_loss: bool) -> None:
+        """Begin the backward: gather the parameters, for saved tensors and for recomputed forwards."""
+        if not self.reopens:
+            return
+        self._open += 1
+        if self._open > 1:
+            return
+        if self._values is None:
+            self.start(again=True)
+            self.gather(True)
+        self._awaited = sum(map(bool, call.trained)) + (not self.runs_in_order(call))
+        if self._leaves is None or self._leaves_of is not self.buffers or self._leaves.trained != call.trained:
+            found: list[Any] = [None] * len(call.parameters)
+            for buffer, members in zip(self.buffers, self.members, strict=True):
+                for i, x in zip(members, buffer.views(buffer.whole), strict=True):
+                    found[i] = x
+            self._leaves = Leaves(self.as_read(found, self._unsummed, False), call.trained)
+            self._leaves_of = self.buffers
+        leaves = self._leaves.xs
+        if one_loss:
+            with self._platform.no_dispatch(), self._platform.with_grad():
+                leaves = self.as_read(list(leaves), self._unsummed, True)
+        self.show(leaves, call.parameters)
+
+    def is_last_awaited(self) -> bool:
+        """Count the cotangents of one buffer, or of the input. After the last one nothing reads the parameters."""
+        self._awaited -= 1
+        return self._awaited == 0
+
+    def with_leaves(self, indices: Sequence[int], cotangents: Sequence[Any]) -> Sequence[Any]:
+        """Return cotangents with the gradients of what this backward has recomputed, which are cleared here."""
+        if not self._open or self._leaves is None:
+            return cotangents
+        with self._platform.no_dispatch():
+            return with_summed(self._unsummed, indices, self._leaves.add(indices, cotangents))
+
+    def close(self, recomputes: bool) -> list[tuple[int, Sequence[int], Sequence[Any]]]:
+        """End a backward. At the end of the outermost one the parameters are sharded again, unless they stay.
+
+        Args:
+            recomputes: whether a recomputed forward may have had its own backward.
+
+        Returns:
+            Gradients of such a forward that are to be reduced: for each, the number of the buffer, indices and
+            cotangents.
+        """
+        if self._open != 1:
+            self._open = max(self._open - 1, 0)
+            return []
+        self._awaited = -1
+        self.hide()
+        found = []
+        for b, trained in enumerate(self._leaves.trained if recomputes and self._leaves is not None else ()):
+            cotangents = self.with_leaves(trained, [None] * len(trained))
+            if any(g is not None for g in cotangents):
+                found.append((b, trained, cotangents))
+        self._open = 0
+        self.drop_parts()
+        if self.settings.reshard_after_backward:
+            self.take_over()
+            self.free()
+        else:
+            self.stay_whole()
+        return found
+
+    def abandon(self) -> None:
+        """Discard the state of a failed backward."""
+        if self._open:
+            self._open = 0
+            self.hide()
+            self._unsummed.clear()
+            if self._leaves is not None and self._platform.accumulates_gradients:
+                self._leaves.clear()
+            self.free()

@@ -8,9 +8,10 @@ must bring:
 * `collectives` - on plain local tensors, outside autograd. `supports` reports those that the backend lacks, and core
   emulates them in one place, `core.communication.collectives`.
 * `autograd` - one way to define a function with a forward and a backward.
+* `passes` - the beginning and end of backward passes, and memory that is freed before them; optional.
 * `attention` - attention to a part of the keys, for sequences that are cut; optional.
 * `tensors` - types and checks, and the few local operations that redistribution and losses need.
-* `storage` - the memory of tensors: its owner, whether it was written, and freeing it.
+* `storage` - the memory of tensors: its owner, and whether it was written.
 * `interception` - a tensor class whose operations arrive at core's `Dispatch`, and a guard that turns that off. A table
   maps native operations to the canonical ones of `core.rules`; `dispatch` declares its rows.
 * `devices` - this rank's device, factories, random numbers.
@@ -49,6 +50,7 @@ from hyper_parallel.platform.contract.groups import GroupRole, NativeGroup, Nati
 from hyper_parallel.platform.contract.interception import InterceptionRole
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
 from hyper_parallel.platform.contract.observation import ObservationRole
+from hyper_parallel.platform.contract.passes import PassRole
 from hyper_parallel.platform.contract.state import OptimizerState, StateRole
 from hyper_parallel.platform.contract.storage import StorageRole
 from hyper_parallel.platform.contract.tensors import TensorRole
@@ -82,6 +84,7 @@ class Platform(
     GroupRole,
     CollectiveRole,
     AutogradRole,
+    PassRole,
     TensorRole,
     AttentionRole,
     StorageRole,

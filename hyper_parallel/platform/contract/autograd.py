@@ -54,45 +54,10 @@ def named(name: str, function: Callable[..., Any]) -> Any:
 class AutogradRole(ABC):
     """Verbs with which core sends gradients its own way."""
 
-    #: Whether backward adds gradients to those that tensors have (`TensorMembers.grad`, which can be set then), where a
-    #: framework does not return them instead.
-    accumulates_gradients: bool = False
-
     def requires_grad(self, x: Tensor) -> bool:
         """Whether an operation on ``x`` right now can carry a gradient back to it: False when gradients are switched
         off. A backend that cannot know answers True."""
         return True
-
-    def in_backward(self) -> bool:
-        """Whether a backward pass is running on this thread; asked only while collectives are being recorded, see
-        `CollectiveEvent.direction`. A backend that cannot know answers False."""
-        return False
-
-    def backward_is_recorded(self) -> bool:
-        """Inside a backward: whether its computation is recorded, for gradients of gradients. A backend that cannot
-        know answers False."""
-        return False
-
-    def backward_pass(self) -> Any:
-        """Return an object that stands for the backward pass on this thread. It is equal within one pass, and
-        differs in a pass inside of another. Returns None outside, and in a backend that does not know when a pass
-        ends."""
-        return None
-
-    def after_backward(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` called when the pass that `backward_pass` stands for is complete, before the caller of
-        that pass continues. It is not called where the pass fails."""
-        raise TypeError(f"{type(self).__name__} does not know when a backward pass ends, as its `backward_pass` says")
-
-    #: Whether `before_backward` calls.
-    tells_beginning: bool = False
-
-    def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
-        """Have the bound method ``callback(runs)`` called at the beginning of each backward pass, inside of it, while
-        its object lives. ``runs(ctx)`` says whether the pass will reach the function whose ``ctx`` it is: see
-        `autograd_function`. Data parallelism gathers parameters in time with it. A backend that cannot know never
-        calls it; features that need it are refused then."""
-        return
 
     @abstractmethod
     def autograd_function(
@@ -107,11 +72,6 @@ class AutogradRole(ABC):
         Interception is off in both. A framework whose graph shows names calls the node ``forward.__name__``; see
         `named`.
         """
-
-    #: ``differentiates_again(module)``: whether backward will compute the module again and differentiate that by
-    #: itself, by the parameters that it had when it was told to. None where a framework has no such thing. To fill in
-    #: again the tensors that forward has kept is no such thing.
-    differentiates_again: Callable[[Any], bool] | None = None
 
     #: Whether a `joint_function` is told which of its results nothing was computed from.
     tells_unused: bool = False

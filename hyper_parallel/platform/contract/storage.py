@@ -1,4 +1,4 @@
-"""Memory of plain local tensors: whose it is, whether it was written, and giving it back."""
+"""Memory of plain local tensors: whose it is, and whether it was written."""
 
 from __future__ import annotations
 
@@ -39,18 +39,3 @@ class StorageRole(ABC):
         """Give ``x`` the shape and the values of ``values``. ``x`` is a plain tensor, no parameter, and stays the same
         object. Called without gradients."""
         raise TypeError(f"{type(self).__name__} cannot give a tensor another shape")
-
-    #: Whether `free_storage` gives memory back. Where it does not, core keeps the tensors that it would have freed as
-    #: long as a graph needs them, and neither verb is called.
-    frees_storage: bool = False
-
-    def free_storage(self, x: Tensor) -> None:
-        """Give back the memory of ``x``, a plain tensor that is all of its storage. ``x``, its views and the
-        tensors that autograd keeps of them stay the same objects. They are not read until `refill_storage`."""
-        raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
-
-    def refill_storage(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
-        """Give ``x``, which is 1-D, memory again, if it was freed. Write the values there that `join` makes of
-        ``pieces``, of its dtype. All views of it have these values, and to autograd nothing has changed. Called without
-        gradients."""
-        raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")

@@ -199,6 +199,23 @@ def mixed() -> None:
             fully_shard(adapter.linear_module(4, 4), mesh=mesh),
             distribute_tensor(other, another, [Shard(0), Replicate()], src_data_rank=None),
         )
+    # Accumulated gradients are summands of an average, those of a distributed batch of a sum.
+    linear = fully_shard(adapter.load(adapter.linear_module(4, 4), np.random.default_rng(5)), mesh=mesh)
+
+    def gradients(batch: Any = None) -> dict[str, Any]:
+        def loss(x: Any) -> Any:
+            return adapter.sum(adapter.call(linear, x if batch is None else batch)), None
+
+        return {name: adapter.numpy(g) for name, g in adapter.model_value_and_grads(linear, loss, x)[2].items()}
+
+    once = gradients()
+    linear.set_requires_gradient_sync(False)
+    adapter.model_value_and_grads(linear, lambda x: (adapter.sum(adapter.call(linear, x)), None), x)
+    linear.set_requires_gradient_sync(True)
+    with fails(ValueError, "Linear", "distributed inputs", "has gradients of plain ones that were not all-reduced"):
+        gradients(distributed)
+    for name, g in gradients().items():
+        same(g, 2 * once[name], f"gradient of {name} of two batches", 1e-4)
 
 
 def test_mixed(pool: Any) -> None:
