@@ -39,6 +39,17 @@ class Model(nn.Module):
         }
 
 
+class Shift(nn.Module):
+    """A sum, which gives its own gradient to both operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Any) -> Any:
+        return x + self.shift
+
+
 def total(found: Any) -> Any:
     return (found["y"] ** 2).sum() + (found["h"][0] ** 3).sum() + (found["scale"] * 2).sum()
 
@@ -140,6 +151,14 @@ def graphs(mesh: Any) -> None:
         loss.backward()
     with pytest.raises(RuntimeError, match="gradients of gradients"):
         torch.autograd.grad(total(sharded(x)), list(sharded.parameters()), create_graph=True)
+    # An accumulated gradient stays as it is while the program writes to the one that it has given.
+    shift = fully_shard(Shift().to(device()), mesh=mesh)
+    given = torch.ones(3, device=device())
+    shift.set_requires_gradient_sync(False)
+    shift(given).backward(given)
+    shift.set_requires_gradient_sync(True)
+    shift(given).backward(given.zero_())
+    close(shift.shift.grad, torch.ones(3, device=device()), "an accumulated gradient")
 
 
 @on_mesh()
