@@ -186,7 +186,7 @@ class FlatBuffer:
 
     def free(self) -> None:
         """Free the storage of `whole`."""
-        if self.whole is not None and self.platform.frees_storage:
+        if self.whole is not None:
             self.platform.free_storage(self.whole)
 
     def drop(self) -> None:

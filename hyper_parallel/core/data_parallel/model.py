@@ -218,6 +218,11 @@ class Model:
         """Return whether a recomputed forward may have had its own backward, as in reentrant checkpointing."""
         return self.platform.accumulates_gradients and (self._nests or not self.platform.tells_beginning)
 
+    @property
+    def owes_gradients(self) -> bool:
+        """Return whether the end of a backward reduces accumulated gradients, also of units that it did not reach."""
+        return bool(self.accumulating) and self.platform.accumulates_gradients
+
     def reached(self, unit: UnitParameters, call: Call) -> None:
         """Take note that a cotangent of a result of ``call`` is there."""
         call.check_unchanged(unit.what)
@@ -295,10 +300,10 @@ class Model:
 
     def reduce_accumulated(self) -> None:
         """Begin to reduce accumulated gradients, also of units that this step does not call."""
-        for unit in list(self.accumulating):
+        for unit in list(self.accumulating) if self.owes_gradients else ():
             for b, (buffer, members) in enumerate(zip(unit.buffers, unit.members, strict=True)):
                 found = unit.gradients.accumulated(buffer, members)
-                if found and self.platform.accumulates_gradients:
+                if found:
                     self.reduce(unit, b, unit.places.parameters(), found, [None] * len(found))
             if not unit.gradients.has_accumulated:
                 del self.accumulating[unit]

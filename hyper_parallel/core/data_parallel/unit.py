@@ -53,13 +53,20 @@ class Unit:
     def __init__(self, plan: Plan, modules: Sequence[Any]) -> None:
         self.platform = plan.mesh.platform
         self.what = f"{' and '.join(type(module).__name__ for module in modules)} under fully_shard"
-        self.model: Model | None = None
+        self.model: Any = None  # a `Model`
         self.parameters = UnitParameters(plan, modules, self.what)
         self._views = self.platform.joint_function(
             named("FullyShardParameters", self._views_forward), self._views_backward
         )
-        self._results = Results(plan.mesh, self.what, "fully_shard", self._reached, self.parameters.frees)
-        self._inputs = Inputs(self.platform, self._check_reached, self._one_less_awaited)
+        unit = self.parameters
+        self._results = Results(
+            plan.mesh, self.what, "fully_shard", lambda call: self.model.reached(unit, call), unit.frees
+        )
+        self._inputs = Inputs(
+            self.platform,
+            lambda call: self.model.check_reached(unit, call),
+            lambda: self.model.one_less_awaited(unit),
+        )
 
     # ---------------------------------------------------------------------- forward
     def run(self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -74,7 +81,7 @@ class Unit:
                 )
         elif self.model is None:
             self.model = Model(parameters, module)
-        model: Any = self.model
+        model = self.model
         policy = parameters.plan.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast((args, kwargs), policy.param_dtype, platform)
@@ -102,7 +109,7 @@ class Unit:
 
     def _check_batch(self, inputs: Sequence[Any], decides: bool) -> None:
         """Find out in the outermost unit whether the batch is distributed, and check that other units agree."""
-        model: Any = self.model
+        model = self.model
         distributed = is_distributed(inputs, self.parameters.plan.mesh, self.what)
         if decides:
             model.one_loss = bool(distributed)
@@ -120,12 +127,11 @@ class Unit:
         again: bool,
     ) -> Any:
         platform, model, unit = self.platform, self.model, self.parameters
-        assert model is not None
         if not unit.plan.slots:
             if not again:
                 model.entered(unit)
             output = forward(module, *args, **kwargs)
-            if within or again or not model.accumulating or not platform.accumulates_gradients:
+            if within or again or not model.owes_gradients:
                 return output
             # Accumulated gradients wait for the next backward, also for one that comes to no parameters.
             return self._results.opening(output, Call([], [], True, within), model.one_loss)
@@ -194,7 +200,6 @@ class Unit:
         if asked and self.parameters.plan.mesh.size() > 1:
             call.anchors = [found[indices[0]] for indices in call.trained if indices]
         found = [self.platform.as_parameter(x, in_buffer=True) for x in found]
-        assert self.model is not None
         return self.parameters.as_read(found, call.unsummed, self.model.one_loss)
 
     # ---------------------------------------------------------------------- hooks of autograd
@@ -205,7 +210,6 @@ class Unit:
 
     def _views_backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
         platform, call, b, model, unit = self.platform, ctx.call, ctx.buffer, self.model, self.parameters
-        assert model is not None
         refuse_second_order(platform, "fully_shard")
         if unit.is_freed:
             model.check_reached(unit, call)
@@ -216,18 +220,6 @@ class Unit:
         model.one_less_awaited(unit)
         delay = (platform.fast or NOTHING_FASTER).can_delay_gradient(*chosen(call.parameters, trained))
         return model.reduce(unit, b, call.parameters, trained, given, delay)
-
-    def _reached(self, call: Call) -> None:
-        assert self.model is not None
-        self.model.reached(self.parameters, call)
-
-    def _check_reached(self, call: Call) -> None:
-        assert self.model is not None
-        self.model.check_reached(self.parameters, call)
-
-    def _one_less_awaited(self) -> None:
-        assert self.model is not None
-        self.model.one_less_awaited(self.parameters)
 
     # ---------------------------------------------------------------------- memory
     def memory(self) -> list[Any]:

@@ -1,8 +1,7 @@
 """The parameters of one unit of `fully_shard`: sharded, gathered, and where modules find them.
 
-While the unit runs, in forward and in backward, its parameters are whole: views of the storage of `FlatBuffer`s. They
-are freed when their own cotangents are there, before gradients are reduced. With frozen ones, the cotangent of the
-input has to be there too, where the platform tells.
+While the unit runs, in forward and in backward, its parameters are whole: views of the storage of `FlatBuffer`s.
+Backward frees them when their cotangents are there, and with frozen ones that of the input, where the platform tells.
 """
 
 from __future__ import annotations
@@ -119,6 +118,12 @@ class UnitParameters:
         for i in self.plan.plain if one_loss else ():
             xs[i] = whole_for_all(xs[i], self.plan.mesh)
         return xs
+
+    def _views(self, values: Sequence[Any]) -> list[Any]:
+        """Return new views of the whole parameters by index, from the storage of each buffer."""
+        pairs = zip(self.buffers, self.members, values, strict=True)
+        found = {i: x for buffer, members, flat in pairs for i, x in zip(members, buffer.views(flat), strict=True)}
+        return [found[i] for i in range(len(found))]
 
     def show(self, wholes: Sequence[Any], shards: list[Any] | None = None) -> None:
         """Let modules find these tensors, until `hide`."""
@@ -251,10 +256,9 @@ class UnitParameters:
             self.check_stale(parameters)
             values = self.gather(self.is_freed, parameters)
             self._values, self._whole_at = values, versions_of(parameters)
-            wholes: list[Any] = [None] * len(parameters)
-            for buffer, members, flat in zip(self.buffers, self.members, values, strict=True):
-                for i, x in zip(members, buffer.views(flat), strict=True):
-                    wholes[i] = x if self.plan.inner[i] is None else platform.wrap(x, self.plan.inner[i])
+            wholes = self._views(values)
+            for i, layout, _ in self.plan.distributed:
+                wholes[i] = platform.wrap(wholes[i], layout)
         self._shown = wholes
         self.places.put_beside(wholes)
 
@@ -303,7 +307,7 @@ class UnitParameters:
         """Free the whole parameters, unless they are to stay."""
         if self._values is not None and not self._open and self._whole_at is None:
             self._values = None
-            for buffer in () if self.settings.keeps_storage else self.buffers:
+            for buffer in self.buffers if self.is_freed and not self.settings.keeps_storage else ():
                 buffer.free()
 
     # ---------------------------------------------------------------------- backward
@@ -335,10 +339,7 @@ class UnitParameters:
             self.gather(True)
         self._awaited = sum(map(bool, call.trained)) + (not self.runs_in_order(call))
         if self._leaves is None or self._leaves_of is not self.buffers or self._leaves.trained != call.trained:
-            found: list[Any] = [None] * len(call.parameters)
-            for buffer, members in zip(self.buffers, self.members, strict=True):
-                for i, x in zip(members, buffer.views(buffer.whole), strict=True):
-                    found[i] = x
+            found = self._views([buffer.whole for buffer in self.buffers])
             self._leaves = Leaves(self.as_read(found, self._unsummed, False), call.trained)
             self._leaves_of = self.buffers
         leaves = self._leaves.xs
