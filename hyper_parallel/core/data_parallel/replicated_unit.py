@@ -26,8 +26,7 @@ from hyper_parallel.core.data_parallel.places import Places, Slot
 from hyper_parallel.core.data_parallel.reduction import Buckets, Reduction
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.dtensor.undistributed import broadcast_tensors
-from hyper_parallel.core.layouts.layout import Layout, get_layout
-from hyper_parallel.core.layouts.placement_types import Replicate
+from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.trees import tensors_in
 from hyper_parallel.platform.contract import NOTHING_FASTER
@@ -155,7 +154,7 @@ class ReplicatedUnit:
         tensors: list[Any] = [None] * len(known.parameters)
         for i in known.frozen if recorded else range(len(tensors)):
             local = platform.as_parameter(platform.detach(known.parameters[i]))
-            tensors[i] = self._as_read(local, i, local if one_loss else None)
+            tensors[i] = self._as_read(known, i, local, local if one_loss else None)
         if not recorded:
             return None, tensors
         shared.gradients.check_kind(one_loss, self.what)
@@ -200,21 +199,22 @@ class ReplicatedUnit:
             soon(found[0])
             for j, i in enumerate(members):
                 views[i], whole = found[j], found[j + len(members)] if one_loss else None
-                tensors[i] = self._as_read(views[i], known.trained[i], whole)
+                tensors[i] = self._as_read(known, known.trained[i], views[i], whole)
         return anchors, views, tensors
 
-    def _as_read(self, local: Any, i: int, whole: Any) -> Any:
+    def _as_read(self, known: Buckets, i: int, local: Any, whole: Any) -> Any:
         """Return a parameter as modules read it. A tensor-parallel one computes with this rank's part of the batch.
 
         Args:
-            local: the data of the parameter, whose cotangents are summands.
-            i: its index.
+            known: the parameters.
+            i: index of this one.
+            local: its data, whose cotangents are summands.
             whole: in a distributed batch, the same data for readers whose cotangents all ranks have whole.
         """
         platform, inner = self.platform, self.inner[i]
         if inner is not None or whole is None:
             return local if inner is None else platform.wrap(local, inner)
-        found = platform.wrap(whole, get_layout(self.mesh, (Replicate(),), tuple(platform.shape_of(local))))
+        found = platform.wrap(whole, known.parameters[i]._layout)
         if whole is not local:  # a trained one: summands come there, in place of an all-reduce for each parameter
             platform.write_cache(found, partial_key(self.mesh, (0,)), local)
         return found
