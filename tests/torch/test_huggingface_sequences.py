@@ -144,6 +144,8 @@ def wrong(mesh: Any) -> None:
         ("the same position_ids", lambda: model(input_ids=part, position_ids=same)),
         ("hides tokens", lambda: model(part, hiding, positions)),
         ("hides tokens", lambda: model.model(part, hiding, positions)),
+        ("one of the whole sequence", lambda: model(part, whole[:, :3], positions)),
+        ("one of the whole sequence", lambda: model(part, hiding[:, None, None], positions)),
         ("is of a copy", lambda: copied.model.layers[0](x, position_embeddings=tables)),
         ("softcap", lambda: capped(input_ids=part, position_ids=positions)),
         (

@@ -40,14 +40,15 @@ class _Parts(ABC):
         method: see `attention_method`.
     """
 
+    #: The positions of each rank, where they are known without a call.
+    known: tuple[Ranges, ...] | None = None
+
     def __init__(self, mesh: DeviceMesh, where: str, method: str | None) -> None:
         self.mesh, self.where, self.method, self.platform = mesh, where, method, mesh.platform
         #: Makes the mask of calls without one, of the length of the whole sequence, in place of the causal one.
         self.make_mask: Callable[[int], Any] | None = None
         #: Whether there was a call.
         self.called = False
-        #: The positions of each rank, where they are known without a call.
-        self.known: tuple[Ranges, ...] | None = None
         #: How many positions the ranks hold, once that is known.
         self.sizes: tuple[int, ...] = ()
 
@@ -178,9 +179,11 @@ class _Parts(ABC):
 class PartsInContext(_Parts):
     """Calls inside of `context_parallel`, which knows the sequence."""
 
+    known: tuple[Ranges, ...]
+
     def __init__(self, mesh: DeviceMesh, ranges: tuple[Ranges, ...], method: str | None) -> None:
         super().__init__(mesh, "attention inside of context_parallel", method)
-        self.known = self._of_context = ranges
+        self.known = ranges
         self._calls = 0
         self.sizes = sizes_of(ranges)
 
@@ -204,7 +207,7 @@ class PartsInContext(_Parts):
             )
         if not alone:
             compared[call] = True
-        return self._of_context
+        return self.known
 
 
 class PartsOfModule(_Parts):
