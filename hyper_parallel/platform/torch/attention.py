@@ -120,6 +120,11 @@ class AttentionVerbs(Platform):
         out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out.to(lse.dtype), lse.unsqueeze(-1)
 
+    def joined_attention(self, out: Any, lse: Any, other: Any, of_other: Any) -> tuple[Any, Any]:
+        """See `Platform.joined_attention`."""
+        total = torch.logaddexp(lse, of_other)
+        return out.lerp_(other, of_other.sub_(total).exp_()), total
+
     def attention_part_gradients(
         self, g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float
     ) -> tuple[Any, Any, Any]:
