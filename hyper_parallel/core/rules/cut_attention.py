@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.caches import Cache
+from hyper_parallel.core.caches import Cache, Table
 from hyper_parallel.core.communication.shard_steps import AllToAll
 from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.rules.joined_attention import JoinedCall, joined_attention
 from hyper_parallel.core.rules.key_movement import KeyGather
 from hyper_parallel.core.rules.sequence_cut import (
-    Ranges,
     SequenceCut,
     current_method,
     in_order,
@@ -34,6 +33,7 @@ from hyper_parallel.core.rules.sequence_cut import (
     orders,
     sizes_of,
 )
+from hyper_parallel.platform.contract.autograd import named
 
 
 def is_cut(layouts: tuple) -> bool:
@@ -157,17 +157,25 @@ class Exchange:
     def __call__(self, operands: tuple, native: Callable[[tuple], Any]) -> Any:
         """``native(operands)`` of the whole sequence, and of it this rank's part of the positions of all heads."""
         *qkv, mask = operands
-        in_ranks, natural, back = self._orders
-        platform = self._platform
-        heads = platform.shape_of(qkv[0])[-3]
-        y = native((*(self._to_heads(x, in_ranks, natural) for x in qkv), mask))
-        y, dim = platform.transposed(y, -3, -2), y.ndim - 3
-        return platform.transposed(self._step(dim, heads).back(moved(y, dim, natural, back, platform)), -3, -2)
+        to_heads, to_positions = _EXCHANGES[self._platform]
+        y = native((*to_heads(self, *qkv), mask))
+        return to_positions((self, self._platform.shape_of(qkv[0])[-3]), y)[0]
 
-    def _to_heads(self, x: Any, in_ranks: Ranges, natural: Ranges) -> Any:
-        platform, dim = self._platform, x.ndim - 3
-        x = self._step(dim, platform.shape_of(x)[dim])(platform.transposed(x, -3, -2))
+    def to_heads(self, x: Any, heads: int, collective: bool) -> Any:
+        """The whole sequence of some heads, of a part of the positions of all ``heads``."""
+        in_ranks, natural, _ = self._orders
+        platform, dim = self._platform, len(self._platform.shape_of(x)) - 3
+        step = self._step(dim, heads)
+        x = (step.collective if collective else step)(platform.transposed(x, -3, -2))
         return platform.transposed(moved(x, dim, in_ranks, natural, platform), -3, -2)
+
+    def to_positions(self, x: Any, heads: int, collective: bool) -> Any:
+        """A part of the positions of all ``heads``, of the whole sequence of some of them."""
+        _, natural, back = self._orders
+        platform, dim = self._platform, len(self._platform.shape_of(x)) - 3
+        step: Any = self._step(dim, heads).back
+        x = moved(platform.transposed(x, -3, -2), dim, natural, back, platform)
+        return platform.transposed((step.collective if collective else step)(x), -3, -2)
 
     def _step(self, dim: int, heads: int) -> AllToAll:
         step = self._steps.get((dim, heads))
@@ -176,6 +184,36 @@ class Exchange:
             step = AllToAll(self._mesh, self._mesh_dim, Shard(dim), Shard(dim + 1), self._sizes, each)
             self._steps[dim, heads] = step
         return step
+
+
+def _make_exchanges(platform: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Exchanges of queries, keys and values to heads, and of the output to positions; backward is the other one. That
+    may be recorded, and is made of differentiable steps then."""
+    detach = platform.detach
+
+    def to_heads(ctx: Any, exchange: Exchange, *xs: Any) -> list[Any]:
+        ctx.exchange, ctx.heads = exchange, [platform.shape_of(x)[-3] for x in xs]
+        return [exchange.to_heads(detach(x), heads, True) for x, heads in zip(xs, ctx.heads, strict=True)]
+
+    def gradients_of_heads(ctx: Any, *gs: Any) -> list[Any]:
+        once = not platform.backward_is_recorded()
+        given = zip(gs, ctx.heads, strict=True)
+        return [None if g is None else ctx.exchange.to_positions(g, heads, once) for g, heads in given]
+
+    def to_positions(ctx: Any, static: tuple[Exchange, int], y: Any) -> list[Any]:
+        ctx.exchange, ctx.heads = static
+        return [ctx.exchange.to_positions(detach(y), ctx.heads, True)]
+
+    def gradients_of_positions(ctx: Any, g: Any) -> list[Any]:
+        return [ctx.exchange.to_heads(g, ctx.heads, not platform.backward_is_recorded())]
+
+    return (
+        platform.joint_function(named("ExchangeToHeads", to_heads), gradients_of_heads),
+        platform.joint_function(named("ExchangeToPositions", to_positions), gradients_of_positions),
+    )
+
+
+_EXCHANGES: Table = Table(_make_exchanges)
 
 
 # ------------------------------------------------------------------------------------------------ gathered keys

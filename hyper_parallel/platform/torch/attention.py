@@ -81,7 +81,8 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
             made = mask is not None and attn_mask is None
-            return func(q, k, v, mask, dropout_p, is_causal and not made, **more)
+            causal = is_causal and not made
+            return func(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, **more)
 
         if graph_task() != -1:
             self._again += 1
