@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel import DTensor, shard_sequence
+from hyper_parallel import DTensor, fully_shard, replicate, shard_sequence
 from hyper_parallel.experimental import context_parallel, context_parallel_unshard
 from hyper_parallel.mindspore import scaled_dot_product_attention
 from hyper_parallel.platform import PlatformError
@@ -97,6 +99,35 @@ def other_features(mesh: Any) -> None:
         found = context_parallel_unshard(mesh, [y, *(x.grad for x in own)], [2] * 4)
         for x, of_one in zip(found, (wanted, *(x.grad for x in whole)), strict=True):
             torch.testing.assert_close(x, of_one, rtol=1e-4, atol=1e-5)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.second, self.first(x), use_reentrant=True)
+
+
+@spmd.on_mesh()
+def reentrant(mesh: Any) -> None:
+    """Backward of reentrant checkpointing inside of the context, under data parallelism, which is told of it."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 6, 4).to(device())
+    for parallel in (fully_shard, replicate):
+        model = Checkpointed().to(device())
+        single = copy.deepcopy(model)
+        fully_shard(model, mesh=mesh) if parallel is fully_shard else replicate(model, mesh)
+        single(x).square().sum().backward()
+        with context_parallel(mesh, length=6):
+            model(x).square().sum().backward()
+        for p, of_one in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), of_one.grad)
+
+
+def test_reentrant_checkpointing_under_data_parallelism(pool: Any) -> None:
+    pool.run(2, reentrant)
 
 
 SEQUENCES = {"q": 2, "k": 2, "v": 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ from hyper_parallel.platform.torch.handlers.mixing import MIXING
 __all__ = ["AttentionVerbs"]
 
 #: Functions in which attention is called, also where backward computes it again: a mode is off inside of them.
-_BODIES: dict[Any, Callable] = {
-    function: body_of(function)
-    for function in (
-        *(F.multi_head_attention_forward, torch.Tensor.backward),
-        *(torch.autograd.backward, torch.autograd.grad),
-    )
-}
+_OUTER = frozenset(
+    (F.multi_head_attention_forward, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+)
+
+
+@lru_cache(maxsize=16)
+def _body(function: Callable, engine: Any) -> Callable:
+    """The body of one of `_OUTER`. ``engine`` is torch's engine as the function calls it, which patches replace."""
+    return body_of(function)
 
 
 class _Calls(TorchFunctionMode):
@@ -58,11 +61,11 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(func, *args, **kwargs)
-        if func in _BODIES:
+        if func in _OUTER:
             if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
                 self._mixes("multi_head_attention_forward with need_weights", args[0].shape[:-1])
             with self:
-                return _BODIES[func](*args, **kwargs)
+                return _body(func, func.__globals__.get("_engine_run_backward"))(*args, **kwargs)
         if func in MIXING and not is_dtensor(args[0] if args else kwargs["input"]):
             name, lengths_of = MIXING[func]
             self._mixes(name, lengths_of(*args, **kwargs))
