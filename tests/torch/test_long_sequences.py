@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import DTensor, fully_shard, replicate, shard_sequence
@@ -53,6 +54,7 @@ def mixing(mesh: Any) -> None:
         "avg_pool1d": lambda: F.avg_pool1d(rows.transpose(1, 2), 2),
         "batch_norm": lambda: nn.BatchNorm1d(6, device=device())(rows.transpose(1, 2)),
         "group_norm": lambda: F.group_norm(rows.transpose(1, 2), 2),
+        "flex_attention": lambda: flex_attention(part, part, part),
         "need_weights": lambda: several(rows, rows, rows),
     }
     with context_parallel(mesh, length=6):

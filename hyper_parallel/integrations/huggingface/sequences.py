@@ -81,6 +81,11 @@ def check_cut(model: Any, mesh: DeviceMesh) -> None:
                 f"{path!r} scales its rotary embeddings by the largest position, which ranks with parts do not know: "
                 f"choose another rope_type than {', '.join(map(repr, _BY_LENGTH))}, or {remedy}"
             )
+        if any(name.endswith("sinks") for name in mesh.platform.own_parameters(module)):
+            raise ValueError(
+                f"{path!r} has sinks, one more score of each query, and parts of a sequence are joined without "
+                f"them: {remedy}"
+            )
         if type(module).__name__ in _MIXING:
             raise ValueError(
                 f"{path!r} is a {type(module).__name__}, which mixes positions and is no attention: {remedy}"
@@ -112,6 +117,12 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
             raise ValueError(
                 f"{type(module).__name__} would shift labels inside of this rank's part, and take its mean: leave "
                 "labels out, and give logits and the labels of shard_sequence to token_mean"
+            )
+        routed = given.get("output_router_logits")
+        if getattr(module.config, "output_router_logits", False) if routed is None else routed:
+            raise ValueError(
+                f"{type(module).__name__} would balance its experts over the tokens of this rank's part: leave "
+                "output_router_logits out, or set it to False in the model's config"
             )
         return (), given
 

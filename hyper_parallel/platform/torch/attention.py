@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.torch.basics.private import graph_task
 from hyper_parallel.platform.torch.basics.tensor import is_dtensor
+from hyper_parallel.platform.torch.compiled.flex import MIXES
 from hyper_parallel.platform.torch.handlers.bodies import body_of
 from hyper_parallel.platform.torch.handlers.mixing import MIXING
 
@@ -39,17 +40,20 @@ class _Calls(TorchFunctionMode):
     def __init__(self, run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]) -> None:
         super().__init__()
         self._run, self._mixes = run, mixes
+        self._tokens: list[Any] = []
         self._depth, self._kept, self._again, self._checkpointed = 0, 0, 0, False
 
     def __enter__(self) -> Any:
         if not self._depth:
             self._checkpointed = _is_checkpointed()
         self._depth += 1
+        self._tokens.append(MIXES.set(self._mixes))
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         self._depth -= 1
+        MIXES.reset(self._tokens.pop())
         if not self._depth and kind is None and self._kept and not self._again:
             raise ValueError(
                 "context_parallel ends before backward, which computes attention under torch.utils.checkpoint("
