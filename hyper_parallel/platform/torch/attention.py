@@ -122,10 +122,13 @@ class AttentionVerbs(Platform):
         return calls
 
     def attention_part(self, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
-        """See `Platform.attention_part`: by torch's flash attention where the CPU has it, without the scores."""
-        if not _has_kernel(q, v):
+        """See `Platform.attention_part`: by torch's flash attention, without the scores, where it takes these."""
+        if _on_cpu(q, v):
+            out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        elif _on_gpu(q, v):
+            out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        else:
             return super().attention_part(q, k, v, causal, scale)
-        out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out.to(lse.dtype), lse.unsqueeze(-1)
 
     def joined_attention(self, out: Any, lse: Any, other: Any, of_other: Any) -> tuple[Any, Any]:
@@ -136,18 +139,41 @@ class AttentionVerbs(Platform):
     def attention_part_gradients(
         self, g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float
     ) -> tuple[Any, Any, Any]:
-        """See `Platform.attention_part_gradients`; by the same kernel."""
-        if not _has_kernel(q, v):
+        """See `Platform.attention_part_gradients`; by the same kernels."""
+        if _on_cpu(q, v):
+            found = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+                g, q, k, v, out, lse.squeeze(-1), 0.0, causal, scale=scale
+            )
+        elif _on_gpu(q, v):
+            # Nothing is dropped, so the state of the generator is not read.
+            nothing = q.new_empty(0, dtype=torch.int64)
+            lengths = None, None, q.shape[2], k.shape[2]
+            found = _ATEN._scaled_dot_product_flash_attention_backward(
+                g, q, k, v, out, lse.squeeze(-1), *lengths, 0.0, causal, nothing, nothing, scale=scale
+            )
+        else:
             return super().attention_part_gradients(g, q, k, v, out, lse, causal, scale)
-        of_q, of_k, of_v = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, out, lse.squeeze(-1), 0.0, causal, scale=scale
-        )
-        return of_q.to(lse.dtype), of_k.to(lse.dtype), of_v.to(lse.dtype)
+        of_q, of_k, of_v = (x.to(lse.dtype) for x in found)
+        return of_q, of_k, of_v
 
 
 _ATEN: Any = torch.ops.aten
 
 
-def _has_kernel(q: Any, v: Any) -> bool:
+def _on_cpu(q: Any, v: Any) -> bool:
     """Whether the flash attention of torch's CPU takes these."""
     return q.device.type == "cpu" and q.is_floating_point() and q.shape[-1] == v.shape[-1]
+
+
+def _on_gpu(q: Any, v: Any) -> bool:
+    """Whether torch's flash attention for NVIDIA GPUs takes these."""
+    return (
+        q.device.type == "cuda"
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] % 8 == 0
+        and 0 < q.shape[-1] <= 256
+        and torch.version.hip is None
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
