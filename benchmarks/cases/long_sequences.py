@@ -1,4 +1,4 @@
-"""An attention block over a sequence that is cut: memory over lengths, and the host's time beside hand-written code."""
+"""An attention block over a cut sequence: memory over lengths, and the host's time next to hand-written code."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def _usual_names(ndim: int) -> tuple[str, ...]:
 
 def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
     """Apply a plan to ``model`` and return it. A plan for `parallelize_module` is applied on the dimension ``"tp"`` of
-    a mesh that has several, and its styles `ContextParallel` on the dimension ``"cp"``. A function of model and mesh is
-    called. None changes nothing.
+    a mesh that has several. Its styles `ContextParallel` are applied on the dimension ``"cp"``. A function of model
+    and mesh is called. None changes nothing.
 
     Raises:
         ValueError: for a mesh of several dimensions none of which is ``"tp"``, and a plan for `parallelize_module`.
@@ -82,7 +82,7 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
         changed = plan(model, mesh)
         return model if changed is None else changed
     names = mesh.mesh_dim_names or ()
-    of_sequences = {}
+    of_sequences: dict[str, ParallelStyle | str] = {}
     if "cp" in names and isinstance(plan, Mapping):
         of_sequences = {path: style for path, style in plan.items() if isinstance(style, ContextParallel)}
         plan = {path: style for path, style in plan.items() if path not in of_sequences}

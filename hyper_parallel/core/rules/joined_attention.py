@@ -170,8 +170,8 @@ class JoinedAttention:
                 yield start, *(self._slice(x, start - pair.query, end - start) for x in tensors)
 
     def _cat(self, xs: list[Any], dim: int) -> Any:
-        """Heads (-3) or positions (-2), one after the other; in memory positions come first, as projections read and
-        write them, so that these need no copies."""
+        """Heads (-3) or positions (-2), one after the other. Positions come first in memory, as projections read and
+        write them: so these need no copies."""
         if len(xs) == 1:
             return xs[0]
         platform = self.platform
@@ -222,7 +222,7 @@ class JoinedAttention:
             found[0].append(self._of_queries(call, d_q, ours[1], lse))
             found[1].append(of_keys[0])
             found[2].append(of_keys[1])
-            del of_keys  # no name holds what is freed with the lists
+            del of_keys  # the lists alone hold them, and free them
         shapes = [(*ctx.shape[:-3], *shape[1:]) for shape in ctx.sizes.shapes]
         return tuple(_shaped(self._of_heads(x, q.dtype), shape) for x, shape in zip(found, shapes, strict=True))
 

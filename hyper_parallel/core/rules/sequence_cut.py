@@ -93,7 +93,7 @@ def sequence_order(mesh: Any, ranges: tuple[Ranges, ...]) -> Iterator[None]:
 
 
 def orders() -> tuple[tuple[Any, tuple[Ranges, ...]], ...]:
-    """What `sequence_order` says here."""
+    """The orders of all `sequence_order` around, the outermost first."""
     return _ORDERS.get()
 
 

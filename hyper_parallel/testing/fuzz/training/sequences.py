@@ -36,7 +36,7 @@ IGNORED, VOCABULARY = -100, 7
 _TOLERANCE = {"float64": 1e-9, "float32": 2e-4}
 #: (dp, cp).
 _MESHES = ((1, 2), (1, 3), (1, 4), (2, 2), (2, 2), (4, 1), (2, 1))
-#: Sizes of a mask by the samples, heads and length: what is added to the scores.
+#: Sizes of a mask, which is added to the scores, by samples, heads and length.
 _MASKS = {
     "": lambda samples, heads, n: (),
     "square": lambda samples, heads, n: (n, n),
