@@ -29,6 +29,7 @@ _NAMES = {
     "shard_dim_alltoall": "all_to_all",
     "broadcast": "broadcast",
     "scatter": "scatter",
+    "send": "send",
 }
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 #: The argument that holds this rank's operand.
@@ -47,6 +48,7 @@ _BACKEND_METHODS = {
     "alltoall": 1,
     "broadcast": 0,
     "scatter": 1,
+    "send": 0,
 }
 
 

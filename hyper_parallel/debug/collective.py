@@ -19,8 +19,8 @@ class Collective:
     Attributes:
         module: path of the module that it belongs to; the class for the model itself, empty outside of all modules.
         direction: ``"forward"`` or ``"backward"``.
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``,
-            ``"scatter"``.
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"shift"``,
+            ``"broadcast"``, ``"scatter"``.
         op: of a reduction, ``"sum"`` for example; empty otherwise.
         mesh_dim: name of the mesh dimension, or its number where it has none.
         ranks: how many communicate.
@@ -85,7 +85,7 @@ def bytes_on_the_wire(kind: str, size: int, ranks: int) -> int:
         return size * others
     if kind == "all_reduce":
         return 2 * size * others // ranks
-    return size if kind == "broadcast" else size * others // ranks
+    return size if kind in ("broadcast", "shift") else size * others // ranks
 
 
 def collective_rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:

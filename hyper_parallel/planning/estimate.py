@@ -19,7 +19,7 @@ from hyper_parallel.debug.description import describe_on
 from hyper_parallel.debug.text import TERMINAL, format_bytes, format_seconds, format_table
 from hyper_parallel.planning.layers import module_at, repeated_layers
 from hyper_parallel.planning.machines import Machine, machine_of
-from hyper_parallel.planning.step import DryStep, MeshLike, mesh_of
+from hyper_parallel.planning.step import DryStep, MeshLike, data_mesh, mesh_of
 
 __all__ = ["DryRun", "Memory", "Traffic", "dry_run"]
 
@@ -202,7 +202,8 @@ def dry_run(
         optimizer: name of the framework's optimizer, with its defaults.
         recompute: which modules compute their forward again in backward (activation checkpointing): a path with ``*``
             for a segment, or True for the repeated layers of the model.
-        data_parallel: ``"fully_shard"`` or ``"replicate"``, applied over the mesh dimension ``"dp"`` after the plan:
+        data_parallel: ``"fully_shard"`` or ``"replicate"``, applied over the mesh dimension ``"dp"`` after the plan,
+            and over ``"cp"`` too where there is one:
             `fully_shard` of the repeated layers and of the model, or `replicate`. None, and a plan that is a function,
             do nothing.
         mixed_precision: `fully_shard` with bfloat16 parameters in forward and backward, and float32 reductions.
@@ -233,18 +234,21 @@ def dry_run(
             for path in _matching(recompute, layers, model, platform):
                 _recompute(module_at(model, path, platform), platform)
         names = device_mesh.mesh_dim_names or ()
-        if data_parallel is None or "dp" not in names or (device_mesh["dp"].size() == 1 and not mixed_precision):
+        if data_parallel is None or "dp" not in names:
+            return
+        over = data_mesh(device_mesh)
+        if over.size() == 1 and not mixed_precision:
             return
         if data_parallel == "replicate":
-            replicate(model, device_mesh=device_mesh["dp"])
+            replicate(model, device_mesh=over)
             return
         dtypes = platform.dtypes
         policy = MixedPrecisionPolicy()
         if mixed_precision:
             policy = MixedPrecisionPolicy(param_dtype=dtypes["bfloat16"], reduce_dtype=dtypes["float32"])
         for path in layers:
-            fully_shard(module_at(model, path, platform), mesh=device_mesh["dp"], mp_policy=policy)
-        fully_shard(model, mesh=device_mesh["dp"], mp_policy=policy)
+            fully_shard(module_at(model, path, platform), mesh=over, mp_policy=policy)
+        fully_shard(model, mesh=over, mp_policy=policy)
 
     step = DryStep(model, mesh, plan, rank, change)
     return measure(step, named, optimizer, loss, inputs, kwargs)

@@ -19,6 +19,7 @@ from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.checks.paths import Paths
 from hyper_parallel.core.tensor_parallel.checks.plan import LISTED, did_you_mean
 from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.context import ContextParallel
 from hyper_parallel.core.trees import map_tensors, tensors_in
 from hyper_parallel.debug.collective import Collective
 from hyper_parallel.debug.module_scopes import ModuleScopes
@@ -26,7 +27,7 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.contract.modules import APPLIED
 from hyper_parallel.platform.dry import dry_world
 
-__all__ = ["DryStep", "DryStepError", "apply_plan", "mesh_of", "unmatched_keys"]
+__all__ = ["DryStep", "DryStepError", "apply_plan", "data_mesh", "mesh_of", "unmatched_keys"]
 
 #: How a mesh may be given.
 MeshLike = DeviceMesh | int | Sequence[int] | Mapping[str, int]
@@ -69,7 +70,8 @@ def _usual_names(ndim: int) -> tuple[str, ...]:
 
 def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
     """Apply a plan to ``model`` and return it. A plan for `parallelize_module` is applied on the dimension ``"tp"`` of
-    a mesh that has several. A function of model and mesh is called. None changes nothing.
+    a mesh that has several. Its styles `ContextParallel` are applied on the dimension ``"cp"``. A function of model
+    and mesh is called. None changes nothing.
 
     Raises:
         ValueError: for a mesh of several dimensions none of which is ``"tp"``, and a plan for `parallelize_module`.
@@ -79,7 +81,16 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
     if callable(plan) and not isinstance(plan, ParallelStyle):
         changed = plan(model, mesh)
         return model if changed is None else changed
-    if mesh.ndim > 1 and "tp" not in (mesh.mesh_dim_names or ()):
+    names = mesh.mesh_dim_names or ()
+    of_sequences: dict[str, ParallelStyle | str] = {}
+    if "cp" in names and isinstance(plan, Mapping):
+        of_sequences = {path: style for path, style in plan.items() if isinstance(style, ContextParallel)}
+        plan = {path: style for path, style in plan.items() if path not in of_sequences}
+    if of_sequences:
+        if plan:
+            model = apply_plan(model, mesh, plan)
+        return parallelize_module(model, mesh["cp"], of_sequences)
+    if mesh.ndim > 1 and "tp" not in names:
         raise ValueError(
             f"the plan is for parallelize_module, which takes one mesh dimension, and none of {mesh.mesh_dim_names} is "
             'called "tp": name it so, or give a function plan(model, mesh) that applies the styles'
@@ -87,6 +98,12 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the plan's .* matches no module")
         return parallelize_module(model, mesh if mesh.ndim == 1 else mesh["tp"], plan)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of all ranks that have other tokens: dimension ``"dp"``, and ``"cp"`` where there is one."""
+    names = tuple(name for name in ("dp", "cp") if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1)
+    return mesh["dp", "cp"]._flatten("dp_cp") if len(names) == 2 else mesh[names[0] if names else "dp"]
 
 
 def unmatched_keys(plan: Any, paths: Sequence[str]) -> dict[str, str]:

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyper_parallel as hp
 from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.rules.sequence_cut import attention_method
 from tests.fake_cuda.conftest import WORLD
 from tests.fake_cuda.device import CUDA, FakeCudaMode
 
@@ -156,3 +159,28 @@ def test_a_tensor_left_on_the_host_shows(mode: FakeCudaMode) -> None:
     """The net that these tests are: two devices in one operation are an error."""
     with pytest.raises(RuntimeError, match=r"two devices|same device"):
         torch.ones(3, device="cuda") + torch.ones(3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("method", ["ring", "gather"])
+def test_attention_of_cut_sequences(mode: FakeCudaMode, dtype: torch.dtype, method: str) -> None:
+    """By torch's flash attention for dtypes that it takes; heads that share keys, and an uneven length."""
+    mesh, kernels = mesh_1d(), []
+    rows = get_layout(mesh, (Shard(2),), (2, 4, 7, 8)).local_shape[2]
+    sizes = [(2, heads, rows, 8) for heads in (4, 2, 2)]
+    leaves = [torch.empty(size, dtype=dtype, device="cuda", requires_grad=True) for size in sizes]
+    given = [DTensor._of_part(x, get_layout(mesh, (Shard(2),), (*x.shape[:2], 7, 8))) for x in leaves]
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            kernels.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    with Seen(), attention_method(method):
+        y = F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
+        y.to_local().sum().backward()
+    check(y, (Shard(2),), dtype, (2, 4, 7, 8))
+    for x in leaves:
+        assert x.grad is not None and x.grad.shape == x.shape and x.grad.dtype is dtype and x.grad.device == CUDA
+    flash = [name for name in kernels if "flash" in name]
+    assert bool(flash) == (dtype is torch.bfloat16 and rows > 0), kernels

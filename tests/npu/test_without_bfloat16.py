@@ -41,7 +41,7 @@ refused = {
     "all_reduce": lambda: collectives.all_reduce(local, mesh, 0),
     "reduce_scatter": lambda: collectives.bind_reduce_scatter(mesh, 0, 0, sizes)(local),
     "all_gather": lambda: collectives.bind_all_gather(mesh, 0, 0, [4] * mesh.size())(local),
-    "all_to_all": lambda: collectives.all_to_all(local, mesh, 0, 0, 1, [4] * mesh.size(), sizes),
+    "all_to_all": lambda: collectives.bind_all_to_all(mesh, 0, 0, 1, [4] * mesh.size(), sizes)(local),
     "scatter": lambda: collectives.scatter(local, mesh, 0, 0, sizes, 0),
     "broadcast": lambda: collectives.broadcast(local, mesh, 0, 0),
 }

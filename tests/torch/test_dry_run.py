@@ -14,12 +14,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.torch_sequences import Block, Heads
 from examples.train_llama.config import LlamaConfig
 from examples.train_llama.model_torch import LlamaForCausalLM
 from examples.train_llama.plan import spread, tensor_parallel_plan
 from hyper_parallel import (
     ColwiseParallel,
     CommTrace,
+    ContextParallel,
     DTensor,
     MixedPrecisionPolicy,
     RowwiseParallel,
@@ -46,6 +48,20 @@ TOKENS = torch.arange(2 * 16).reshape(2, 16)
 def llama() -> nn.Module:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))
+
+
+def test_cut_sequences() -> None:
+    """Styles on "cp" after those on "tp"; data parallelism over dp and cp."""
+    model = Block(Heads(8, 8, 4))
+    styles = {"[qkv]": "colwise", "o": "rowwise", "": ContextParallel(method="ring")}
+    found = explain(model, {"cp": 4, "tp": 2}, styles, torch.ones(1, 16, 32), backward=False)
+    shifts = [c for c in found.collectives if c.kind == "shift"]
+    piece = 2 * 16 * 4 * 4 * 4  # keys and values of 16 positions, 4 heads, 4 features
+    assert [(c.mesh_dim, c.bytes, c.wire_bytes) for c in shifts] == [("cp", piece, piece)] * 3
+    run = dry_run(model, {"dp": 2, "cp": 4, "tp": 2}, styles, torch.ones(1, 16, 32))
+    assert run.memory.parameters == 4 * 32 * 32 * 4 // 16
+    only = dry_run(model, {"dp": 1, "cp": 4}, {"": ContextParallel()}, torch.ones(1, 16, 32))
+    assert only.memory.parameters == 4 * 32 * 32 * 4 // 4
 
 
 @on_mesh(2, 2, names=("dp", "tp"))

@@ -95,6 +95,7 @@ def compare(mesh: Any, case: str, length: int, sharded: bool = False, reentrant:
 def on_two(mesh: Any) -> None:
     compare(mesh, "llama, few key-value heads", 9)
     compare(mesh, "gemma 3", 8, sharded=True)
+    compare(mesh, "mixtral", 9)
     for reentrant in (True, False):
         compare(mesh, "qwen3", 8, reentrant=reentrant)
 
@@ -115,7 +116,7 @@ def test_sequences_and_heads(pool: Any) -> None:
 
 @pytest.mark.nightly
 def test_sequences_and_heads_of_more_models(pool: Any) -> None:
-    pool.run(4, with_heads, "llama", "llama, one key-value head", "qwen3", "mistral")
+    pool.run(4, with_heads, "llama", "llama, one key-value head", "qwen3", "mistral", "mixtral")
 
 
 @spmd.on_mesh(2, names=("cp",))
@@ -131,6 +132,9 @@ def wrong(mesh: Any) -> None:
     x, tables = torch.zeros(2, 3, 32, device=device()), (torch.ones(2, 3, 8, device=device()),) * 2
     copied = copy.deepcopy(model)
     capped = parallelize_model(build("gemma 2"), mesh)
+    routed = parallelize_model(build("mixtral"), mesh)
+    sinking = build("llama")  # as gpt-oss has them
+    sinking.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(4, device=device()))
     convolved, by_length, odd = build("llama"), build("llama"), build("llama")
     convolved.model.further = nn.Conv1d(2, 2, 3)
     by_length.model.rotary_emb.rope_type = "dynamic"
@@ -144,12 +148,16 @@ def wrong(mesh: Any) -> None:
         ("the same position_ids", lambda: model(input_ids=part, position_ids=same)),
         ("hides tokens", lambda: model(part, hiding, positions)),
         ("hides tokens", lambda: model.model(part, hiding, positions)),
+        ("one of the whole sequence", lambda: model(part, whole[:, :3], positions)),
+        ("one of the whole sequence", lambda: model(part, hiding[:, None, None], positions)),
         ("is of a copy", lambda: copied.model.layers[0](x, position_embeddings=tables)),
         ("softcap", lambda: capped(input_ids=part, position_ids=positions)),
         (
             "a mask, which is not possible",
             lambda: model.model.layers[0](x, hiding[:, None, None], position_embeddings=tables),
         ),
+        ("has sinks", lambda: parallelize_model(sinking, mesh)),
+        ("balance its experts", lambda: routed(part, position_ids=positions, output_router_logits=True)),
         ("mixes positions", lambda: parallelize_model(convolved, mesh)),
         ("largest position", lambda: parallelize_model(by_length, mesh)),
         ("of the kinds", lambda: parallelize_model(odd, mesh)),

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel import DTensor, shard_sequence
+from hyper_parallel import DTensor, fully_shard, get_platform, replicate, shard_sequence
 from hyper_parallel.experimental import context_parallel, context_parallel_unshard
 from hyper_parallel.mindspore import scaled_dot_product_attention
 from hyper_parallel.platform import PlatformError
+from hyper_parallel.platform.contract.attention import AttentionRole
+from hyper_parallel.platform.torch import attention
 from hyper_parallel.testing import spmd
 from tests.torch.support import device
 
@@ -51,6 +57,7 @@ def mixing(mesh: Any) -> None:
         "avg_pool1d": lambda: F.avg_pool1d(rows.transpose(1, 2), 2),
         "batch_norm": lambda: nn.BatchNorm1d(6, device=device())(rows.transpose(1, 2)),
         "group_norm": lambda: F.group_norm(rows.transpose(1, 2), 2),
+        "flex_attention": lambda: flex_attention(part, part, part),
         "need_weights": lambda: several(rows, rows, rows),
     }
     with context_parallel(mesh, length=6):
@@ -99,6 +106,35 @@ def other_features(mesh: Any) -> None:
             torch.testing.assert_close(x, of_one, rtol=1e-4, atol=1e-5)
 
 
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.second, self.first(x), use_reentrant=True)
+
+
+@spmd.on_mesh()
+def reentrant(mesh: Any) -> None:
+    """Backward of reentrant checkpointing inside of the context, under data parallelism, which is told of it."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 6, 4).to(device())
+    for parallel in (fully_shard, replicate):
+        model = Checkpointed().to(device())
+        single = copy.deepcopy(model)
+        fully_shard(model, mesh=mesh) if parallel is fully_shard else replicate(model, mesh)
+        single(x).square().sum().backward()
+        with context_parallel(mesh, length=6):
+            model(x).square().sum().backward()
+        for p, of_one in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), of_one.grad)
+
+
+def test_reentrant_checkpointing_under_data_parallelism(pool: Any) -> None:
+    pool.run(2, reentrant)
+
+
 SEQUENCES = {"q": 2, "k": 2, "v": 2}
 
 
@@ -112,3 +148,54 @@ def test_attention_of_many_heads(pool: Any) -> None:
 
 def test_wrong_use_of_torch(pool: Any) -> None:
     pool.run(2, refused)
+
+
+class _StandIn:
+    """The kernels for GPUs, their arguments by the names of torch's schema, computed by those for CPUs."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _named(self, name: str, args: tuple, kwargs: dict) -> dict[str, Any]:
+        self.calls.append(name)
+        names = [argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments]
+        return dict(zip(names, args, strict=False)) | kwargs
+
+    def _scaled_dot_product_flash_attention(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._named("_scaled_dot_product_flash_attention", args, kwargs)
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        assert given["dropout_p"] == 0
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, given["is_causal"], scale=given["scale"]
+        )
+        return *found, None, None, q.shape[2], k.shape[2], None, None, None
+
+    def _scaled_dot_product_flash_attention_backward(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._named("_scaled_dot_product_flash_attention_backward", args, kwargs)
+        tensors = [given[name] for name in ("grad_out", "query", "key", "value", "out", "logsumexp")]
+        assert given["dropout_p"] == 0 and given["cum_seq_q"] is given["cum_seq_k"] is None
+        assert (given["max_q"], given["max_k"]) == (tensors[1].shape[2], tensors[2].shape[2])
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *tensors, 0.0, given["is_causal"], scale=given["scale"]
+        )
+
+
+@pytest.mark.skipif(device().type != "cpu", reason="the stand-ins are the CPU's kernels")
+def test_kernels_for_gpus() -> None:
+    """Called with the right arguments, as far as a stand-in tells; and the same as plain operations."""
+    platform, kernels = get_platform(), _StandIn()
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2, 4))
+    for causal in (True, False):
+        wanted = AttentionRole.attention_part(platform, q, k, v, causal, 0.3)
+        of_inputs = AttentionRole.attention_part_gradients(platform, g, q, k, v, *wanted, causal, 0.3)
+        with (
+            patch.object(attention, "_ATEN", kernels),
+            patch.object(attention, "_on_cpu", lambda *_: False),
+            patch.object(attention, "_on_gpu", lambda *_: True),
+        ):
+            found = platform.attention_part(q, k, v, causal, 0.3)
+            gradients = platform.attention_part_gradients(g, q, k, v, *wanted, causal, 0.3)
+        for x, y in zip((*found, *gradients), (*wanted, *of_inputs), strict=True):
+            torch.testing.assert_close(x, y)
+    assert len(kernels.calls) == 4

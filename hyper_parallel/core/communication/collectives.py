@@ -210,26 +210,25 @@ def bind_reduce_scatter(
     return _bind("reduce_scatter", mesh, mesh_dim, way, emulate, part, op=op, details=details)
 
 
-def all_to_all(
-    x: Any,
-    mesh: DeviceMesh,
-    mesh_dim: int,
-    src_dim: int,
-    dst_dim: int,
-    src_sizes: Sequence[int],
-    dst_sizes: Sequence[int],
-) -> Any:
-    """Turn a shard of tensor dimension ``src_dim`` into a shard of ``dst_dim``. Rank i holds ``src_sizes[i]`` of the
-    one before and ``dst_sizes[i]`` of the other after."""
+def bind_all_to_all(
+    mesh: DeviceMesh, mesh_dim: int, src_dim: int, dst_dim: int, src_sizes: Sequence[int], dst_sizes: Sequence[int]
+) -> TensorFunction:
+    """``exchange(x)`` turns a shard of tensor dimension ``src_dim`` into a shard of ``dst_dim``. Rank i holds
+    ``src_sizes[i]`` of the one before and ``dst_sizes[i]`` of the other after."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
-        return x
-    rank, largest = mesh.get_local_rank(mesh_dim), max(src_sizes)
+        return _itself
+    rank, largest, group = mesh.get_local_rank(mesh_dim), max(src_sizes), mesh.platform_group(mesh_dim)
+    native, chunk, cat = platform.all_to_all, platform.chunk, platform.cat
 
-    def send(x: Any) -> Any:
-        parts = padded_parts(padded(x, src_dim, largest, platform), dst_dim, dst_sizes, platform)
-        received = platform.chunk(platform.all_to_all(parts, mesh.platform_group(mesh_dim), size), size, 0)
-        mine = [platform.narrow(part, dst_dim, 0, dst_sizes[rank]) for part in received]
+    def send(x: Any) -> Any:  # no name holds the parts that were sent
+        return cat(chunk(native(cat(chunk(x, size, dst_dim), 0), group, size), size, 0), src_dim)
+
+    def send_padded(x: Any) -> Any:
+        received = native(
+            padded_parts(padded(x, src_dim, largest, platform), dst_dim, dst_sizes, platform), group, size
+        )
+        mine = [platform.narrow(part, dst_dim, 0, dst_sizes[rank]) for part in chunk(received, size, 0)]
         return joined(mine, src_dim, src_sizes, platform)
 
     def emulate(x: Any) -> Any:
@@ -245,9 +244,11 @@ def all_to_all(
         shape[dst_dim] = dst_sizes[rank]
         return platform.zeros(shape, x)
 
+    even = min(src_sizes) == largest and min(dst_sizes) == max(dst_sizes) > 0
     details = {"the tensor dimensions": (src_dim, dst_dim), _SIZES: (tuple(src_sizes), tuple(dst_sizes))}
     uneven = (src_dim, largest)
-    return _bind("all_to_all", mesh, mesh_dim, send, emulate, nothing, details=details, uneven=uneven)(x)
+    way = send if even else send_padded
+    return _bind("all_to_all", mesh, mesh_dim, way, emulate, nothing, details=details, uneven=uneven)
 
 
 def exchange_rows(x: Any, mesh: DeviceMesh, mesh_dim: int, counts: np.ndarray) -> Any:

@@ -147,9 +147,14 @@ class AllToAll(Move):
     def back(self) -> Step:
         return self._reversed(AllToAll)
 
-    def forward(self, ctx: Any, x: Any) -> Any:
+    @cached_property
+    def collective(self) -> TensorFunction:
+        """The exchange alone, rank by rank."""
         dims = self.source.dim, self.target.dim
-        return collectives.all_to_all(x, self.mesh, self.mesh_dim, *dims, self.source_sizes, self.target_sizes)
+        return collectives.bind_all_to_all(self.mesh, self.mesh_dim, *dims, self.source_sizes, self.target_sizes)
+
+    def forward(self, ctx: Any, x: Any) -> Any:
+        return self.collective(x)
 
 
 class ReduceScatter(Move):

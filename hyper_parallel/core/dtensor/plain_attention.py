@@ -27,6 +27,8 @@ from hyper_parallel.core.rules.sequence_cut import (
     sizes_of,
 )
 
+#: Facts that have to be the same on all ranks, where they are asked for.
+Facts = Callable[[], dict[str, str]]
 #: Calls that the ranks have compared: for each mesh (length of the sequence, number of the call inside).
 _COMPARED: Table = Table(lambda mesh: Cache(1 << 12), 1 << 16, "compared calls of attention on plain tensors")
 
@@ -40,14 +42,15 @@ class _Parts(ABC):
         method: see `attention_method`.
     """
 
+    #: The positions of each rank, where they are known without a call.
+    known: tuple[Ranges, ...] | None = None
+
     def __init__(self, mesh: DeviceMesh, where: str, method: str | None) -> None:
         self.mesh, self.where, self.method, self.platform = mesh, where, method, mesh.platform
         #: Makes the mask of calls without one, of the length of the whole sequence, in place of the causal one.
         self.make_mask: Callable[[int], Any] | None = None
         #: Whether there was a call.
         self.called = False
-        #: The positions of each rank, where they are known without a call.
-        self.known: tuple[Ranges, ...] | None = None
         #: How many positions the ranks hold, once that is known.
         self.sizes: tuple[int, ...] = ()
 
@@ -68,7 +71,7 @@ class _Parts(ABC):
             with nullcontext() if self.known is None else self._order(self.known):
                 return call(q, k, v, mask)
         shapes = [tuple(x.shape) for x in (q, k, v)]
-        ranges = self._ranges(shapes, self._facts(shapes, q, mask, dropout))
+        ranges = self._ranges(shapes, lambda: self._facts(shapes, q, mask, dropout))
         if any(distributed):
             self._check_layouts(q, k, v)
         if dropout:
@@ -114,7 +117,7 @@ class _Parts(ABC):
         }
 
     @abstractmethod
-    def _ranges(self, shapes: Sequence[tuple], facts: dict[str, str]) -> tuple[Ranges, ...]:
+    def _ranges(self, shapes: Sequence[tuple], facts: Facts) -> tuple[Ranges, ...]:
         """The positions of each rank, where the lengths are those of parts."""
 
     @contextmanager
@@ -178,13 +181,15 @@ class _Parts(ABC):
 class PartsInContext(_Parts):
     """Calls inside of `context_parallel`, which knows the sequence."""
 
+    known: tuple[Ranges, ...]
+
     def __init__(self, mesh: DeviceMesh, ranges: tuple[Ranges, ...], method: str | None) -> None:
         super().__init__(mesh, "attention inside of context_parallel", method)
-        self.known = self._of_context = ranges
+        self.known = ranges
         self._calls = 0
         self.sizes = sizes_of(ranges)
 
-    def _ranges(self, shapes: Sequence[tuple], facts: dict[str, str]) -> tuple[Ranges, ...]:
+    def _ranges(self, shapes: Sequence[tuple], facts: Facts) -> tuple[Ranges, ...]:
         """All ranks compare together, at the first call of each number and each length of the sequence."""
         platform, compared = self.platform, _COMPARED[self.mesh]
         length = sum(self.sizes)
@@ -195,7 +200,7 @@ class PartsInContext(_Parts):
         if alone:
             wanted = (wanted[self.mesh.get_local_rank(0)],)
         else:
-            given = self._exchange(shapes, facts)
+            given = self._exchange(shapes, facts())
         if given != [(n, n, n) for n in wanted]:
             raise self._no_parts(
                 given,
@@ -204,7 +209,7 @@ class PartsInContext(_Parts):
             )
         if not alone:
             compared[call] = True
-        return self._of_context
+        return self.known
 
 
 class PartsOfModule(_Parts):
@@ -218,12 +223,12 @@ class PartsOfModule(_Parts):
         super().__init__(mesh, where, method)
         self._balance, self._compared, self._calls = balance, compared, 0
 
-    def _ranges(self, shapes: Sequence[tuple], facts: dict[str, str]) -> tuple[Ranges, ...]:
+    def _ranges(self, shapes: Sequence[tuple], facts: Facts) -> tuple[Ranges, ...]:
         mesh, call = self.mesh, self._calls
         self._calls += 1
         given = [_lengths(shapes)] * mesh.size()
         if (call not in self._compared or mesh._has_uneven_shards or CHECKS) and not self.platform.sends_nothing:
-            given = self._exchange(shapes, facts)
+            given = self._exchange(shapes, facts())
         sizes = tuple(n for n, _, _ in given)
         if given != [(n, n, n) for n in sizes] or -1 in sizes or sizes != chunk_sizes(sum(sizes), mesh.size()):
             raise self._no_parts(

@@ -16,6 +16,7 @@ from hyper_parallel.core.communication.rank_check import check_of
 from hyper_parallel.core.dtensor.context_parallel import check_mesh
 from hyper_parallel.core.dtensor.plain_attention import ranges_on
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.rules.sequence_cut import moved
@@ -62,8 +63,8 @@ def shard_sequence(
 
     Raises:
         TypeError: when ``mesh`` is no mesh, or a tensor is distributed.
-        ValueError: for tensors that do not have one length of sequence, a batch without one, and fewer positions than
-            ranks.
+        ValueError: for tensors that do not have one length of sequence, a batch without one, and a length that leaves a
+            rank without positions.
         RankMismatchError: in the first call, where ranks gave different batches.
 
     Example:
@@ -125,10 +126,12 @@ def _length_of(batch: Mapping[str, Any], dims: Mapping[str, int], mesh: DeviceMe
             "dimension of the sequence with seq_dims, or None for a tensor that stays whole"
         )
     (length,) = set(lengths.values())
-    if length < mesh.size():
+    sizes = chunk_sizes(length, mesh.size())
+    if 0 in sizes:
         raise ValueError(
-            f"shard_sequence: {length} positions for {mesh.size()} ranks would leave a rank without any, and layers of "
-            "the frameworks are not right without elements: pad the sequences, with labels that are ignored"
+            f"shard_sequence: {length} positions for {mesh.size()} ranks are parts of {list(sizes)}, and layers of the "
+            "frameworks are not right without elements: pad the sequences to a multiple of the ranks, with labels that "
+            "are ignored"
         )
     return length
 

@@ -14,17 +14,26 @@ Source: ``"exchange"`` is DeepSpeed-Ulysses (Jacobs et al. 2023); see `joined_at
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.caches import Table
+from hyper_parallel.core.caches import Cache, Table
 from hyper_parallel.core.communication.shard_steps import AllToAll
 from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.layouts.placement_types import Shard
-from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.rules.joined_attention import JoinedCall, KeyGather, joined_attention
-from hyper_parallel.core.rules.sequence_cut import SequenceCut, current_method, in_order, moved
+from hyper_parallel.core.rules.joined_attention import JoinedCall, joined_attention
+from hyper_parallel.core.rules.key_movement import KeyGather
+from hyper_parallel.core.rules.sequence_cut import (
+    SequenceCut,
+    current_method,
+    in_order,
+    moved,
+    orders,
+    sizes_of,
+)
+from hyper_parallel.platform.contract.autograd import named
 
 
 def is_cut(layouts: tuple) -> bool:
@@ -41,29 +50,61 @@ def attend(
         ValueError: where the method that the program chose is not possible. On all ranks, before anything is sent.
     """
     q, k, v, mask = (*operands, None)[:4]
-    q_layout, k_layout, v_layout, mask_layout = (*operand_layouts, None)[:4]
+    key = (operand_layouts, static_args, current_method(), orders(), q.dtype)
+    way = _WAYS.get(key)
+    if way is None:
+        way = _WAYS[key] = _find_way(platform, q, operand_layouts, static_args)
+    if way.exchange is not None:
+        return way.exchange((q, k, v, mask), lambda operands: native(operands, static_args))
+    joined = joined_attention(platform)
+    if way.joined is not None:
+        return joined(way.joined, q, k, v)
+    cut = way.cut
+    if way.gather is not None:
+        k, v = joined.gathered(way.gather, k, v)
+        k, v = (
+            moved(x, len(platform.shape_of(x)) - 2, cut.in_rank_order, in_order(cut.in_rank_order), platform)
+            for x in (k, v)
+        )
+    if static_args[0]:
+        mask = _own_rows(platform, q, cut.own, operand_layouts[1].shape[-2])
+    return _with_a_query(platform, native, (q, k, v, mask), (False, *static_args[1:]))
+
+
+class _Way(NamedTuple):
+    """How a call runs that is made of these layouts.
+
+    Attributes:
+        cut: of the queries.
+        exchange: runs it by exchange to heads, if it runs so.
+        joined: for `JoinedAttention`, if it runs so.
+        gather: gets keys and values otherwise; None where this rank has all.
+    """
+
+    cut: SequenceCut
+    exchange: Exchange | None = None
+    joined: JoinedCall | None = None
+    gather: KeyGather | None = None
+
+
+_WAYS: Cache = Cache(1 << 10, "ways of attention over cut sequences")
+
+
+def _find_way(platform: Any, q: Any, layouts: tuple, static_args: tuple) -> _Way:
+    q_layout, k_layout, v_layout, mask_layout = (*layouts, None)[:4]
     cut = SequenceCut.of(q_layout, q_layout.ndim - 2)
     together = k_layout.shape[-2] == cut.length
     sharded = together and bool(SequenceCut.of(k_layout, k_layout.ndim - 2).mesh_dims)
     way = choose(platform, q, cut, (q_layout, k_layout, v_layout, mask_layout)) if sharded else "gather"
     if way == "exchange":
-        return _exchange(platform, native, (q, k, v, mask), static_args, cut)
-    causal = bool(static_args[0])
-    joined = joined_attention(platform)
+        return _Way(cut, exchange=Exchange(platform, cut))
     gather = KeyGather.of(k_layout, k_layout.ndim - 2) if sharded else KeyGather(platform, ())
-    if mask is None and together and (causal or way == "ring"):
+    causal = bool(static_args[0])
+    if mask_layout is None and together and (causal or way == "ring"):
         scale = static_args[2] if len(static_args) > 2 else None
         scale = 1 / math.sqrt(q_layout.shape[-1] or 1) if scale is None else scale
-        return joined(JoinedCall(cut, None if way == "ring" else gather, causal, scale), q, k, v)
-    if sharded:
-        k, v = joined.gathered(gather, k, v)
-        k, v = (
-            moved(x, len(platform.shape_of(x)) - 2, cut.in_rank_order, in_order(cut.in_rank_order), platform)
-            for x in (k, v)
-        )
-    if causal:
-        mask = _own_rows(platform, q, cut.own, k_layout.shape[-2])
-    return _with_a_query(platform, native, (q, k, v, mask), (False, *static_args[1:]))
+        return _Way(cut, joined=JoinedCall(cut, None if way == "ring" else gather, causal, scale))
+    return _Way(cut, gather=gather if sharded else None)
 
 
 def choose(platform: Any, q: Any, cut: SequenceCut, layouts: tuple) -> str:
@@ -100,31 +141,79 @@ def choose(platform: Any, q: Any, cut: SequenceCut, layouts: tuple) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ exchange to heads
-def _make_exchange(key: tuple[DeviceMesh, int, int, tuple[int, ...], int]) -> AllToAll:
-    mesh, mesh_dim, dim, sizes, heads = key
-    each = chunk_sizes(heads, mesh.shape[mesh_dim])
-    return AllToAll(mesh, mesh_dim, Shard(dim), Shard(dim - 1), sizes, each)
+class Exchange:
+    """Attention of the whole sequence of some heads, on each rank.
+
+    Tensors travel with the positions before the heads, as projections write and read them.
+    """
+
+    def __init__(self, platform: Any, cut: SequenceCut) -> None:
+        self._platform, self._mesh, (self._mesh_dim,) = platform, cut.layout.mesh, cut.mesh_dims
+        self._sizes = sizes_of(cut.ranges)
+        in_ranks = cut.in_rank_order
+        self._orders = in_ranks, in_order(in_ranks), tuple(x for x in in_ranks if x[1])
+        self._steps: dict[tuple[int, int], AllToAll] = {}
+
+    def __call__(self, operands: tuple, native: Callable[[tuple], Any]) -> Any:
+        """``native(operands)`` of the whole sequence, and of it this rank's part of the positions of all heads."""
+        *qkv, mask = operands
+        to_heads, to_positions = _EXCHANGES[self._platform]
+        y = native((*to_heads(self, *qkv), mask))
+        return to_positions((self, self._platform.shape_of(qkv[0])[-3]), y)[0]
+
+    def to_heads(self, x: Any, heads: int, collective: bool) -> Any:
+        """The whole sequence of some heads, of a part of the positions of all ``heads``."""
+        in_ranks, natural, _ = self._orders
+        platform, dim = self._platform, len(self._platform.shape_of(x)) - 3
+        step = self._step(dim, heads)
+        x = (step.collective if collective else step)(platform.transposed(x, -3, -2))
+        return platform.transposed(moved(x, dim, in_ranks, natural, platform), -3, -2)
+
+    def to_positions(self, x: Any, heads: int, collective: bool) -> Any:
+        """A part of the positions of all ``heads``, of the whole sequence of some of them."""
+        _, natural, back = self._orders
+        platform, dim = self._platform, len(self._platform.shape_of(x)) - 3
+        step: Any = self._step(dim, heads).back
+        x = moved(platform.transposed(x, -3, -2), dim, natural, back, platform)
+        return platform.transposed((step.collective if collective else step)(x), -3, -2)
+
+    def _step(self, dim: int, heads: int) -> AllToAll:
+        step = self._steps.get((dim, heads))
+        if step is None:
+            each = chunk_sizes(heads, self._mesh.shape[self._mesh_dim])
+            step = AllToAll(self._mesh, self._mesh_dim, Shard(dim), Shard(dim + 1), self._sizes, each)
+            self._steps[dim, heads] = step
+        return step
 
 
-_EXCHANGES: Table = Table(_make_exchange, 1 << 10, "exchanges of sequences and heads")
+def _make_exchanges(platform: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Exchanges of queries, keys and values to heads, and of the output to positions; backward is the other one. That
+    may be recorded, and is made of differentiable steps then."""
+    detach = platform.detach
+
+    def to_heads(ctx: Any, exchange: Exchange, *xs: Any) -> list[Any]:
+        ctx.exchange, ctx.heads = exchange, [platform.shape_of(x)[-3] for x in xs]
+        return [exchange.to_heads(detach(x), heads, True) for x, heads in zip(xs, ctx.heads, strict=True)]
+
+    def gradients_of_heads(ctx: Any, *gs: Any) -> list[Any]:
+        once = not platform.backward_is_recorded()
+        given = zip(gs, ctx.heads, strict=True)
+        return [None if g is None else ctx.exchange.to_positions(g, heads, once) for g, heads in given]
+
+    def to_positions(ctx: Any, static: tuple[Exchange, int], y: Any) -> list[Any]:
+        ctx.exchange, ctx.heads = static
+        return [ctx.exchange.to_positions(detach(y), ctx.heads, True)]
+
+    def gradients_of_positions(ctx: Any, g: Any) -> list[Any]:
+        return [ctx.exchange.to_heads(g, ctx.heads, not platform.backward_is_recorded())]
+
+    return (
+        platform.joint_function(named("ExchangeToHeads", to_heads), gradients_of_heads),
+        platform.joint_function(named("ExchangeToPositions", to_positions), gradients_of_positions),
+    )
 
 
-def _exchange(platform: Any, native: Any, operands: tuple, static_args: tuple, cut: SequenceCut) -> Any:
-    """Each rank gets the whole sequence of some heads, and gives back its part of the positions of all."""
-    *qkv, mask = operands
-    mesh, (mesh_dim,) = cut.layout.mesh, cut.mesh_dims
-    sizes = tuple(sum(n for _, n in own) for own in cut.ranges)
-    natural, in_ranks = in_order(cut.in_rank_order), cut.in_rank_order
-    whole = []
-    for x in qkv:
-        dim = len(platform.shape_of(x)) - 2
-        x = _EXCHANGES[mesh, mesh_dim, dim, sizes, platform.shape_of(x)[dim - 1]](x)
-        whole.append(moved(x, dim, in_ranks, natural, platform))
-    y = native((*whole, mask), static_args)
-    dim = len(platform.shape_of(y)) - 2
-    y = moved(y, dim, natural, tuple(x for x in in_ranks if x[1]), platform)
-    heads = platform.shape_of(operands[0])[-3]
-    return _EXCHANGES[mesh, mesh_dim, dim, sizes, heads].back(y)
+_EXCHANGES: Table = Table(_make_exchanges)
 
 
 # ------------------------------------------------------------------------------------------------ gathered keys

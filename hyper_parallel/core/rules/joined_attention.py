@@ -9,74 +9,75 @@ Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.communication import asynchronous
-from hyper_parallel.core.communication.redistribute import plan_redistribution
-from hyper_parallel.core.layouts.layout import Layout
-from hyper_parallel.core.layouts.placement_types import Replicate
+from hyper_parallel.core.rules.key_movement import KeyGather, Ring
 from hyper_parallel.core.rules.sequence_cut import Pair, SequenceCut, pairs
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.autograd import named
 
+#: Heads are computed and sent in as many groups at most, of which none sends fewer bytes of keys and values.
+_MOST_GROUPS, _LEAST_BYTES = 8, 1 << 17
 
-@dataclass(frozen=True)
-class KeyGather:
-    """Whole keys and values of shards, and back. Both travel in one message where they have the same heads."""
-
-    platform: Platform
-    steps: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, layout: Layout, dim: int) -> KeyGather:
-        """For keys of this layout."""
-        placements = [Replicate() if p.is_shard(dim) else p for p in layout.placements]
-        return cls(layout.mesh.platform, tuple(plan_redistribution(layout, layout.with_placements(placements))))
-
-    def forward(self, k: Any, v: Any) -> tuple[Any, Any]:
-        """Gather whole keys and values from shards, outside autograd."""
-        return self._both(k, v, lambda x: self._take(x, [step.collective for step in self.steps]))
-
-    def backward(self, k: Any, v: Any) -> tuple[Any, Any]:
-        """This rank's part of the sums over the ranks. Differentiable."""
-        return self._both(k, v, lambda x: self._take(x, [step.for_parts.back for step in reversed(self.steps)]))
-
-    def _take(self, x: Any, steps: list[Any]) -> Any:
-        for step in steps:
-            x = step(x)
-        return x
-
-    def _both(self, k: Any, v: Any, take: Any) -> tuple[Any, Any]:
-        platform = self.platform
-        (*of_k, features), (*of_v, more) = platform.shape_of(k), platform.shape_of(v)
-        if not self.steps:
-            return k, v
-        if of_k != of_v:
-            return take(k), take(v)
-        both = take(platform.cat([k, v], -1))
-        last = len(of_k)
-        return platform.narrow(both, last, 0, features), platform.narrow(both, last, features, more)
+#: Where heads begin, and how many there are.
+Heads = tuple[int, int]
 
 
-@dataclass(frozen=True)
+class _Sizes(NamedTuple):
+    """How one call is computed, by the shapes of its tensors.
+
+    Attributes:
+        shapes: of queries, keys and values with four dimensions.
+        groups: heads of queries and of keys that are computed one after the other. So what a rank has of the others is
+            a part of a piece.
+        empty: whether there is nothing to compute: no samples, heads or features.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    groups: list[tuple[Heads, Heads]]
+    empty: bool
+
+
 class JoinedCall:
     """One call: all but the tensors.
 
-    Attributes:
+    Args:
         cut: of the queries, and of keys and values.
         gather: gets the keys and values, or None: they go round a ring.
         causal: whether a query sees the positions up to its own alone.
         scale: factor of the scores.
     """
 
-    cut: SequenceCut
-    gather: KeyGather | None
-    causal: bool
-    scale: float
+    def __init__(self, cut: SequenceCut, gather: KeyGather | None, causal: bool, scale: float) -> None:
+        self.cut, self.gather, self.scale = cut, gather, scale
+        held = cut.ranges
+        if gather is not None:  # one piece
+            held = (tuple(x for own in held for x in own) if len(cut.mesh_dims) == 1 else _around(cut),)
+        #: The pairs to compute for each piece.
+        self.pairs = [pairs(cut.own, one, causal) for one in held]
+        starts = sorted({pair.query for several in self.pairs for pair in several}) or [0]
+        #: (start, length) of queries whose results are joined together.
+        self.blocks = [*pairwise([*starts, sum(n for _, n in cut.own)])]
+        self._sizes: dict[tuple, _Sizes] = {}
+
+    def sizes(self, *tensors: Any) -> _Sizes:
+        """How queries, keys and values of these shapes are computed. Ranks that send to each other find the same
+        groups: they differ in the positions alone, of which the most count."""
+        key = (*(x.shape for x in tensors), tensors[1].itemsize)
+        found = self._sizes.get(key)
+        if found is None:
+            q, k, v = ((math.prod(x.shape[:-3]), *x.shape[-3:]) for x in tensors)
+            ranks = math.prod(self.cut.layout.mesh.shape[d] for d in self.cut.mesh_dims)
+            sent = q[0] * k[1] * -(-self.cut.length // ranks) * (k[3] + v[3]) * tensors[1].itemsize
+            count = next((n for n in range(_MOST_GROUPS, 1, -1) if k[1] % n == 0 and sent >= n * _LEAST_BYTES), 1)
+            each = q[1] // count, k[1] // count
+            groups = [((i * each[0], each[0]), (i * each[1], each[1])) for i in range(count)]
+            found = self._sizes[key] = _Sizes((q, k, v), groups, 0 in (q[0], q[1], q[3], v[3]))
+        return found
 
 
 class JoinedAttention:
@@ -108,69 +109,90 @@ class JoinedAttention:
         k, v = cotangents
         if k is None or v is None:  # nothing was computed from one of them
             k, v = (self.platform.zeros(self.platform.shape_of(y), y) if x is None else x for x, y in ((k, v), (v, k)))
-        return ctx.gather.backward(k, v)
+        return ctx.gather.backward([k, v])
 
     # ---------------------------------------------------------------------------------------------- forward
     def _forward(self, ctx: Any, call: JoinedCall, q: Any, k: Any, v: Any) -> tuple[Any]:
         platform = self.platform
-        q, k, v = map(platform.detach, (q, k, v))
-        shape = (*platform.shape_of(q)[:-1], platform.shape_of(v)[-1])
-        ctx.call = call
-        if call.gather is not None:
-            k, v = call.gather.forward(k, v)
+        q, k, v = map(platform.detach, (q, k, v))  # no DTensors from here on, so that their shapes are local
+        ctx.call, ctx.shape, ctx.sizes = call, q.shape, call.sizes(q, k, v)
+        q, groups = _flat(q), ctx.sizes.groups
+        whole: list[Any] = []
+        found = []
+        for heads, shared in groups:
+            k_heads, v_heads = self._heads(k, shared), self._heads(v, shared)
+            if call.gather is not None:
+                k_heads, v_heads = (_flat(x) for x in call.gather.forward(k_heads, v_heads))
+                whole += k_heads, v_heads
+            else:
+                k_heads, v_heads = _flat(k_heads), _flat(v_heads)
+            found.append(self._attend(call, ctx.sizes, self._heads(q, heads), k_heads, v_heads))
+        y, lse = found[0]
+        if len(found) > 1:
+            y, lse = (self._cat(list(x), -3) for x in zip(*found, strict=True))
+        if call.gather is None:
+            whole = [_flat(k), _flat(v)]
+        ctx.save_for_backward(q, y, lse, *whole)
+        return (_shaped(y, (*ctx.shape[:-1], y.shape[-1])),)
+
+    def _heads(self, x: Any, at: Heads) -> Any:
+        """Some heads of a local tensor."""
+        return x if x.shape[-3] == at[1] else self.platform.narrow(x, x.ndim - 3, *at)
+
+    def _attend(self, call: JoinedCall, sizes: _Sizes, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """Output, and the logarithms of the sums, of some heads."""
+        platform = self.platform
         states: dict[int, tuple[Any, Any]] = {}
-        for held, k_piece, v_piece in self._pieces(call, k, v):
-            for pair in self._pairs(call, held, q, v):
-                part = platform.attention_part(*self._operands(pair, q, k_piece, v_piece), pair.causal, call.scale)
-                before = states.get(pair.query)
-                states[pair.query] = part if before is None else self._joined(before, part)
-        parts = [states[at] for at in sorted(states)]
-        out = self._cat([x for x, _ in parts], q)
-        lse = self._cat([x for _, x in parts], q)
-        y = platform.zeros(shape, q) if out is None else platform.to_dtype(out, q.dtype).reshape(shape)
-        ctx.save_for_backward(q, k, v, y, platform.zeros((0,), q) if lse is None else lse)
-        return (y,)
+        for pieces, k_piece, v_piece in self._pieces(call, k, v):
+            for pair in () if sizes.empty else pieces:
+                out, lse = platform.attention_part(*self._operands(pair, q, k_piece, v_piece), pair.causal, call.scale)
+                for start, part_out, part_lse in self._in_blocks(call, pair, out, lse):
+                    before = states.pop(start, None)
+                    part = part_out, part_lse
+                    states[start] = part if before is None else platform.joined_attention(*before, *part)
+        if not states:
+            shape = q.shape[:-1]
+            return platform.zeros((*shape, v.shape[-1]), q), platform.zeros((*shape, 1), q)
+        if len(states) == 1:
+            ((out, lse),) = states.values()
+        else:
+            parts = [states[start] for start, _ in call.blocks]
+            out, lse = (self._cat(list(x), -2) for x in zip(*parts, strict=True))
+        return platform.to_dtype(out, q.dtype), lse
 
-    def _pieces(self, call: JoinedCall, k: Any, v: Any) -> Iterator[tuple[Any, Any, Any]]:
-        """Positions, keys and values of the pieces."""
-        if call.gather is not None:
-            cut = call.cut
-            held = tuple(x for own in cut.ranges for x in own) if len(cut.mesh_dims) == 1 else _around(cut)
-            yield held, k, v
+    def _in_blocks(self, call: JoinedCall, pair: Pair, *tensors: Any) -> Iterator[tuple[Any, ...]]:
+        """Where each block of the queries of a pair begins, and its part of tensors of them."""
+        if len(call.blocks) == 1:
+            yield 0, *tensors
             return
-        ring = _Ring(self.platform, call.cut, k, v)
-        for source, k, v in ring.pieces():
-            yield call.cut.ranges[source], k, v
+        for start, end in call.blocks:
+            if pair.query <= start and end <= pair.query + pair.queries:
+                yield start, *(self._slice(x, start - pair.query, end - start) for x in tensors)
 
-    def _pairs(self, call: JoinedCall, held: Any, q: Any, v: Any) -> list[Pair]:
-        """The pairs to compute: none without samples, heads or features."""
-        (*batch, _, features), more = self.platform.shape_of(q), self.platform.shape_of(v)[-1]
-        return [] if 0 in (*batch, features, more) else pairs(call.cut.own, held, call.causal)
+    def _cat(self, xs: list[Any], dim: int) -> Any:
+        """Heads (-3) or positions (-2), one after the other. Positions come first in memory, as projections read and
+        write them: so these need no copies."""
+        if len(xs) == 1:
+            return xs[0]
+        platform = self.platform
+        swapped = [platform.transposed(x, -3, -2) for x in xs]
+        return platform.transposed(platform.cat(swapped, xs[0].ndim - 5 - dim), -3, -2)
+
+    def _pieces(self, call: JoinedCall, k: Any, v: Any) -> Iterator[tuple[list[Pair], Any, Any]]:
+        """The pairs to compute with keys and values of a piece, and these."""
+        if call.gather is not None:
+            yield call.pairs[0], k, v
+            return
+        for source, k_piece, v_piece in Ring(self.platform, call.cut, k, v).pieces():
+            yield call.pairs[source], k_piece, v_piece
 
     def _operands(self, pair: Pair, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         keys = pair.key, pair.keys
         return self._slice(q, pair.query, pair.queries), self._slice(k, *keys), self._slice(v, *keys)
 
     def _slice(self, x: Any, start: int, length: int) -> Any:
-        """Some positions of a local tensor, as (batch, heads, length, features)."""
-        platform = self.platform
-        shape = platform.shape_of(x)
-        if shape[-2] != length:
-            x = platform.contiguous(platform.narrow(x, len(shape) - 2, start, length))
-        heads, features = shape[-3], shape[-1]
-        return x if len(shape) == 4 else x.reshape((math.prod(shape[:-3]), heads, length, features))
-
-    def _joined(self, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Attention to the keys of both."""
-        platform = self.platform
-        both = platform.cat([one[1], other[1]], -1)
-        largest = platform.amax(both, -1)
-        total = platform.log(platform.sum_along(platform.shifted_exp(both, largest), -1)) + largest
-        first, second = (x * platform.shifted_exp(lse, total) for x, lse in (one, other))
-        return first + second, total
-
-    def _cat(self, xs: list[Any], like: Any) -> Any:
-        return None if not xs else xs[0] if len(xs) == 1 else self.platform.cat(xs, 2)
+        """Some positions of a tensor of (batch, heads, length, features)."""
+        return x if x.shape[2] == length else self.platform.narrow(x, 2, start, length)
 
     # ---------------------------------------------------------------------------------------------- backward
     def _backward(self, ctx: Any, g: Any) -> tuple[Any, Any, Any]:
@@ -180,51 +202,92 @@ class JoinedAttention:
                 "attention over a sequence that is cut has no gradients of gradients, because it keeps no weights: "
                 "give the mask as a tensor (attn_mask=) and choose the method 'gather', or gather the sequence first"
             )
-        q, k, v, y, lse = ctx.saved_tensors
-        if g is None:
-            g = platform.zeros(platform.shape_of(y), y)
-        d_q: dict[int, Any] = {}
-
-        def part(held: Any, k_piece: Any, v_piece: Any) -> tuple[Any, Any]:
-            held = call.cut.ranges[held] if isinstance(held, int) else held
-            found: dict[int, list[tuple[Any, Any, Any]]] = {}
-            for pair in self._pairs(call, held, q, v):
-                at = pair.query, pair.queries
-                queries, keys, values = self._operands(pair, q, k_piece, v_piece)
-                of_q, of_k, of_v = platform.attention_part_gradients(
-                    self._slice(g, *at),
-                    queries,
-                    keys,
-                    values,
-                    self._slice(y, *at),
-                    self._slice(lse, *at),
-                    pair.causal,
-                    call.scale,
-                )
-                d_q[pair.query] = d_q[pair.query] + of_q if pair.query in d_q else of_q
-                found.setdefault(pair.key, []).append((pair.keys, of_k, of_v))
-            return self._whole(found, k_piece, 1, q), self._whole(found, v_piece, 2, q)
-
+        q, y, lse, *keys = ctx.saved_tensors
+        groups = ctx.sizes.groups
+        g = platform.zeros(y.shape, y) if g is None else _shaped(g, y.shape)
+        found: list[list[Any]] = [[], [], []]
         if call.gather is None:
-            of_k, of_v = _Ring(platform, call.cut, k, v).gradients(part)
-        else:
-            ((held, k_piece, v_piece),) = self._pieces(call, k, v)
-            of_k, of_v = call.gather.backward(*part(held, k_piece, v_piece))
-        of_q = self._cat([d_q[at] for at in sorted(d_q)], q)
-        of_q = platform.zeros(platform.shape_of(q), q) if of_q is None else of_q.reshape(platform.shape_of(q))
-        return tuple(platform.to_dtype(x, q.dtype) for x in (of_q, of_k, of_v))
+            rings = [Ring(platform, call.cut, *(self._heads(x, shared) for x in keys)) for _, shared in groups]
+        for i, (heads, _) in enumerate(groups):
+            ours = [self._heads(x, heads) for x in (g, q, y, lse)]
+            d_q: dict[int, Any] = {}
+            part = partial(self._piece_gradients, call, ctx.sizes, ours, d_q)
+            if call.gather is not None:
+                both = part(0, *keys[2 * i : 2 * i + 2])
+                shapes = [(*ctx.shape[:-3], *x.shape[1:]) for x in both]
+                both[:] = map(_shaped, both, shapes)
+                of_keys: Sequence[Any] = call.gather.backward(both)
+            else:
+                of_keys = rings[i].gradients(part, rings[i + 1].start if i + 1 < len(rings) else None)
+            found[0].append(self._of_queries(call, d_q, ours[1], lse))
+            found[1].append(of_keys[0])
+            found[2].append(of_keys[1])
+            del of_keys  # the lists alone hold them, and free them
+        shapes = [(*ctx.shape[:-3], *shape[1:]) for shape in ctx.sizes.shapes]
+        return tuple(_shaped(self._of_heads(x, q.dtype), shape) for x, shape in zip(found, shapes, strict=True))
 
-    def _whole(self, found: dict[int, list], piece: Any, which: int, like: Any) -> Any:
-        """Gradients of slices of a piece, as one of all of it: zeros where no query sees it."""
+    def _of_heads(self, parts: list[Any], dtype: Any) -> Any:
+        """Gradients of the heads of all groups, which are freed."""
+        parts[:] = [self.platform.to_dtype(x, dtype) for x in parts]
+        x = self._cat(parts, -3)
+        parts.clear()
+        return x
+
+    def _of_queries(self, call: JoinedCall, d_q: dict[int, Any], q: Any, lse: Any) -> Any:
+        """The gradients of all blocks of queries, which are freed."""
+        if not d_q:
+            return self.platform.zeros(q.shape, lse)
+        return self._cat([d_q.pop(start) for start, _ in call.blocks], -2)
+
+    def _piece_gradients(
+        self, call: JoinedCall, sizes: _Sizes, ours: list[Any], d_q: dict[int, Any], source: int, k: Any, v: Any
+    ) -> list[Any]:
+        """Gradients of a piece of keys and values; those of queries are added to ``d_q``, by where their block begins.
+
+        Args:
+            call: see there.
+            sizes: see there.
+            ours: cotangent, queries, output and logarithms of some heads.
+            d_q: see there.
+            source: number of the piece.
+            k: keys of these heads.
+            v: values.
+        """
+        g, q, y, lse = ours
+        of_keys: list[tuple[int, int, Any]] = []
+        of_values: list[tuple[int, int, Any]] = []
+        for pair in () if sizes.empty else call.pairs[source]:
+            at = pair.query, pair.queries
+            queries, keys, values = self._operands(pair, q, k, v)
+            g_slice, y_slice, lse_slice = (self._slice(x, *at) for x in (g, y, lse))
+            of_q, of_k, of_v = self.platform.attention_part_gradients(
+                g_slice, queries, keys, values, y_slice, lse_slice, pair.causal, call.scale
+            )
+            for start, x in self._in_blocks(call, pair, of_q):
+                if start in d_q:
+                    d_q[start] += x
+                else:
+                    d_q[start] = x
+            of_keys.append((pair.key, pair.keys, of_k))
+            of_values.append((pair.key, pair.keys, of_v))
+            del of_q, of_k, of_v
+        return [self._whole(of_keys, k), self._whole(of_values, v)]
+
+    def _whole(self, found: list[tuple[int, int, Any]], piece: Any) -> Any:
+        """Gradients of slices of a piece, as one of all of it: zeros where no query sees it.
+
+        Args:
+            found: where each slice begins, its length, and the gradient. The list is emptied, to free its memory.
+            piece: see there.
+        """
         platform = self.platform
-        *before, length, features = platform.shape_of(piece)
+        *before, length, features = piece.shape
+        if len(found) == 1 and found[0][1] == length:
+            return found.pop()[2]
         wide = platform.zeros((0,), piece)
         wide = platform.to_dtype(wide, platform.dtypes["float32"]) if wide.itemsize < 4 else wide
-        slices = [
-            (start, entry[0], entry[which].reshape((*before, entry[0], features)))
-            for start, several in found.items()
-            for entry in several
-        ]
+        slices = found[:]
+        found.clear()
         edges = sorted({0, length, *(start for start, _, _ in slices), *(start + n for start, n, _ in slices)})
         parts = []
         for start, end in pairwise(edges):
@@ -239,84 +302,20 @@ class JoinedAttention:
         return parts[0] if len(parts) == 1 else platform.cat(parts, len(before))
 
 
+def _shaped(x: Any, shape: Sequence[int]) -> Any:
+    """The tensor in another shape; itself where it has as many dimensions."""
+    return x if x.ndim == len(shape) else x.reshape(tuple(shape))
+
+
+def _flat(x: Any) -> Any:
+    """The tensor with four dimensions."""
+    return x if x.ndim == 4 else x.reshape((math.prod(x.shape[:-3]), *x.shape[-3:]))
+
+
 def _around(cut: SequenceCut) -> tuple[tuple[int, int], ...]:
     """All positions in order, with those of this rank as a piece."""
     ((start, length),) = cut.own
     return ((0, start), (start, length), (start + length, cut.length - start - length))
-
-
-class _Ring:
-    """Keys and values of all ranks of a mesh dimension, one rank's at a time, from rank to rank."""
-
-    def __init__(self, platform: Platform, cut: SequenceCut, k: Any, v: Any) -> None:
-        self.platform, self.k, self.v = platform, k, v
-        (self.mesh_dim,) = cut.mesh_dims
-        self.mesh = cut.layout.mesh
-        self.size, self.rank = self.mesh.shape[self.mesh_dim], self.mesh.get_local_rank(self.mesh_dim)
-        self.lengths = [sum(n for _, n in own) for own in cut.ranges]
-        shapes = platform.shape_of(k), platform.shape_of(v)
-        self._around = [(tuple(s[:-2]), s[-1]) for s in shapes]
-
-    def pieces(self) -> Iterator[tuple[int, Any, Any]]:
-        """The rank that a piece is of, and its keys and values; the next one is under way meanwhile."""
-        k, v, buffer = self.k, self.v, None
-        for step in range(self.size):
-            last = step == self.size - 1
-            if not last:
-                buffer = self._packed(k, v) if buffer is None else buffer
-                coming = self._send(buffer)
-            source = (self.rank - step) % self.size
-            yield source, k, v
-            if not last:
-                buffer = coming()
-                k, v = self._unpacked(buffer, (source - 1) % self.size)
-
-    def gradients(self, part: Any) -> tuple[Any, Any]:
-        """Gradients of this rank's own keys and values: sums over the ranks of what ``part(source, k, v)`` gives. Those
-        of a piece follow it, and come home from the rank that has it last."""
-        home: Any = None
-        coming: Any = None
-        for source, k, v in self.pieces():
-            found = part(source, k, v)
-            if source == self.rank:
-                home = found
-                continue
-            if coming is not None:
-                found = self._added(found, coming(), source)
-            coming = self._send(self._packed(*found))
-        return self._added(home, coming(), self.rank)
-
-    def _added(self, found: tuple[Any, Any], buffer: Any, source: int) -> tuple[Any, Any]:
-        k, v = self._unpacked(buffer, source)
-        return found[0] + k, found[1] + v
-
-    def _send(self, buffer: Any) -> Any:
-        """Start to send, and give what waits for what comes."""
-        received = self.platform.zeros(tuple(self.platform.shape_of(buffer)), buffer)
-        work = asynchronous.start("shift", received, buffer, self.mesh, self.mesh_dim)
-
-        def wait(sent: Any = buffer) -> Any:  # which has to live until then
-            work.wait()
-            return received
-
-        return wait
-
-    def _packed(self, k: Any, v: Any) -> Any:
-        platform = self.platform
-        flat = platform.join([k, v])
-        (count,) = platform.shape_of(flat)
-        missing = self._count(max(self.lengths)) - count
-        return platform.cat([flat, platform.zeros((missing,), flat)], 0) if missing else flat
-
-    def _unpacked(self, buffer: Any, source: int) -> tuple[Any, Any]:
-        length = self.lengths[source]
-        count = self._count(length)
-        flat = self.platform.narrow(buffer, 0, 0, count)
-        k, v = self.platform.part(flat, [(*before, length, features) for before, features in self._around])
-        return k, v
-
-    def _count(self, length: int) -> int:
-        return sum(math.prod(before) * length * features for before, features in self._around)
 
 
 _JOINED: Table = Table(JoinedAttention)

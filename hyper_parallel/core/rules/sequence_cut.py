@@ -92,6 +92,11 @@ def sequence_order(mesh: Any, ranges: tuple[Ranges, ...]) -> Iterator[None]:
         _ORDERS.reset(token)
 
 
+def orders() -> tuple[tuple[Any, tuple[Ranges, ...]], ...]:
+    """The orders of all `sequence_order` around, the outermost first."""
+    return _ORDERS.get()
+
+
 def order_on(mesh: Any) -> tuple[Ranges, ...] | None:
     """The positions of the ranks inside of `sequence_order` of the 1-D ``mesh``; None outside."""
     return next((order for of_mesh, order in reversed(_ORDERS.get()) if of_mesh is mesh), None)
@@ -190,7 +195,7 @@ class Pair:
 
 
 def pairs(own: Ranges, held: Ranges, causal: bool) -> list[Pair]:
-    """Slices of queries at positions ``own`` and of keys at positions ``held`` that see each other.
+    """Slices of queries at positions ``own`` and of keys at positions ``held`` that see each other, as few as possible.
 
     Each piece of ``own`` is one of ``held``, or they have no position in common, unless all see all.
 
@@ -198,22 +203,46 @@ def pairs(own: Ranges, held: Ranges, causal: bool) -> list[Pair]:
         >>> pairs(((2, 2),), ((0, 2), (2, 2)), True)
         [Pair(query=0, queries=2, key=0, keys=2, causal=False), Pair(query=0, queries=2, key=2, keys=2, causal=True)]
     """
+    count = sum(n for _, n in own)
     if not causal:
         own, held = (((0, sum(n for _, n in x)),) for x in (own, held))
+    elif count and own == held == tuple(sorted(own)):  # in order, so that places compare as positions do
+        return [Pair(0, count, 0, count, True)]
     found: list[Pair] = []
     query = 0
     for start, queries in own:
-        key, run = 0, None
+        key = 0
         for begin, keys in held:
             if queries and keys and (begin < start or not causal):
-                if run is not None and run.key + run.keys == key:
-                    found.pop()
-                    run = Pair(query, queries, run.key, run.keys + keys, False)
-                else:
-                    run = Pair(query, queries, key, keys, False)
-                found.append(run)
+                _add(found, Pair(query, queries, key, keys, False))
             elif queries and keys and begin == start:
                 found.append(Pair(query, queries, key, keys, True))
             key += keys
         query += queries
-    return found
+    return _merged(found)
+
+
+def _add(found: list[Pair], pair: Pair) -> None:
+    """Add a pair, joined with the last one where that has the same queries and the keys before."""
+    last = found[-1] if found else None
+    if last is not None and not last.causal and last.query == pair.query and last.key + last.keys == pair.key:
+        found[-1] = Pair(pair.query, pair.queries, last.key, last.keys + pair.keys, False)
+    else:
+        found.append(pair)
+
+
+def _merged(found: list[Pair]) -> list[Pair]:
+    """The pairs, with those joined that have the same keys and neighbouring queries."""
+    merged: list[Pair] = []
+    for pair in found:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and not (last.causal or pair.causal)
+            and (last.key, last.keys) == (pair.key, pair.keys)
+            and last.query + last.queries == pair.query
+        ):
+            merged[-1] = Pair(last.query, last.queries + pair.queries, pair.key, pair.keys, False)
+        else:
+            merged.append(pair)
+    return merged

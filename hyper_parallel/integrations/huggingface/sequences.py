@@ -81,6 +81,11 @@ def check_cut(model: Any, mesh: DeviceMesh) -> None:
                 f"{path!r} scales its rotary embeddings by the largest position, which ranks with parts do not know: "
                 f"choose another rope_type than {', '.join(map(repr, _BY_LENGTH))}, or {remedy}"
             )
+        if any(name.endswith("sinks") for name in mesh.platform.own_parameters(module)):
+            raise ValueError(
+                f"{path!r} has sinks, one more score of each query, and parts of a sequence are joined without "
+                f"them: {remedy}"
+            )
         if type(module).__name__ in _MIXING:
             raise ValueError(
                 f"{path!r} is a {type(module).__name__}, which mixes positions and is no attention: {remedy}"
@@ -104,7 +109,7 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
     before = [(config, config._attn_implementation_internal) for config in configs.values()]
     for config, _ in before:
         config._attn_implementation_internal = NAME
-    compared: list[bool] = []
+    compared: set[Any] = set()  # shapes of masks; None for none
 
     def check_labels(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         given = _by_name(module, args, kwargs)
@@ -112,6 +117,12 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
             raise ValueError(
                 f"{type(module).__name__} would shift labels inside of this rank's part, and take its mean: leave "
                 "labels out, and give logits and the labels of shard_sequence to token_mean"
+            )
+        routed = given.get("output_router_logits")
+        if getattr(module.config, "output_router_logits", False) if routed is None else routed:
+            raise ValueError(
+                f"{type(module).__name__} would balance its experts over the tokens of this rank's part: leave "
+                "output_router_logits out, or set it to False in the model's config"
             )
         return (), given
 
@@ -151,7 +162,7 @@ def _by_name(module: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def _checked(given: dict[str, Any], mesh: DeviceMesh, name: str, compared: list[bool]) -> dict[str, Any]:
+def _checked(given: dict[str, Any], mesh: DeviceMesh, name: str, compared: set[Any]) -> dict[str, Any]:
     """The arguments of a call, without a mask that hides nothing.
 
     Raises:
@@ -159,20 +170,29 @@ def _checked(given: dict[str, Any], mesh: DeviceMesh, name: str, compared: list[
     """
     platform = mesh.platform
     positions, mask = given.get("position_ids"), given.get("attention_mask")
-    hides, same = False, False
-    if positions is not None and (not compared or CHECKS) and not platform.sends_nothing:
-        rows = numbers_of_ranks([zlib.crc32(platform.bytes_of(positions))], mesh, f"a call of {name}")
-        same = mesh.size() > 1 and len(set(rows.ravel().tolist())) == 1
-        compared.append(True)
+    kind = None if mask is None else tuple(getattr(mask, "shape", ()))
+    same, whole = False, True
+    if positions is not None and (kind not in compared or CHECKS) and not platform.sends_nothing:
+        mine = [zlib.crc32(platform.bytes_of(positions)), positions.shape[-1], 2 if kind is None else len(kind)]
+        mine += [0, 0] if mask is None or mine[2] != 2 else [mask.shape[-1], zlib.crc32(platform.bytes_of(mask))]
+        of_positions, parts, dims, lengths, of_masks = numbers_of_ranks(mine, mesh, f"a call of {name}").T
+        same = mesh.size() > 1 and len(set(of_positions.tolist())) == 1
+        whole = set(dims.tolist()) == {2} and len(set(of_masks.tolist())) == 1
+        whole = whole and set(lengths.tolist()) == {0 if mask is None else int(parts.sum())}
     if positions is None or same:
         raise ValueError(
             f"{name} takes parts of sequences on {mesh}, and "
             f"{'was called without position_ids' if positions is None else 'all ranks gave the same position_ids'}: "
             "cut the batch with shard_sequence, which makes them, and give them to the model"
         )
-    if mask is not None:
-        hides = bool(numbers_of_ranks([not bool(mask.all())], mesh, f"a call of {name}").any())
-    if hides:
+    if not whole:
+        raise ValueError(
+            f"the attention_mask of {name} is to be the one of the whole sequence on all ranks, of (samples, length), "
+            f"and here it has the shape {kind}: shard_sequence leaves it whole"
+        )
+    compared.add(kind)
+    # All ranks have compared a mask of this shape, so each has the whole one and comes to the same answer.
+    if mask is not None and platform.has_values(mask) and not bool(mask.all()):
         raise ValueError(
             f"the attention_mask of {name} hides tokens, which is not possible where sequences are cut: pad at the end "
             "and leave the mask out, with labels that are ignored. Under a causal mask no token sees those behind it"

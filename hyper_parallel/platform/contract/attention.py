@@ -37,9 +37,9 @@ class AttentionRole:
             f"{type(self).__name__} has no function of attention that can be told of a sequence that is cut"
         )
 
-    def transposed(self, x: Tensor) -> Tensor:
-        """The tensor ``x`` with its last two dimensions in the other order."""
-        return x.swapaxes(-1, -2)
+    def transposed(self, x: Tensor, dim: int = -2, other: int = -1) -> Tensor:
+        """The tensor ``x`` with two dimensions in the other order. Differentiable."""
+        return x.swapaxes(dim, other)
 
     def attention_part(self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """Attention of ``q`` to these keys alone, and the logarithm of the sum of the exponentials of the scores.
@@ -61,6 +61,14 @@ class AttentionRole:
         total = self.sum_along(scores, -1)
         out, lse = (scores @ v) / total, largest + self.log(total)
         return out.reshape((*shape[:3], self.shape_of(v)[-1])), lse.reshape((*shape[:3], 1))
+
+    def joined_attention(self: Any, out: Tensor, lse: Tensor, other: Tensor, of_other: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention to the keys of both parts, from outputs and logarithms as `attention_part` gives them. All four may
+        be overwritten."""
+        both = self.cat([lse, of_other], -1)
+        largest = self.amax(both, -1)
+        total = self.log(self.sum_along(self.shifted_exp(both, largest), -1)) + largest
+        return out * self.shifted_exp(lse, total) + other * self.shifted_exp(of_other, total), total
 
     def attention_part_gradients(
         self: Any,
@@ -86,7 +94,7 @@ class AttentionRole:
             scale: factor of the scores.
 
         Returns:
-            Cotangents of the shapes of ``q``, ``k`` and ``v``, in float32 or wider.
+            New tensors: cotangents of the shapes of ``q``, ``k`` and ``v``, in float32 or wider.
         """
         shape = self.shape_of(q)
         g, out = _grouped(self, _wide(self, g), k), _grouped(self, _wide(self, out), k)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,19 +16,22 @@ from torch.utils.checkpoint import CheckpointFunction
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.torch.basics.private import graph_task
 from hyper_parallel.platform.torch.basics.tensor import is_dtensor
+from hyper_parallel.platform.torch.compiled.flex import MIXES
 from hyper_parallel.platform.torch.handlers.bodies import body_of
 from hyper_parallel.platform.torch.handlers.mixing import MIXING
 
 __all__ = ["AttentionVerbs"]
 
 #: Functions in which attention is called, also where backward computes it again: a mode is off inside of them.
-_BODIES: dict[Any, Callable] = {
-    function: body_of(function)
-    for function in (
-        *(F.multi_head_attention_forward, torch.Tensor.backward),
-        *(torch.autograd.backward, torch.autograd.grad),
-    )
-}
+_OUTER = frozenset(
+    (F.multi_head_attention_forward, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+)
+
+
+@lru_cache(maxsize=16)
+def _body(function: Callable, engine: Any) -> Callable:
+    """The body of one of `_OUTER`. ``engine`` is torch's engine as the function calls it, which patches replace."""
+    return body_of(function)
 
 
 class _Calls(TorchFunctionMode):
@@ -36,17 +40,20 @@ class _Calls(TorchFunctionMode):
     def __init__(self, run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]) -> None:
         super().__init__()
         self._run, self._mixes = run, mixes
+        self._tokens: list[Any] = []
         self._depth, self._kept, self._again, self._checkpointed = 0, 0, 0, False
 
     def __enter__(self) -> Any:
         if not self._depth:
             self._checkpointed = _is_checkpointed()
         self._depth += 1
+        self._tokens.append(MIXES.set(self._mixes))
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         self._depth -= 1
+        MIXES.reset(self._tokens.pop())
         if not self._depth and kind is None and self._kept and not self._again:
             raise ValueError(
                 "context_parallel ends before backward, which computes attention under torch.utils.checkpoint("
@@ -58,11 +65,11 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(func, *args, **kwargs)
-        if func in _BODIES:
+        if func in _OUTER:
             if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
                 self._mixes("multi_head_attention_forward with need_weights", args[0].shape[:-1])
             with self:
-                return _BODIES[func](*args, **kwargs)
+                return _body(func, func.__globals__.get("_engine_run_backward"))(*args, **kwargs)
         if func in MIXING and not is_dtensor(args[0] if args else kwargs["input"]):
             name, lengths_of = MIXING[func]
             self._mixes(name, lengths_of(*args, **kwargs))
@@ -81,7 +88,8 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         def call(q: Any, k: Any, v: Any, mask: Any) -> Any:
             made = mask is not None and attn_mask is None
-            return func(q, k, v, mask, dropout_p, is_causal and not made, **more)
+            causal = is_causal and not made
+            return func(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, **more)
 
         if graph_task() != -1:
             self._again += 1
@@ -114,27 +122,58 @@ class AttentionVerbs(Platform):
         return calls
 
     def attention_part(self, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
-        """See `Platform.attention_part`: by torch's flash attention where the CPU has it, without the scores."""
-        if not _has_kernel(q, v):
+        """See `Platform.attention_part`: by torch's flash attention, without the scores, where it takes these."""
+        if _on_cpu(q, v):
+            out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        elif _on_gpu(q, v):
+            out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        else:
             return super().attention_part(q, k, v, causal, scale)
-        out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out.to(lse.dtype), lse.unsqueeze(-1)
+
+    def joined_attention(self, out: Any, lse: Any, other: Any, of_other: Any) -> tuple[Any, Any]:
+        """See `Platform.joined_attention`."""
+        total = torch.logaddexp(lse, of_other)
+        return out.lerp_(other, of_other.sub_(total).exp_()), total
 
     def attention_part_gradients(
         self, g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float
     ) -> tuple[Any, Any, Any]:
-        """See `Platform.attention_part_gradients`; by the same kernel."""
-        if not _has_kernel(q, v):
+        """See `Platform.attention_part_gradients`; by the same kernels."""
+        if _on_cpu(q, v):
+            found = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+                g, q, k, v, out, lse.squeeze(-1), 0.0, causal, scale=scale
+            )
+        elif _on_gpu(q, v):
+            # Nothing is dropped, so the state of the generator is not read.
+            nothing = q.new_empty(0, dtype=torch.int64)
+            lengths = None, None, q.shape[2], k.shape[2]
+            found = _ATEN._scaled_dot_product_flash_attention_backward(
+                g, q, k, v, out, lse.squeeze(-1), *lengths, 0.0, causal, nothing, nothing, scale=scale
+            )
+        else:
             return super().attention_part_gradients(g, q, k, v, out, lse, causal, scale)
-        of_q, of_k, of_v = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, out, lse.squeeze(-1), 0.0, causal, scale=scale
-        )
-        return of_q.to(lse.dtype), of_k.to(lse.dtype), of_v.to(lse.dtype)
+        of_q, of_k, of_v = (x.to(lse.dtype) for x in found)
+        return of_q, of_k, of_v
 
 
 _ATEN: Any = torch.ops.aten
 
 
-def _has_kernel(q: Any, v: Any) -> bool:
+def _on_cpu(q: Any, v: Any) -> bool:
     """Whether the flash attention of torch's CPU takes these."""
     return q.device.type == "cpu" and q.is_floating_point() and q.shape[-1] == v.shape[-1]
+
+
+def _on_gpu(q: Any, v: Any) -> bool:
+    """Whether torch's flash attention for NVIDIA GPUs takes these."""
+    return (
+        q.device.type == "cuda"
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] % 8 == 0
+        and 0 < q.shape[-1] <= 256
+        and torch.version.hip is None
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )

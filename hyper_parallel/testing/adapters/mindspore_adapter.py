@@ -746,6 +746,7 @@ TRAINING_LIMITS: dict[str, Any] = {
     "least": 1,
 }
 TRAINING_SHARE = 60
+CHECKPOINTS = ()
 #: Way to write a whole value in a forward -> function of a parameter and the value.
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "assign": ops.assign,

@@ -592,6 +592,11 @@ FUZZ_SHARE = 400
 FUZZ_LIMITS: dict[str, Any] = {}
 TRAINING_LIMITS: dict[str, Any] = {}
 TRAINING_SHARE = 200
+CHECKPOINTS = ("", "reentrant", "other")
+
+
+def checkpointed(module: Any, x: Any, reentrant: bool) -> Any:
+    return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant)
 
 
 def unruled_in_place(x: Any) -> Any:

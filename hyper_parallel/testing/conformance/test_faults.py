@@ -36,7 +36,7 @@ def calls(mesh: Any) -> dict[str, Callable[[], Any]]:
         "all_reduce": lambda: collectives.all_reduce(x, mesh, 0),
         "all_gather": lambda: collectives.bind_all_gather(mesh, 0, 0, (2, 2))(x),
         "reduce_scatter": lambda: collectives.bind_reduce_scatter(mesh, 0, 0, (1, 1))(x),
-        "all_to_all": lambda: collectives.all_to_all(x, mesh, 0, 0, 1, (2, 2), (1, 1)),
+        "all_to_all": lambda: collectives.bind_all_to_all(mesh, 0, 0, 1, (2, 2), (1, 1))(x),
         "shift": lambda: collectives.shift(x, mesh, 0),
         "broadcast": lambda: collectives.broadcast(x, mesh, 0, 0),
         "scatter": lambda: collectives.scatter(x, mesh, 0, 0, (1, 1), 0),

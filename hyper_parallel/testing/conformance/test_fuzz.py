@@ -36,6 +36,11 @@ def test_random_trainers(pool: Any) -> None:
     check(run_seeds(pool, range(FIRST, FIRST + share), family="training"), 0.9)
 
 
+def test_random_programs_with_cut_sequences(pool: Any) -> None:
+    share = get_adapter().TRAINING_SHARE // (1 if everything() else 10)
+    check(run_seeds(pool, range(FIRST, FIRST + share), family="sequences"), 0.75)
+
+
 def check(outcomes: list[Outcome], compared: float) -> None:
     bad = [outcome for outcome in outcomes if outcome.kind in BAD]
     assert not bad, "\n".join(f"seed {o.seed} {o.kind}: {o.detail}" for o in bad)

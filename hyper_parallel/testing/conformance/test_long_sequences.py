@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from hyper_parallel import CommDebugMode, DTensor, Replicate, Shard
 from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.rules import joined_attention
 from hyper_parallel.core.rules.sequence_cut import attention_method
 from hyper_parallel.experimental import context_parallel, context_parallel_unshard, set_rotate_method
 from hyper_parallel.platform.contract.attention import AttentionRole
@@ -129,6 +131,22 @@ def test_each_way(pool: Any, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_longer_sequences(pool: Any, world_size: int) -> None:
     pool.run(world_size, ways, MORE, ("float64",))
+
+
+@spmd.on_mesh()
+def in_groups(mesh: Any) -> None:
+    """Heads in several groups, as those of long sequences are."""
+    with patch.object(joined_attention, "_LEAST_BYTES", 1):
+        for shape, groups in (((12, 12, 8, 8, True, None), 6), ((4, 2, 3, 3, True, None), 2)):  # no others have these
+            for method in ("gather", "ring"):
+                counts = check(mesh, method, shape, "float64")
+                wanted = COUNTS[method](mesh.size())
+                for found, one in zip(counts.values(), wanted, strict=True):
+                    assert found == {kind: groups * n for kind, n in one.items()}, f"{method} {shape}: {counts}"
+
+
+def test_heads_in_groups(pool: Any) -> None:
+    pool.run(3, in_groups)
 
 
 @spmd.on_mesh(2, 2)

@@ -12,6 +12,7 @@ from hyper_parallel.testing.fuzz.program import Limits, generate
 from hyper_parallel.testing.fuzz.training import programs as training_programs
 from hyper_parallel.testing.fuzz.training import reductions as training_reductions
 from hyper_parallel.testing.fuzz.training import runs as training_runs
+from hyper_parallel.testing.fuzz.training import sequences
 
 __all__ = ["FAMILIES", "Family", "limits", "training_limits"]
 
@@ -64,5 +65,11 @@ FAMILIES = {
         training_runs.on_one_device,
         training_runs.run,
         training_reductions.smaller,
+    ),
+    "sequences": Family(
+        lambda seed: sequences.generate(seed, training_limits().dtypes, get_adapter().CHECKPOINTS),
+        sequences.on_one_device,
+        sequences.run,
+        sequences.smaller,
     ),
 }

@@ -9,6 +9,7 @@ computes them, on local tensors.
 from __future__ import annotations
 
 import sys
+from contextvars import ContextVar
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -20,9 +21,13 @@ from hyper_parallel.platform.torch.compiled.moves import placed_classes
 from hyper_parallel.platform.torch.compiled.placed import Outside
 from hyper_parallel.platform.torch.compiled.tracing import is_tracing
 
-__all__ = ["MODULE", "Flex", "attend", "is_known_code", "serving_dtensors"]
+__all__ = ["MIXES", "MODULE", "Flex", "attend", "is_known_code", "serving_dtensors"]
 
 MODULE = "torch.nn.attention.flex_attention"
+
+
+#: ``mixes(name, lengths)`` of `Platform.attention_calls`, inside of it.
+MIXES: ContextVar[Any] = ContextVar("hyper_parallel_flex_mixes", default=None)
 
 
 class Flex:
@@ -76,6 +81,8 @@ def attend(
     """The call, with all arguments."""
     dtensor = State.tensor_class.__bases__[0]
     if not (isinstance(query, dtensor) or isinstance(key, dtensor) or isinstance(value, dtensor)):
+        if not is_tracing() and (mixes := MIXES.get()) is not None:
+            mixes("flex_attention", (*query.shape[-2:-1], *key.shape[-2:-1]))
         return Flex.original(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
             return_aux=return_aux,

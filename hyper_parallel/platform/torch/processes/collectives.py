@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -236,11 +237,9 @@ class CommunicationVerbs(Platform):
 
     def _start_shift(self, backend: Any, out: Tensor, local: Tensor, size: int) -> Any:
         """An exchange of which only the part for the next rank has elements."""
-        out, local = (self._movable(x).view(-1) for x in (out, local))
-        rank, count = backend.rank(), local.numel()
-        before, after = (rank - 1) % size, (rank + 1) % size
-        sizes = ([count * (i == of) for i in range(size)] for of in (before, after))
-        return backend.alltoall_base(out, local, *sizes)
+        if local.dtype not in self.moved_dtypes or local.ndim != 1:
+            out, local = (self._movable(x).view(-1) for x in (out, local))
+        return backend.alltoall_base(out, local, *_sizes_of_shift(backend.rank(), size, local.numel()))
 
     def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:
         """See `Platform.broadcast`."""
@@ -310,6 +309,14 @@ def _ordered(ranks: Sequence[int]) -> dict[str, Any]:
             "those of a group: make the mesh of ascending ranks"
         )
     return {"sort_ranks": False}
+
+
+@lru_cache(1 << 10)
+def _sizes_of_shift(rank: int, size: int, count: int) -> tuple[list[int], list[int]]:
+    """The elements that come from each rank, and those that go to each."""
+    before, after = [0] * size, [0] * size
+    before[(rank - 1) % size], after[(rank + 1) % size] = count, count
+    return before, after
 
 
 def _sendable(x: Tensor) -> Tensor:

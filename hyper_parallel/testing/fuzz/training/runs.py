@@ -19,7 +19,7 @@ from hyper_parallel.testing.fuzz.training.job import WrongError
 from hyper_parallel.testing.fuzz.training.programs import Program, unit_order
 from hyper_parallel.testing.fuzz.training.trainer import Trainer, clear
 
-__all__ = ["Reference", "on_one_device", "run"]
+__all__ = ["Reference", "on_one_device", "run", "told"]
 
 _TOLERANCE = {"float64": 1e-9, "float32": 2e-4}
 
@@ -47,11 +47,12 @@ def on_one_device(program: Program, shaken: int = 0) -> Reference:
             trainer = Trainer(program, shaken=shaken)
             trainer.run()
         except Exception as error:
-            return Reference(program, problem=_told(error))
+            return Reference(program, problem=told(error))
     return Reference(program, trainer.seen)
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
+    """Return what a report says of an error: class, message and place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error}"[:300] + f" ({frame.name}:{frame.lineno})"
 
@@ -77,7 +78,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
         except Exception as error:
             if isinstance(error, (RankMismatchError, AskedError)) and differs(trainer):
                 return "right", ""
-            return "plain refused" if reference.problem else "refused", _told(error)
+            return "plain refused" if reference.problem else "refused", told(error)
         finally:
             if program.actions[-1][0] == "differ":  # ranks that were in a collective do not know that others asked
                 for mesh in (mesh for mesh in meshes if mesh is not None and mesh[1] is not None):

@@ -1,0 +1,147 @@
+"""Keys and values of other ranks, for attention over a sequence that is cut: all at once, or a rank's at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.communication import asynchronous
+from hyper_parallel.core.communication.redistribute import plan_redistribution
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.placement_types import Replicate
+from hyper_parallel.core.rules.sequence_cut import SequenceCut, sizes_of
+from hyper_parallel.platform.contract import Platform
+
+__all__ = ["KeyGather", "Ring"]
+
+
+@dataclass(frozen=True)
+class KeyGather:
+    """Whole keys and values of shards, and back. Both travel in one message where they have the same heads."""
+
+    platform: Platform
+    steps: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, dim: int) -> KeyGather:
+        """For keys of this layout."""
+        placements = [Replicate() if p.is_shard(dim) else p for p in layout.placements]
+        return cls(layout.mesh.platform, tuple(plan_redistribution(layout, layout.with_placements(placements))))
+
+    def forward(self, k: Any, v: Any) -> tuple[Any, Any]:
+        """Gather whole keys and values from shards, outside autograd."""
+        return self._both([k, v], [step.collective for step in self.steps])
+
+    def backward(self, both: list[Any]) -> tuple[Any, Any]:
+        """This rank's part of the sums over the ranks. Differentiable. The list is emptied, to free its memory."""
+        return self._both(both, [step.for_parts.back for step in reversed(self.steps)])
+
+    def _both(self, both: list[Any], steps: list[Any]) -> tuple[Any, Any]:
+        platform = self.platform
+        (*of_k, features), (*of_v, more) = map(platform.shape_of, both)
+        if not steps or of_k != of_v:
+            k, v = (_taken([x], steps) for x in both)
+            return k, v
+        joined = [platform.cat(both, -1)]
+        both.clear()
+        moved, last = _taken(joined, steps), len(of_k)
+        return platform.narrow(moved, last, 0, features), platform.narrow(moved, last, features, more)
+
+
+def _taken(held: list[Any], steps: list[Any]) -> Any:
+    """The tensor of the list after all steps. What a step has read is freed before the next one."""
+    for step in steps:
+        held.append(step(held.pop()))
+    return held.pop()
+
+
+class _Message:
+    """A buffer on its way to the next rank, and the one that comes from the rank before."""
+
+    def __init__(self, ring: Ring, buffer: Any) -> None:
+        self._received = ring.platform.empty(tuple(ring.platform.shape_of(buffer)), buffer)
+        self._sent = buffer  # has to live until it has arrived
+        self._work = asynchronous.start("shift", self._received, buffer, ring.mesh, ring.mesh_dim)
+
+    def arrived(self) -> Any:
+        """Wait for the buffer that comes. The one that was sent is freed with this object."""
+        self._work.wait()
+        return self._received
+
+
+class Ring:
+    """Keys and values of all ranks of a mesh dimension, one rank's at a time, from rank to rank."""
+
+    def __init__(self, platform: Platform, cut: SequenceCut, k: Any, v: Any) -> None:
+        self.platform, self.k, self.v = platform, k, v
+        (self.mesh_dim,) = cut.mesh_dims
+        self.mesh = cut.layout.mesh
+        self.size, self.rank = self.mesh.shape[self.mesh_dim], self.mesh.get_local_rank(self.mesh_dim)
+        shapes = platform.shape_of(k), platform.shape_of(v)
+        around = [(tuple(s[:-2]), s[-1]) for s in shapes]
+        self._shapes = [[(*before, n, features) for before, features in around] for n in sizes_of(cut.ranges)]
+        self._counts = [sum(map(math.prod, two)) for two in self._shapes]
+        self._most = max(self._counts)
+        self._coming: _Message | None = None
+
+    def start(self) -> None:
+        """Send this rank's own keys and values."""
+        if self._coming is None and self.size > 1:
+            self._coming = _Message(self, self._packed(self.k, self.v))
+
+    def others(self) -> Iterator[tuple[int, Any, Any]]:
+        """The rank that a piece is of, and its keys and values; the next one is under way meanwhile."""
+        self.start()
+        for step in range(1, self.size):
+            assert self._coming is not None
+            buffer, self._coming = self._coming.arrived(), None
+            source = (self.rank - step) % self.size
+            if step < self.size - 1:
+                self._coming = _Message(self, buffer)
+            yield source, *self._unpacked(buffer, source)
+            del buffer
+
+    def pieces(self) -> Iterator[tuple[int, Any, Any]]:
+        """This rank's own keys and values, then `others`."""
+        self.start()
+        yield self.rank, self.k, self.v
+        yield from self.others()
+
+    def gradients(self, part: Callable[[int, Any, Any], list[Any]], then: Callable[[], None] | None) -> list[Any]:
+        """Gradients of this rank's own keys and values: sums over the ranks of what ``part(source, k, v)`` gives.
+
+        Those of a piece follow it, and come home from the rank that has it last. Meanwhile this rank computes its own,
+        and before that ``then()`` is called.
+        """
+        coming: _Message | None = None
+        for piece in self.others():
+            found = part(*piece)
+            del piece
+            buffer = self._packed(*found)
+            found.clear()
+            if coming is not None:
+                buffer += coming.arrived()
+            coming = _Message(self, buffer)
+            del buffer
+        if then is not None:
+            then()
+        home = part(self.rank, self.k, self.v)
+        if coming is not None:
+            for i, x in enumerate(self._unpacked(coming.arrived(), self.rank)):
+                home[i] += x
+        return home
+
+    def _packed(self, k: Any, v: Any) -> Any:
+        """Both as one vector, as long on all ranks."""
+        platform = self.platform
+        flat = platform.join([k, v])
+        (count,) = platform.shape_of(flat)
+        return flat if count == self._most else platform.cat([flat, platform.zeros((self._most - count,), flat)], 0)
+
+    def _unpacked(self, buffer: Any, source: int) -> tuple[Any, Any]:
+        count = self._counts[source]
+        flat = buffer if count == self._most else self.platform.narrow(buffer, 0, 0, count)
+        k, v = self.platform.part(flat, self._shapes[source])
+        return k, v
