@@ -1,5 +1,7 @@
-"""Experts as torchtitan has them: three stacked weights, called with sorted tokens and the number for each expert, in a
-loop or by grouped products. Its plan is applied with the import lines swapped."""
+"""Experts as torchtitan has them: stacked weights, called with sorted tokens and the number for each expert.
+
+Its plan is applied with the import lines swapped.
+"""
 
 from __future__ import annotations
 
