@@ -82,7 +82,7 @@ class MoE(nn.Module):
 
 @spmd.on_mesh()
 def steps(mesh: Any, use_grouped_mm: bool, scale_before: bool, dtype: torch.dtype, how: str) -> None:
-    """Outputs, gradients and steps of a plain batch on each rank, or of parts of one batch whose losses are summed."""
+    """Outputs, gradients and steps of a plain batch on each rank, or of parts of one batch with summed losses."""
     torch.manual_seed(3)
     single = MoE(use_grouped_mm, scale_before).to(mesh.device_type, dtype)
     sharded, ranks = copy.deepcopy(single), mesh.size()
