@@ -1,6 +1,6 @@
 """Saved tensors that `torch.utils.checkpoint` compares with those of the forward that runs again.
 
-A tensor of integers is saved as the object that it is, and becomes a DTensor after that, when its operation returns.
+A tensor of integers is saved as the object that it is. It becomes a DTensor after that, when its operation returns.
 torch notes the shape at once in the first forward, and looks again after the second: local, and then global.
 """
 

@@ -228,26 +228,22 @@ INSIDE = {"gate_up": PackedShard(2, 2), "down": Shard(1)}
 
 
 def _distribute_experts(root: Any, model: Model, setup: Setup, dp: DeviceMesh | None, tp: DeviceMesh | None) -> None:
-    """Give the ranks whole experts, or parts of them. Ranks beside these have the same, and are data parallel."""
+    """Give the ranks whole experts, or parts of these. Ranks of other dimensions have copies."""
     experts = [f"block{i}.experts" for i, kind in enumerate(model.blocks) if kind == "experts"]
-    common: dict[str, Any] = {"input_layout": Replicate()}
-    over, rest = dp, None
+    common: dict[str, Any] = {"input_layout": Replicate(), "tp_dim": "tp"}
+    over, rest, style = dp, None, ExpertParallel()
     if dp is not None and dp.ndim > 1:
         over, rest = dp["shard"], dp["rep"]
     if setup.experts == "tp":
-        over, style, rest = tp, ExpertParallel(**common, tp_dim="tp"), dp
-    elif setup.experts == "both":
-        style, common = ExpertParallel(**common, tp_dim="tp"), {}
-        if dp is not None:
-            over = dp.get_root_mesh()[(*dp.mesh_dim_names, "tp")]._flatten("ep")
+        over, rest, style = tp, None, ExpertParallel(**common)
+    elif setup.experts == "both" and dp is not None:
+        names: Any = (*(dp.mesh_dim_names or ()), "tp")
+        over, style = dp.get_root_mesh()[names]._flatten("ep"), ExpertParallel(**common)
     elif setup.experts == "inside":
-        style = ExpertParallel(**common, tp_dim="tp", inside=INSIDE)
-    else:
-        style = ExpertParallel()
+        style = ExpertParallel(**common, inside=INSIDE)
     parallelize_module(root, over, dict.fromkeys(experts, style))
-    if rest is not None and rest is not dp:
-        for path in experts:
-            fully_shard(module_at(root, path), mesh=rest)
+    for path in experts if rest is not None else ():
+        fully_shard(module_at(root, path), mesh=rest)
 
 
 def _plan(model: Model, setup: Setup) -> dict[str, Any]:
