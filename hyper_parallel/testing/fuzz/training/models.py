@@ -88,18 +88,17 @@ def _forward(self: Any, x: Any) -> Any:
 
 
 def _to_experts(self: Any, x: Any) -> Any:
-    """Each token by the experts that a router chooses; computed again in backward where that is asked for."""
-    platform = get_platform()
-    if self.again and hasattr(platform, "recompute"):
-        return platform.recompute(_mixed, self, x)
-    return _mixed(self, x)
+    """Give the sum for each token of what the experts that a router chooses give."""
+    return get_platform().recompute(_mixed, self, x) if self.again else _mixed(self, x)
 
 
 def _mixed(self: Any, x: Any) -> Any:
     adapter = get_adapter()
     tokens = adapter.reshape(x, (x.shape[0] * x.shape[1], x.shape[2]))
     logits, indices = adapter.topk(self.router(tokens), self.chosen)
-    return adapter.reshape(forwards.routed(adapter, self, tokens, indices, adapter.softmax(logits, -1)), x.shape)
+    # After a softmax over one element, all later gradients of a process are wrong on MindSpore.
+    weights = adapter.softmax(logits, -1) if self.chosen > 1 else adapter.tanh(logits)
+    return adapter.reshape(forwards.routed(adapter, self, tokens, indices, weights), x.shape)
 
 
 def _writer(adapter: Any, model: Model) -> Any:
