@@ -44,7 +44,7 @@ def spread_experts(model: Any, mesh: DeviceMesh, experts: Experts) -> list[Any]:
     """
     names = mesh.mesh_dim_names or ()
     if "ep" not in names or "dp" not in names:
-        raise ValueError(f"experts lie over the dimension 'ep', beside 'dp', and the mesh has {names}")
+        raise ValueError(f"experts need a mesh with the dimensions 'dp' and 'ep', and it has {names}")
     found = expert_modules(model, experts, mesh.platform)
     for key, style in experts.items():
         over = mesh["ep"]

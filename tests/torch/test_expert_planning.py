@@ -113,7 +113,7 @@ def test_search_knows_experts() -> None:
     assert {c.ep for c in found.candidates} == {1, 2, 4}
     with pytest.raises(ValueError, match=r"experts='layer.*' names no module"):
         search(model, 8, {"tp": PLAN}, ids, experts={"layer.*": ExpertParallel()})
-    with pytest.raises(ValueError, match="experts lie over the dimension 'ep', beside 'dp'"):
+    with pytest.raises(ValueError, match="experts need a mesh with the dimensions 'dp' and 'ep'"):
         dry_run(model, {"dp": 8, "tp": 1}, None, ids, experts=EXPERTS)
 
 

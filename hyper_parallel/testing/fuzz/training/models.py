@@ -88,7 +88,7 @@ def _forward(self: Any, x: Any) -> Any:
 
 
 def _to_experts(self: Any, x: Any) -> Any:
-    """Give the sum for each token of what the experts that a router chooses give."""
+    """Sum for each token the outputs of the experts that a router chooses."""
     return get_platform().recompute(_mixed, self, x) if self.again else _mixed(self, x)
 
 
