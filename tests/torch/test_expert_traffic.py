@@ -20,7 +20,7 @@ COUNT, BEST, FEATURES, TOKENS, INTEGER = 8, 2, 4, 16, 8
 
 @on_mesh()
 def counted(mesh: Any) -> list[Any]:
-    """Of each version its traffic in forward, and in backward: counts, and bytes that this rank gives."""
+    """Count messages of each version in forward and in backward, and the bytes that this rank gives."""
     torch.manual_seed(0)
     whole = Mixture(COUNT, BEST, FEATURES, 6).double()
     ours = parallelize_module(copy.deepcopy(whole), mesh, {"experts": ExpertParallel()})
