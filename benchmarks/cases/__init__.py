@@ -20,6 +20,7 @@ NAMES = (
     "plain_code",
     "long_sequences",
     "gloo",
+    "experts",
     "fully_shard",
     "replicate",
     "loading",

@@ -27,6 +27,9 @@ class LlamaConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     tie_word_embeddings: bool = False
+    num_local_experts: int = 0
+    """Experts in place of each feed-forward layer, named as Mixtral's; 0 for none."""
+    num_experts_per_tok: int = 2
 
     def check_divisible(self, processes: int) -> None:
         """Raise ValueError unless everything that is sharded has equal parts."""
@@ -49,6 +52,12 @@ class LlamaConfig:
             shapes[prefix + "self_attn.v_proj.weight"] = (key_size, self.hidden_size)
             shapes[prefix + "self_attn.o_proj.weight"] = (self.hidden_size, query_size)
             shapes[prefix + "post_attention_layernorm.weight"] = (self.hidden_size,)
+            if self.num_local_experts:
+                experts, size = self.num_local_experts, self.intermediate_size
+                shapes[prefix + "mlp.gate.weight"] = (experts, self.hidden_size)
+                shapes[prefix + "mlp.experts.gate_up_proj"] = (experts, self.hidden_size, 2 * size)
+                shapes[prefix + "mlp.experts.down_proj"] = (experts, size, self.hidden_size)
+                continue
             shapes[prefix + "mlp.gate_proj.weight"] = (self.intermediate_size, self.hidden_size)
             shapes[prefix + "mlp.down_proj.weight"] = (self.hidden_size, self.intermediate_size)
             shapes[prefix + "mlp.up_proj.weight"] = (self.intermediate_size, self.hidden_size)

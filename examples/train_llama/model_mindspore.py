@@ -133,6 +133,48 @@ class LlamaMLP(nn.Cell):
         return self.down_proj(mint.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class LlamaExperts(nn.Cell):
+    """SwiGLU of several experts, for tokens sorted by expert and the number for each. It knows no other experts."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        count, hidden, size = config.num_local_experts, config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Parameter(mint.zeros((count, hidden, 2 * size)), name="gate_up_proj")
+        self.down_proj = Parameter(mint.zeros((count, size, hidden)), name="down_proj")
+
+    def construct(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        outputs, start = [], 0
+        for expert, count in enumerate(counts.asnumpy().tolist()):
+            if count:  # without rows there are no kernels
+                rows = mint.narrow(tokens, 0, start, count)
+                gate, up = mint.chunk(mint.matmul(rows, self.gate_up_proj[expert]), 2, dim=-1)
+                outputs.append(mint.matmul(mint.nn.functional.silu(gate) * up, self.down_proj[expert]))
+                start += count
+        return mint.cat(outputs)
+
+
+class LlamaMoE(nn.Cell):
+    """Mixture of experts, as in Mixtral: each token is the weighted sum of the best experts' outputs."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.count, self.best = config.num_local_experts, config.num_experts_per_tok
+        self.gate = mint.nn.Linear(config.hidden_size, config.num_local_experts, bias=False)
+        self.experts = LlamaExperts(config)
+
+    def construct(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        scores = self.gate(tokens)
+        _, experts = ops.topk(ops.stop_gradient(scores), self.best)
+        logits, chosen = mint.gather(scores, -1, experts), experts.asnumpy().ravel()
+        order = np.argsort(chosen, kind="stable")
+        counts = Tensor(np.bincount(chosen, minlength=self.count))
+        outputs = self.experts(tokens[Tensor(order // self.best)], counts)
+        outputs = outputs[Tensor(np.argsort(order))].reshape(-1, self.best, x.shape[-1])
+        weights = mint.nn.functional.softmax(logits, dim=-1).reshape(-1, self.best, 1)
+        return mint.sum(outputs * weights, dim=1).reshape(x.shape)
+
+
 class LlamaDecoderLayer(nn.Cell):
     """Attention and feed-forward, each behind a norm and around a residual."""
 
@@ -142,7 +184,7 @@ class LlamaDecoderLayer(nn.Cell):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = self.attention_type(config, layer_idx)
-        self.mlp = self.mlp_type(config)
+        self.mlp = (LlamaMoE if getattr(config, "num_local_experts", 0) else self.mlp_type)(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 

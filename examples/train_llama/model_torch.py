@@ -67,6 +67,41 @@ class LlamaMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class LlamaExperts(nn.Module):
+    """SwiGLU of several experts, for tokens sorted by expert and the number for each. It knows no other experts."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        count, hidden, size = config.num_local_experts, config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(count, hidden, 2 * size))
+        self.down_proj = nn.Parameter(torch.empty(count, size, hidden))
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        outputs = []
+        for rows, gate_up, down in zip(tokens.split(counts.tolist()), self.gate_up_proj, self.down_proj, strict=True):
+            gate, up = (rows @ gate_up).chunk(2, dim=-1)
+            outputs.append((F.silu(gate) * up) @ down)
+        return torch.cat(outputs)
+
+
+class LlamaMoE(nn.Module):
+    """Mixture of experts, as in Mixtral: each token is the weighted sum of the best experts' outputs."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.count, self.best = config.num_local_experts, config.num_experts_per_tok
+        self.gate = nn.Linear(config.hidden_size, config.num_local_experts, bias=False)
+        self.experts = LlamaExperts(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        logits, experts = self.gate(tokens).topk(self.best)
+        order = experts.flatten().argsort(stable=True)
+        outputs = self.experts(tokens[order // self.best], experts.flatten().bincount(minlength=self.count))
+        outputs = outputs[order.argsort()].unflatten(0, (-1, self.best))
+        return (outputs * logits.softmax(-1).unsqueeze(-1)).sum(1).view_as(x)
+
+
 class LlamaDecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and around a residual."""
 
@@ -75,7 +110,7 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = LlamaAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = LlamaMoE(config) if config.num_local_experts else LlamaMLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)

@@ -6,6 +6,9 @@ and hidden units. Their outputs are summed and split along the sequence again.
 
 Along the mesh dimension "dp" each row of processes has its own part of the batch. It also has its own part of every
 parameter: `fully_shard` gathers a layer when it is needed, and averages its gradients.
+
+With experts, each row along "dp" has some of them in whole, and sends them the tokens of all rows. `fully_shard` leaves
+these alone: their gradients have come from all rows.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 from hyper_parallel import (
     ColwiseParallel,
     DeviceMesh,
+    ExpertParallel,
     ParallelStyle,
     PrepareModuleInput,
     Replicate,
@@ -28,7 +32,16 @@ from hyper_parallel import (
 
 def spread(model: Any, mesh: DeviceMesh) -> None:
     """Spread a `LlamaForCausalLM` over a mesh with the dimensions "dp" and "tp", in place."""
-    parallelize_module(model, mesh["tp"], tensor_parallel_plan())
+    has_experts = hasattr(model.model.layers[0].mlp, "experts")
+    plan = tensor_parallel_plan()
+    if has_experts:
+        plan = {path: style for path, style in plan.items() if not path.startswith("model.layers.*.mlp")}
+        plan["model.layers.*.mlp"] = PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+        )
+    parallelize_module(model, mesh["tp"], plan)
+    if has_experts:
+        parallelize_module(model, mesh["dp"], {"model.layers.*.mlp.experts": ExpertParallel()})
     if mesh["dp"].size() > 1:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh["dp"])

@@ -2,6 +2,7 @@
 
     python train.py --tp 2                                            # PyTorch
     python train.py --dp 2 --tp 2                                     # each layer fully sharded over dp besides
+    python train.py --dp 2 --tp 1 --experts 4                         # two experts of each layer on each process
     HYPER_PARALLEL_PLATFORM=mindspore python train.py --dp 2 --tp 2   # MindSpore
     python train.py --until 50 --save run                             # stop there, with a checkpoint
     HYPER_PARALLEL_PLATFORM=mindspore python train.py --tp 4 --resume run    # go on with it, on MindSpore
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from config import VOCAB_SIZE, RunConfig
+from config import VOCAB_SIZE, LlamaConfig, RunConfig
 from data import Corpus, load_corpus, training_batch, unigram_entropy, validation_windows
 from hyper_parallel import DeviceMesh, get_platform, init_device_mesh
 from hyper_parallel.checkpoint import latest, load, save
@@ -260,6 +261,7 @@ def work(run: RunConfig, arguments: argparse.Namespace) -> int:
     mesh = init_device_mesh(mesh_shape=(dp, tp), mesh_dim_names=("dp", "tp"))
     first = platform.rank() == 0
     name = f"tp{tp}" if dp == 1 else f"dp{dp}-tp{tp}"
+    name += f"-experts{arguments.experts}" if arguments.experts else ""
 
     framework = "mindspore" if platform.name.startswith("mindspore") else "torch"
     make_trainer = importlib.import_module(f"backend_{framework}").Trainer
@@ -294,6 +296,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small Llama with tensor and data parallelism.")
     parser.add_argument("--tp", type=int, default=2, help="tensor parallel processes")
     parser.add_argument("--dp", type=int, default=1, help="data parallel rows of them")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer, spread over the rows; needs --tp 1")
     parser.add_argument("--steps", type=int, default=RunConfig.steps, help="of the whole run")
     parser.add_argument("--until", type=int, help="stop after so many of them")
     parser.add_argument("--save", type=Path, metavar="DIR", help="leave a checkpoint there at the end")
@@ -301,7 +304,9 @@ def main() -> int:
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with the newest checkpoint there")
     parser.add_argument("--out", type=Path, help="JSON file for the losses (default: in runs/)")
     arguments = parser.parse_args()
-    run = RunConfig(steps=arguments.steps)
+    run = RunConfig(LlamaConfig(num_local_experts=arguments.experts), steps=arguments.steps)
+    if arguments.experts and (arguments.tp > 1 or arguments.experts < run.model.num_experts_per_tok):
+        parser.error(f"--experts needs --tp 1, and {run.model.num_experts_per_tok} of them or more")
     try:
         run.model.check_divisible(arguments.tp)
         run.check_batch(arguments.dp)

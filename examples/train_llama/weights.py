@@ -21,7 +21,7 @@ def initial_weights(config: LlamaConfig, seed: int) -> dict[str, np.ndarray]:
             weights[name] = np.ones(shape, np.float32)
             continue
         scale = 0.5 if name == "model.embed_tokens.weight" else shape[1] ** -0.5
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
             scale /= (2 * config.num_hidden_layers) ** 0.5
         weights[name] = (scale * generator.standard_normal(shape)).astype(np.float32)
     return weights

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hyper_parallel.core.data_parallel.fully_shard import fully_shard
 from hyper_parallel.core.data_parallel.options import MixedPrecisionPolicy
 from hyper_parallel.core.data_parallel.replicate import replicate
-from hyper_parallel.core.tensor_parallel.checks.paths import Paths
 from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
+from hyper_parallel.core.tensor_parallel.styles.experts import ExpertParallel
 from hyper_parallel.debug.collective import Collective
 from hyper_parallel.debug.description import describe_on
 from hyper_parallel.debug.text import TERMINAL, format_bytes, format_seconds, format_table
-from hyper_parallel.planning.layers import module_at, repeated_layers
+from hyper_parallel.planning.layers import matching, module_at, repeated_layers
 from hyper_parallel.planning.machines import Machine, machine_of
+from hyper_parallel.planning.sparse import spread_experts
 from hyper_parallel.planning.step import DryStep, MeshLike, data_mesh, mesh_of
 
 __all__ = ["DryRun", "Memory", "Traffic", "dry_run"]
@@ -187,6 +188,7 @@ def dry_run(
     recompute: str | bool = False,
     data_parallel: str | None = "fully_shard",
     mixed_precision: bool = False,
+    experts: Mapping[str, ExpertParallel] | None = None,
     loss: Callable[[Any], Any] | None = None,
     rank: int = 0,
     **kwargs: Any,
@@ -207,6 +209,9 @@ def dry_run(
             `fully_shard` of the repeated layers and of the model, or `replicate`. None, and a plan that is a function,
             do nothing.
         mixed_precision: `fully_shard` with bfloat16 parameters in forward and backward, and float32 reductions.
+        experts: path of modules of experts, with ``*`` for a segment -> its style, applied over the mesh dimension
+            ``"ep"``, and ``"tp"`` too where the style has that as ``tp_dim`` and cuts no expert ``inside``. Data
+            parallelism then has ``"dp"`` for the experts, and both dimensions for all other parameters.
 
     Raises:
         ValueError: for a machine that is not known, and all that the plan's functions refuse.
@@ -230,6 +235,7 @@ def dry_run(
     def change(model: Any, device_mesh: Any) -> None:
         platform = device_mesh.platform
         _, layers = repeated_layers(model, platform)
+        apart = spread_experts(model, device_mesh, experts) if experts else []
         if recompute:
             for path in _matching(recompute, layers, model, platform):
                 _recompute(module_at(model, path, platform), platform)
@@ -237,15 +243,22 @@ def dry_run(
         if data_parallel is None or "dp" not in names:
             return
         over = data_mesh(device_mesh)
+        units_apart = device_mesh["dp"].size() > 1 or mixed_precision
+        if experts:
+            over = device_mesh["dp", "ep"]._flatten("dp_ep") if units_apart else device_mesh["ep"]
         if over.size() == 1 and not mixed_precision:
             return
         if data_parallel == "replicate":
+            for module in apart if units_apart else ():
+                replicate(module, device_mesh=device_mesh["dp"])
             replicate(model, device_mesh=over)
             return
         dtypes = platform.dtypes
         policy = MixedPrecisionPolicy()
         if mixed_precision:
             policy = MixedPrecisionPolicy(param_dtype=dtypes["bfloat16"], reduce_dtype=dtypes["float32"])
+        for module in apart if units_apart else ():
+            fully_shard(module, mesh=device_mesh["dp"], mp_policy=policy)
         for path in layers:
             fully_shard(module_at(model, path, platform), mesh=over, mp_policy=policy)
         fully_shard(model, mesh=over, mp_policy=policy)
@@ -332,7 +345,7 @@ def _matching(recompute: str | bool, layers: list[str], model: Any, platform: An
     if recompute is True:
         found = layers
     else:
-        found = Paths(path for path, _ in platform.named_modules(model)).matching(str(recompute))
+        found = matching(str(recompute), model, platform)
     if not found:
         raise ValueError(
             f"recompute={recompute!r} names no module: give a path such as 'model.layers.*'"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["cut_to", "module_at", "repeated_layers"]
+from hyper_parallel.core.tensor_parallel.checks.paths import Paths
+
+__all__ = ["cut_to", "matching", "module_at", "repeated_layers"]
 
 
 def repeated_layers(model: Any, platform: Any) -> tuple[str, list[str]]:
@@ -35,6 +37,11 @@ def repeated_layers(model: Any, platform: Any) -> tuple[str, list[str]]:
 def module_at(model: Any, path: str, platform: Any) -> Any:
     """The module at a path."""
     return dict(platform.named_modules(model))[path]
+
+
+def matching(pattern: str, model: Any, platform: Any) -> list[str]:
+    """The paths of modules that a pattern names, with ``*`` for a segment."""
+    return list(Paths(path for path, _ in platform.named_modules(model)).matching(pattern))
 
 
 def cut_to(model: Any, parent: str, count: int, platform: Any) -> Any:

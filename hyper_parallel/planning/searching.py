@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from hyper_parallel.core.trees import map_tensors, tensors_in
@@ -13,6 +14,7 @@ from hyper_parallel.debug.text import TERMINAL, format_bytes, format_seconds, fo
 from hyper_parallel.planning.estimate import DryRun, Memory, dry_run
 from hyper_parallel.planning.layers import cut_to, repeated_layers
 from hyper_parallel.planning.machines import Machine, machine_of
+from hyper_parallel.planning.sparse import Experts, lies_over_tp, sizes_for_experts
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.dry import dry_world
 
@@ -24,11 +26,12 @@ class Candidate:
     """One way to spread the model.
 
     Attributes:
-        dp, tp: sizes of the mesh.
+        dp, tp: ranks of data and of tensor parallelism.
         plan: name of the plan.
         recompute: whether the layers compute their forward again in backward.
         run: its dry run; None where it is not possible.
         error: why not.
+        ep: over how many of the ranks the experts lie; 1 without experts.
     """
 
     dp: int
@@ -37,12 +40,14 @@ class Candidate:
     recompute: bool
     run: DryRun | None = None
     error: str = ""
+    ep: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """The fields for JSON."""
         return {
             "dp": self.dp,
             "tp": self.tp,
+            "ep": self.ep,
             "plan": self.plan,
             "recompute": self.recompute,
             "run": None if self.run is None else self.run.as_dict(),
@@ -88,22 +93,25 @@ class SearchResult:
 
     def __str__(self) -> str:
         rows = []
+        sparse = any(c.ep > 1 for c in self.candidates)
         for c in self.candidates:
+            sizes = (c.dp, c.tp, c.ep) if sparse else (c.dp, c.tp)
             if c.run is None:
-                rows.append((c.dp, c.tp, c.plan, _yes(c.recompute), "-", "-", "-", f"not possible: {c.error}"[:90]))
+                rows.append((*sizes, c.plan, _yes(c.recompute), "-", "-", "-", f"not possible: {c.error}"[:90]))
                 continue
             peak = c.run.memory.peak
             rows.append(
                 (
-                    *(c.dp, c.tp, c.plan, _yes(c.recompute)),
+                    *(*sizes, c.plan, _yes(c.recompute)),
                     "?" if peak is None else format_bytes(peak),
                     format_seconds(c.run.seconds_overlapped),
                     format_seconds(c.run.seconds),
                     "" if _fits(c, self.memory_limit) else "does not fit",
                 )
             )
-        head = ("dp", "tp", "plan", "recompute", "peak", "hidden", "not hidden", "")
-        return format_table(head, rows, right=(0, 1, 4, 5, 6), width=TERMINAL)
+        head = ("dp", "tp", *(("ep",) if sparse else ()), "plan", "recompute", "peak", "hidden", "not hidden", "")
+        right = (0, 1, 2, 5, 6, 7) if sparse else (0, 1, 4, 5, 6)
+        return format_table(head, rows, right=right, width=TERMINAL)
 
     __repr__ = __str__
 
@@ -125,6 +133,8 @@ def search(
     machine: Machine | str = "H100",
     memory: float | None = None,
     tensor_parallel: Sequence[int] | None = None,
+    experts: Experts | None = None,
+    expert_parallel: Sequence[int] | None = None,
     recompute: Sequence[bool] = (False, True),
     **options: Any,
 ) -> SearchResult:
@@ -143,6 +153,10 @@ def search(
         machine: see `dry_run`.
         memory: the limit in bytes; None is the memory of the machine.
         tensor_parallel: sizes of tp to be tried; None is all that divide ``ranks`` and fit into a node.
+        experts: path of modules of experts -> style, as for `dry_run`.
+        expert_parallel: over how many ranks the experts are to lie; None is all numbers that divide the ranks, up to
+            that of the experts. Where the style has ``tp_dim`` and cuts no expert inside, the ranks of tensor
+            parallelism count among them.
         recompute: whether to try without and with recomputation.
         options: further arguments of `dry_run`: ``optimizer``, ``data_parallel``, ``mixed_precision``, ``loss``.
 
@@ -169,26 +183,32 @@ def search(
             models = [(n, cut_to(model, parent, n, platform)) for n in (3, 4)]
     found = []
     for tp in sizes:
-        for name, plan in plans.items() if tp > 1 else [("-", None)]:
-            for again in recompute:
-                found.append(Candidate(ranks // tp, tp, name, again))
-                try:
-                    runs = [
-                        dry_run(
-                            cut,
-                            {"dp": ranks // tp, "tp": tp},
-                            plan,
-                            *_share(batch, ranks // tp),
-                            machine=named,
-                            recompute=f"{parent}.*" if again and parent else again,
-                            **options,
-                        )
-                        for _, cut in models
-                    ]
-                except (ValueError, TypeError, RuntimeError) as error:
-                    found[-1].error = str(error).splitlines()[0]
-                else:
-                    found[-1].run = runs[0] if len(runs) == 1 else _continued(runs[0], runs[1], count - 4)
+        ways = sizes_for_experts(models[0][1], experts, expert_parallel, ranks, tp, platform)
+        shared = tp if experts and lies_over_tp(experts) else 1
+        for ep, (name, plan), again in product(ways, plans.items() if tp > 1 else [("-", None)], recompute):
+            found.append(Candidate(ranks // tp, tp, name, again, ep=ep))
+            own = ep // shared  # of each rank of tensor parallelism
+            mesh = {"dp": ranks // tp // own, "ep": own, "tp": tp} if experts else {"dp": ranks // tp, "tp": tp}
+            try:
+                if ranks // tp % own:
+                    raise ValueError(f"experts over {own} ranks of data parallelism, which has {ranks // tp}")
+                runs = [
+                    dry_run(
+                        cut,
+                        mesh,
+                        plan,
+                        *_share(batch, ranks // tp),
+                        machine=named,
+                        recompute=f"{parent}.*" if again and parent else again,
+                        experts=experts,
+                        **options,
+                    )
+                    for _, cut in models
+                ]
+            except (ValueError, TypeError, RuntimeError) as error:
+                found[-1].error = str(error).splitlines()[0]
+            else:
+                found[-1].run = runs[0] if len(runs) == 1 else _continued(runs[0], runs[1], count - 4)
 
     def order(c: Candidate) -> tuple:
         if c.run is None:

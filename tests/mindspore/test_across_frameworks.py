@@ -278,21 +278,25 @@ def test_weights_alone(pool: Any, torch_pool: Any, tmp_path: Path) -> None:
     assert found == [found[0]] * 4 and len(found[0]) == 7
 
 
+def example(out: Path, platform: str, *arguments: str) -> dict[str, Any]:
+    """Run train_llama, which writes its record there, and return that."""
+    environment = {**os.environ, "HYPER_PARALLEL_PLATFORM": platform, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
+    command = [sys.executable, "train.py", "--steps", "100", "--out", str(out), *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT / "examples" / "train_llama", env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
 @pytest.mark.nightly
 def test_example_goes_on_with_the_other_framework(tmp_path: Path) -> None:
     """train_llama: four steps of torch, then four of MindSpore, spread in another way; next to all eight steps on
     torch."""
 
     def train(platform: str, *arguments: str) -> dict[str, Any]:
-        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
-        environment = {**os.environ, "HYPER_PARALLEL_PLATFORM": platform, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
-        command = [sys.executable, "train.py", "--steps", "100", "--out", str(out), *arguments]
-        done = subprocess.run(
-            command, cwd=ROOT / "examples" / "train_llama", env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        result: dict[str, Any] = json.loads(out.read_text())
-        return result
+        return example(tmp_path / f"{len(list(tmp_path.iterdir()))}.json", platform, *arguments)
 
     run = tmp_path / "run"
     whole = train("torch-cpu", "--tp", "2", "--until", "8", "--save", str(run), "--save-every", "4")
@@ -302,3 +306,13 @@ def test_example_goes_on_with_the_other_framework(tmp_path: Path) -> None:
     assert resumed["first_step"] == 4
     for kind in ("sharded_losses", "unsharded_losses"):
         np.testing.assert_allclose(resumed[kind], whole[kind][4:], rtol=1e-5)
+
+
+@pytest.mark.nightly
+def test_example_with_experts(tmp_path: Path) -> None:
+    """Train on either framework; the program compares with a single process."""
+    losses = []
+    for platform in ("torch-cpu", "mindspore"):
+        more = ("--tp", "1", "--dp", "2", "--experts", "4", "--until", "6")
+        losses.append(example(tmp_path / f"{platform}.json", platform, *more)["sharded_losses"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)

@@ -204,6 +204,7 @@ model = RoutedModel()
 for layer in model.layers:
     layer.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6))
 """,
+        6: 'model, mesh = RoutedModel(), init_device_mesh(mesh_shape=(2, 4), mesh_dim_names=("rest", "ep"))',
     },
     "docs/huggingface.md": {
         1: "model = fresh()",

@@ -142,8 +142,41 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+#: Six experts in three groups, of which a token may use two: routes of their own, with a bias that no gradient changes.
+_GROUPED = {
+    "num_key_value_heads": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "n_group": 3,
+    "topk_group": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+
+#: Cases with experts of other kinds.
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek 3": ("DeepseekV3", {**_GROUPED, **_LATENT}),
+    "glm 4 moe": ("Glm4Moe", {**_GROUPED, "head_dim": 8, "use_qk_norm": True, "attention_bias": True}),
+    "gpt oss": ("GptOss", {**_MOE, "head_dim": 8, "sliding_window": 4, "attn_implementation": "eager"}),
+    "llama 4": (
+        "Llama4",
+        {**_MOE, "intermediate_size_mlp": 40, "head_dim": 8, "interleave_moe_layer_step": 1, "no_rope_layers": [1, 0]},
+    ),
+}
+
 #: Classes that are not called after their architecture and ``ForCausalLM``.
 _CLASSES = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM", "T5": "T5ForConditionalGeneration"}
+#: Those with a configuration for text alone.
+_TEXT = ("Gemma3", "Llama4")
 _T5_SIZES = {"vocab_size": 48, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
 
 
@@ -151,10 +184,11 @@ def build(case: str, **changes: Any) -> Any:
     """The model of a case, the same on every rank."""
     import transformers  # takes seconds: by the workers that need it, not by pytest
 
-    architecture, differs = (CASES | FURTHER)[case]
+    architecture, differs = (CASES | FURTHER | SPARSE)[case]
     sizes = {**{"GPT2": _GPT2, "T5": _T5_SIZES}.get(architecture, _SIZES), **differs, **changes}
-    if architecture.startswith("Gemma3"):
-        config, cls = transformers.Gemma3TextConfig(**sizes), transformers.Gemma3ForCausalLM
+    if architecture in _TEXT:
+        config = getattr(transformers, f"{architecture}TextConfig")(**sizes)
+        cls = getattr(transformers, f"{architecture}ForCausalLM")
     else:
         config = getattr(transformers, f"{architecture}Config")(**sizes)
         cls = getattr(transformers, _CLASSES.get(architecture, f"{architecture}ForCausalLM"))
@@ -164,6 +198,9 @@ def build(case: str, **changes: Any) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     return model.eval().to(device())
 
 

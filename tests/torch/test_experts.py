@@ -20,6 +20,8 @@ from hyper_parallel import (
     DeviceMesh,
     ExpertParallel,
     MixedPrecisionPolicy,
+    Shard,
+    distribute_tensor,
     fully_shard,
     parallelize_module,
 )
@@ -41,6 +43,7 @@ from hyper_parallel.testing.conformance.test_expert_training import (
 )
 from hyper_parallel.testing.extent import in_gate
 from tests.torch.huggingface_jobs import precise, trained_alike, units_of
+from tests.torch.huggingface_models import SPARSE
 
 
 class Recomputed(torch_adapter.SparseModel):
@@ -155,20 +158,24 @@ def test_a_list_of_experts(pool: Any) -> None:
     pool.run(2, stacked_list)
 
 
-#: Dimensions over which the experts lie.
-OVER = {"both": ("dp", "tp"), "cut inside": ("dp",)}
+#: Mesh ("dp", "tp"), and dimensions over which the experts lie.
+OVER = {"both": ((2, 2), ("dp", "tp")), "cut inside": ((2, 2), ("dp",)), "dp alone": ((2, 1), ("dp",))}
 
 
-@spmd.on_mesh(2, 2, names=("dp", "tp"))
-def of_transformers(mesh: Any, case: str, over: str) -> None:
+def of_transformers(case: str, over: str) -> None:
     """Losses, gradients, clipping and steps, of data-parallel ranks with samples of their own."""
+    shape, dims = OVER[over]
+    mesh = spmd.device_mesh(*shape, names=("dp", "tp"))
+    if mesh is None:
+        return
     single = precise(case)
-    single.set_experts_implementation("eager")  # the grouped kernels have no double precision
-    both = mesh["dp", "tp"]._flatten("ep")
-    ep = both if len(OVER[over]) > 1 else mesh["dp"]
+    if case != "llama 4":
+        single.set_experts_implementation("eager")  # the grouped kernels have no double precision
+    ep = mesh["dp", "tp"]._flatten("ep") if len(dims) > 1 else mesh["dp"]
     model = parallelize_model(copy.deepcopy(single), mesh["tp"], expert_parallel=ep)
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
-    assert experts and all(p.device_mesh.ndim == (1 if over == "both" else 2) for p in experts)
+    cut = over == "cut inside" and case != "gpt oss"  # whose plan cuts no expert
+    assert experts and all(p.device_mesh.ndim == (2 if cut else 1) for p in experts)
     units_of(model, fully_shard, mesh["dp"])
     trained_alike(single, model, 2, mesh.get_local_rank("dp"))
     saved, wanted = full_state_dict(model), single.state_dict()
@@ -191,8 +198,19 @@ def refused_meshes(mesh: Any) -> None:
     for tp, over in ((mesh["tp"], mesh), (mesh["tp"], other), (other[1], other[0])):
         with pytest.raises(ValueError, match="is no 1-D slice of the mesh"):
             parallelize_model(precise("mixtral"), tp, expert_parallel=over)
+    with pytest.raises(ValueError, match="has no whole experts"):
+        parallelize_model(precise("mixtral"), mesh["tp"], expert_parallel=mesh["dp"], plan=WITHOUT)
+    with pytest.raises(ValueError, match="no routes that could be masked: give the mesh"):
+        parallelize_model(precise("llama 4"), mesh["tp"], expert_parallel=True)
+    model = parallelize_model(precise("llama 4"), mesh["tp"], expert_parallel=mesh["dp"])
+    experts, like = model.model.layers[0].feed_forward.experts, {"dtype": torch.float64, "device": mesh.device_type}
+    with pytest.raises(ValueError, match=r"is called with a DTensor.*a plain batch of its own"):
+        experts(distribute_tensor(torch.ones(8, 32, **like), mesh["dp"], [Shard(0)]))
+    with pytest.raises(ValueError, match="the arguments are neither"):
+        experts(torch.ones(7, 32, **like))
 
 
+WITHOUT = {"model.layers.*.mlp.experts": None, "model.layers.*.mlp.experts.*": None}
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None or os.environ["HYPER_PARALLEL_PLATFORM"] != "torch-cpu",
     reason="transformers is not installed, or the device has no double precision",
@@ -200,10 +218,17 @@ needs_transformers = pytest.mark.skipif(
 
 
 @needs_transformers
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("case", in_gate(["mixtral", "qwen3 moe", "deepseek 2"], ["mixtral"]))
-def test_models_of_transformers(pool: Any, case: str, over: str) -> None:
-    pool.run(4, of_transformers, case, over)
+@pytest.mark.parametrize(
+    "case_and_over",
+    in_gate(
+        [(case, over) for case in ("mixtral", "qwen3 moe", "deepseek 2", *SPARSE) for over in OVER],
+        [("mixtral", "both"), ("mixtral", "cut inside"), ("llama 4", "dp alone")],
+    ),
+    ids=", ".join,
+)
+def test_models_of_transformers(pool: Any, case_and_over: tuple[str, str]) -> None:
+    case, over = case_and_over
+    pool.run(int(np.prod(OVER[over][0])), of_transformers, case, over)
 
 
 @needs_transformers

@@ -15,7 +15,7 @@ from hyper_parallel.integrations.huggingface.renamed import _one as one_of
 from hyper_parallel.integrations.huggingface.renamed import arrangement
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.spmd import device_mesh
-from tests.torch.huggingface_models import batch, build
+from tests.torch.huggingface_models import SPARSE, batch, build
 from tests.torch.support import close, device
 
 #: Files of the last ones have other names than the model: one tensor for each expert, a head of another name.
@@ -46,7 +46,8 @@ def round_trip(shape: tuple[int, ...], case: str, directory: str, dtype: torch.d
     for p, q in zip(model.parameters(), single.parameters(), strict=True):
         p.data = p.data.to(q.dtype)
     assert all(p.is_meta for p in model.parameters())
-    model = parallelize_model(model, mesh if mesh.ndim == 1 else mesh["tp"])
+    ep = {"expert_parallel": mesh["dp", "tp"]._flatten("ep")} if case in SPARSE else {}
+    model = parallelize_model(model, mesh if mesh.ndim == 1 else mesh["tp"], **ep)
     if mesh.ndim == 2:
         fully_shard(model, mesh=mesh["dp"])
     load_pretrained(model, f"{directory}/kept", mesh=mesh)
@@ -76,6 +77,14 @@ def test_round_trip(pool: Any, tmp_path: Path, number: int, dtype: torch.dtype) 
     shape = [(2,), (4,), (2, 2)][(number + (dtype is torch.bfloat16)) % 3]
     pool.run(1, write, CASES[number], str(tmp_path), dtype)
     pool.run(4, round_trip, shape, CASES[number], str(tmp_path), dtype)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", SPARSE)
+def test_round_trip_with_whole_experts(pool: Any, tmp_path: Path, case: str, dtype: torch.dtype) -> None:
+    pool.run(1, write, case, str(tmp_path), dtype)
+    pool.run(4, round_trip, (2, 2), case, str(tmp_path), dtype)
 
 
 def stored(name: str, *shape: int) -> StoredTensor:

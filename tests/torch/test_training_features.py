@@ -18,6 +18,8 @@ from hyper_parallel import (
     CommDebugMode,
     DTensor,
     RowwiseParallel,
+    Shard,
+    distribute_tensor,
     parallelize_module,
 )
 from hyper_parallel.testing.spmd import on_mesh
@@ -295,3 +297,23 @@ def norms_that_are_not_finite(mesh: Any) -> None:
 )
 def test_jobs(pool: Any, job: Any, world_size: int) -> None:
     pool.run(world_size, job)
+
+
+@on_mesh()
+def integers_saved(mesh: Any, use_reentrant: bool) -> None:
+    """Indices that operations save are plain when they are noted first, and DTensors when they are compared."""
+
+    def best(x: Any) -> Any:
+        values, places = (x * 1.5).topk(2)
+        return values.softmax(-1) * x.gather(1, places)
+
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).to(mesh.device_type)
+    whole, part = x.clone().requires_grad_(), distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    best(whole).square().sum().backward()
+    checkpoint(best, part, use_reentrant=use_reentrant).square().sum().backward()
+    close(part.grad, whole.grad)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_what_saves_integers(pool: Any, use_reentrant: bool) -> None:
+    pool.run(3, integers_saved, use_reentrant)

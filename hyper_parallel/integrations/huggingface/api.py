@@ -124,7 +124,8 @@ def _parallelize(
     experts: dict[str, ParallelStyle] = {}
     if isinstance(expert_parallel, DeviceMesh):
         inside = resolve_styles(named_plan(model, changes, platform), plain, changes, mesh)
-        experts = with_own_tokens(styles, inside, mesh, expert_parallel)
+        top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+        experts = with_own_tokens(styles, inside, mesh, expert_parallel, top_k)
     local_sizes = fit_heads(styles, plain, mesh, gather_heads=gather_heads)
     fit_between(model, styles, plain, mesh)
     fit_head(model, styles, plain, mesh, gather_logits=gather_logits)

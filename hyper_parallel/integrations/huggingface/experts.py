@@ -137,6 +137,15 @@ class WholeExpertsParallel(ExpertsParallel):
         given[weights[0]] = weight * own
         return tuple(given[i] for i in range(len(args))), {key: given[key] for key in kwargs}
 
+    def with_own_tokens(self, top_k: int, **arguments: Any) -> ExpertParallel:
+        """The style for ranks that send each other tokens.
+
+        Args:
+            top_k: number of experts of a token, for styles that cannot see it.
+            **arguments: as of `ExpertParallel`.
+        """
+        return ExpertParallel(**arguments)
+
 
 def _is_index(x: Any, mesh: DeviceMesh) -> bool:
     return mesh.platform.is_tensor(x) and not mesh.platform.is_floating_point(x)
@@ -155,7 +164,11 @@ class IdentityExpertsParallel(ModuleStyle):
 
 
 def with_own_tokens(
-    styles: dict[str, ParallelStyle], inside: Mapping[str, ParallelStyle], mesh: DeviceMesh, over: DeviceMesh
+    styles: dict[str, ParallelStyle],
+    inside: Mapping[str, ParallelStyle],
+    mesh: DeviceMesh,
+    over: DeviceMesh,
+    top_k: int,
 ) -> dict[str, ParallelStyle]:
     """Take the whole experts out of ``styles``, and return the styles by which they get tokens of all ranks.
 
@@ -164,12 +177,18 @@ def with_own_tokens(
         inside: by path, of the plan that cuts each expert.
         mesh: of tensor parallelism.
         over: 1-D mesh of the ranks that share the experts.
+        top_k: number of experts of a token.
 
     Raises:
-        ValueError: for a mesh of more dimensions, or of another root; and where the ranks of tensor parallelism cannot
-            be told by name.
+        ValueError: without whole experts; for a mesh of more dimensions, or of another root; and where the ranks of
+            tensor parallelism cannot be told by name.
     """
-    paths = [path for path, style in styles.items() if isinstance(style, WholeExpertsParallel)]
+    whole = {path: style for path, style in styles.items() if isinstance(style, WholeExpertsParallel)}
+    if not whole:
+        raise ValueError(
+            f"expert_parallel={over} is given, and the plan has no whole experts: name them with plan={{...}}, as "
+            "'ep_dispatch_experts' and their parameters as 'grouped_gemm'"
+        )
     root = over.get_root_mesh()
     name = None if mesh.mesh_dim_names is None else mesh.mesh_dim_names[0]
     if over.ndim != 1 or not over.shares_root(mesh) or name is None or root[name] is not mesh:
@@ -179,15 +198,15 @@ def with_own_tokens(
         )
     arguments: dict[str, Any] = {"input_layout": Replicate(), "tp_dim": name}
     found: dict[str, ParallelStyle] = {}
-    for path in paths:
+    for path, style in whole.items():
         del styles[path]
         cut = inside.get(path)
         if over.spans(mesh):
-            found[path] = ExpertParallel(**arguments)
+            found[path] = style.with_own_tokens(top_k, **arguments)
         elif mesh.size() > 1 and isinstance(cut, ExpertsParallel):
-            found[path] = ExpertParallel(**arguments, inside=cut.placements)
+            found[path] = style.with_own_tokens(top_k, **arguments, inside=cut.placements)
         else:
-            found[path] = ExpertParallel()
+            found[path] = style.with_own_tokens(top_k)
     return found
 
 

@@ -11,7 +11,7 @@ from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
 from hyper_parallel.integrations.huggingface.local import LocalParametersParallel
 
-__all__ = ["known_architectures", "known_plan", "reads_whole_features"]
+__all__ = ["known_architectures", "known_expert_plan", "known_plan", "reads_whole_features"]
 
 NamedPlan = dict[str, str | ParallelStyle]
 
@@ -86,6 +86,9 @@ _PLANS: dict[str, tuple[Callable[[Any], NamedPlan], str]] = {
     "t5": (_t5, "lm_head"),
 }
 
+#: Classes of experts that take all tokens, scaled.
+_SCALED = ("Llama4TextExperts",)
+
 #: Modules next to projections of features that are sharded, which read and give whole features.
 _WHOLE = {"opt": re.compile(r"(.*\.)?layers\.\d+\.(self_attn|final)_layer_norm")}
 
@@ -105,6 +108,17 @@ def known_plan(model: Any) -> NamedPlan:
         plan["cls.predictions"] = LocalParametersParallel({"bias": Shard(0)})
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     return {**{prefix + key: style for key, style in make(model.config).items()}, **plan}
+
+
+def known_expert_plan(model: Any) -> NamedPlan:
+    """The plan for whole experts of an architecture that brings none, empty for one that is not known here."""
+    plan: NamedPlan = {}
+    for path, module in model.named_modules():
+        if type(module).__name__ in _SCALED:
+            experts = re.sub(r"\.\d+\.", ".*.", path)
+            plan |= {f"{experts}.{name}": "grouped_gemm" for name, _ in module.named_parameters()}
+            plan[experts] = "ep_scaled_experts"
+    return plan
 
 
 def reads_whole_features(model: Any, path: str) -> bool:

@@ -18,9 +18,10 @@ from hyper_parallel.integrations.huggingface.experts import (
     IdentityExpertsParallel,
     WholeExpertsParallel,
 )
-from hyper_parallel.integrations.huggingface.known import NamedPlan, known_architectures, known_plan
+from hyper_parallel.integrations.huggingface.known import NamedPlan, known_architectures, known_expert_plan, known_plan
 from hyper_parallel.integrations.huggingface.latent import LatentKeyParallel
 from hyper_parallel.integrations.huggingface.local import LocalParametersParallel
+from hyper_parallel.integrations.huggingface.scaled import WholeScaledExperts
 from hyper_parallel.platform import Platform
 
 __all__ = ["named_plan", "resolve_styles", "supported_names"]
@@ -40,6 +41,7 @@ _HOLDERS: dict[str, Callable[[dict[str, Placement]], ParallelStyle]] = {
     "moe_tp_experts": ExpertsParallel,
     "all_reduce": ExpertsParallel,
     "ep_dispatch_experts": WholeExpertsParallel,
+    "ep_scaled_experts": WholeScaledExperts,
     "local_params": LocalParametersParallel,
 }
 #: Style names that no other model has.
@@ -74,7 +76,7 @@ def named_plan(
     if not plan and (plan := known_plan(model)) and model.config.model_type == "gpt2":
         _register_conv1d(platform)
     if expert_parallel:
-        by_expert = dict(getattr(model, "ep_plan", None) or {})
+        by_expert = dict(getattr(model, "ep_plan", None) or known_expert_plan(model))
         if not by_expert:
             raise ValueError(
                 f"{type(model).__name__} brings no plan for expert parallelism: leave out expert_parallel=True, or "

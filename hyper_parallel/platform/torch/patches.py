@@ -18,7 +18,7 @@ from hyper_parallel.platform.torch.basics import transforms, wrappers
 from hyper_parallel.platform.torch.basics.tensor import State, allow_dtensors
 from hyper_parallel.platform.torch.compiled import flex
 from hyper_parallel.platform.torch.compiler import dynamo, guards
-from hyper_parallel.platform.torch.gradients import autograd
+from hyper_parallel.platform.torch.gradients import autograd, recomputed
 from hyper_parallel.platform.torch.handlers import clipping, copying, functions, masked, optimizers
 from hyper_parallel.platform.torch.modules import fully_sharded
 from hyper_parallel.platform.torch.native import checkpoints, native_meshes, whole_states
@@ -118,6 +118,12 @@ PATCHES = PatchSet(
             "clearing gradients takes longer: each is made distributed first",
             optimizers.clear_locally,
             check=takes("self set_to_none"),
+        ),
+        _patch(
+            "torch.utils.checkpoint._default_meta_extractor.__code__",
+            "checkpointing is an error where an operation on DTensors saves integers, as `topk` and `gather` do",
+            recomputed.noting_local_shapes,
+            check=recomputed.is_known_code,
         ),
         _patch(
             "torch.nn.modules.module._global_module_registration_hooks[hyper_parallel]",

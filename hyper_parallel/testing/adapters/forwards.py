@@ -73,10 +73,10 @@ def mixture(adapter: Any, module: Any, ids: Any) -> Any:
     logits = module.router(x)
     indices = adapter.tensor(module.choose(adapter.numpy(adapter.detach(logits))))
     weights = adapter.softmax(adapter.gather(logits, 1, indices), -1)
-    return x + _routed(adapter, module, x, indices, weights)
+    return x + routed(adapter, module, x, indices, weights)
 
 
-def _routed(adapter: Any, module: Any, x: Any, indices: Any, weights: Any) -> Any:
+def routed(adapter: Any, module: Any, x: Any, indices: Any, weights: Any) -> Any:
     """Return the result of ``module.experts``, called in one of two ways, for tokens (T, features)."""
     if module.by_index:
         return module.experts(x, indices, weights)
@@ -96,8 +96,8 @@ def sparse_block(adapter: Any, module: Any, x: Any) -> Any:
     y = module.norm2(x)
     tokens = adapter.reshape(y, (-1, x.shape[-1]))
     logits, indices = adapter.topk(module.router(tokens), module.k)
-    routed = _routed(adapter, module, tokens, indices, adapter.softmax(logits, -1))
-    return x + module.shared(y) + adapter.reshape(routed, x.shape)
+    out = routed(adapter, module, tokens, indices, adapter.softmax(logits, -1))
+    return x + module.shared(y) + adapter.reshape(out, x.shape)
 
 
 def causal_attention(adapter: Any, module: Any, x: Any) -> Any:

@@ -109,4 +109,13 @@ FOUND_TRAINERS: dict[str, Program] = {
         ("freeze", 1),
         ("step", 1, 1, 0.0),
     ),
+    "experts that are computed again, in a unit of a batch": Program(
+        8404166,
+        Model(4, 4, ("experts",), experts=2, chosen=2, again=True),
+        (Setup((2, 2), ("shard", "tp"), ("",), (), (None,), experts="tp"),),
+        "batch",
+        (),
+        "sgd",
+        (("step", 1, 1, 0.0),),
+    ),
 }

@@ -76,6 +76,11 @@ CASES = {
     "dp x tp, sequence shards": Case((2, 2), tp="sequence", by_index=False),
     "tp, tokens in common": Case((1, 2), tp="common"),
     "float32": Case((2, 2), accumulate="keep", optimizer="momentum", dtype=np.float32),
+    "float32, dp = ep": Case((1, 4), dtype=np.float32),
+    "float32, replicated": Case((2, 2), "replicate", by_index=False, dtype=np.float32),
+    "float32, one batch": Case((2, 2), one_batch=True, dtype=np.float32),
+    "float32, sequence shards": Case((2, 2), tp="sequence", dtype=np.float32),
+    "float32, cut inside": Case((2, 2), tp="inside", dtype=np.float32),
 }
 
 

@@ -26,9 +26,13 @@ from hyper_parallel.core.tensor_parallel.program.expert_inputs import (
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, parameter_check, path_of
 from hyper_parallel.core.tensor_parallel.program.same_inputs import compare_input
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, followed, is_entered
+from hyper_parallel.core.weak_table import WeakTable
 from hyper_parallel.platform.contract.modules import APPLIED
 
 __all__ = ["ExpertParallel", "has_its_gradients"]
+
+#: Module -> the mesh over which gradients were summed when its latest forward ran, outside of backward.
+_SUMMED = WeakTable()
 
 
 class ExpertParallel(ModuleStyle):
@@ -207,6 +211,16 @@ class ExpertParallel(ModuleStyle):
                 way = followed(run, module, own_samples=True)
                 return run_in_module(path_of(module), way, module, *args, **kwargs)
             check(module)
+            summed = SUMMED_OVER.get()
+            if not mesh.platform.in_backward():
+                _SUMMED.set(module, summed)
+            elif summed is None and (before := _SUMMED.get(module)) is not None:
+                # Computed again outside of the unit that ran it: its tokens are cut as they were.
+                token = SUMMED_OVER.set(before)
+                try:
+                    return self._run(module, forward, args, kwargs, mesh, tp, count)
+                finally:
+                    SUMMED_OVER.reset(token)
             return self._run(module, forward, args, kwargs, mesh, tp, count)
 
         return run

@@ -9,6 +9,8 @@ import numpy as np
 from hyper_parallel import (
     ColwiseParallel,
     DeviceMesh,
+    ExpertParallel,
+    PackedShard,
     Replicate,
     RowwiseParallel,
     Shard,
@@ -18,7 +20,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.platform import get_platform
 from hyper_parallel.testing import spmd
-from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.adapters import forwards, get_adapter
 from hyper_parallel.testing.fuzz.training.programs import Model, Setup
 
 __all__ = ["buffers", "build", "distribute", "held", "meshes_of", "module_at", "parameters"]
@@ -61,6 +63,14 @@ def _block(adapter: Any, model: Model, kind: str) -> Any:
         return adapter.linear_module(model.features, model.features, model.bias)
     if kind == "mlp":
         return adapter.Mlp(model.features, model.hidden, model.bias)
+    if kind == "experts":
+        block = adapter.Probe()
+        block.router = adapter.linear_module(model.features, model.experts, False)
+        block.experts = adapter.Mixture(1, model.experts, model.features, model.hidden, model.by_index).experts
+        for name, value in (("by_index", model.by_index), ("chosen", model.chosen), ("again", model.again)):
+            object.__setattr__(block, name, value)
+        get_platform().replace_forward(block, lambda _: _to_experts)
+        return block
     return adapter.norm_module(model.features) if kind == "norm" else adapter.RmsNorm(model.features)
 
 
@@ -75,6 +85,20 @@ def _forward(self: Any, x: Any) -> Any:
     if writer is not None:
         x = writer(x)
     return x if tied is None else tied.head(x)
+
+
+def _to_experts(self: Any, x: Any) -> Any:
+    """Sum for each token the outputs of the experts that a router chooses."""
+    return get_platform().recompute(_mixed, self, x) if self.again else _mixed(self, x)
+
+
+def _mixed(self: Any, x: Any) -> Any:
+    adapter = get_adapter()
+    tokens = adapter.reshape(x, (x.shape[0] * x.shape[1], x.shape[2]))
+    logits, indices = adapter.topk(self.router(tokens), self.chosen)
+    # After a softmax over one element, all later gradients of a process are wrong on MindSpore.
+    weights = adapter.softmax(logits, -1) if self.chosen > 1 else adapter.tanh(logits)
+    return adapter.reshape(forwards.routed(adapter, self, tokens, indices, weights), x.shape)
 
 
 def _writer(adapter: Any, model: Model) -> Any:
@@ -181,6 +205,8 @@ def distribute(root: Any, model: Model, setup: Setup, dp: DeviceMesh | None, tp:
         plan = _plan(model, setup)
         if plan:
             parallelize_module(root, tp, plan)
+    if setup.experts:
+        _distribute_experts(root, model, setup, dp, tp)
     if "copy" in setup.names:
         return replicate(root, dp, bucket_cap_mb=1e-6 if setup.small_buckets else 25)
     if "shard" not in setup.names:
@@ -194,6 +220,29 @@ def distribute(root: Any, model: Model, setup: Setup, dp: DeviceMesh | None, tp:
         modules = [module_at(root, path) for path in unit]
         fully_shard(modules if len(unit) > 1 else modules[0], mesh=dp, reshard_after_forward=reshard, **more)
     return fully_shard(root, mesh=dp, reshard_after_forward=setup.reshard[-1], **more)
+
+
+#: Of experts that are cut inside.
+INSIDE = {"gate_up": PackedShard(2, 2), "down": Shard(1)}
+
+
+def _distribute_experts(root: Any, model: Model, setup: Setup, dp: DeviceMesh | None, tp: DeviceMesh | None) -> None:
+    """Give the ranks whole experts, or parts of these. Ranks of other dimensions have copies."""
+    experts = [f"block{i}.experts" for i, kind in enumerate(model.blocks) if kind == "experts"]
+    common: dict[str, Any] = {"input_layout": Replicate(), "tp_dim": "tp"}
+    over, rest, style = dp, None, ExpertParallel()
+    if dp is not None and dp.ndim > 1:
+        over, rest = dp["shard"], dp["rep"]
+    if setup.experts == "tp":
+        over, rest, style = tp, None, ExpertParallel(**common)
+    elif setup.experts == "both" and dp is not None:
+        names: Any = (*(dp.mesh_dim_names or ()), "tp")
+        over, style = dp.get_root_mesh()[names]._flatten("ep"), ExpertParallel(**common)
+    elif setup.experts == "inside":
+        style = ExpertParallel(**common, inside=INSIDE)
+    parallelize_module(root, over, dict.fromkeys(experts, style))
+    for path in experts if rest is not None else ():
+        fully_shard(module_at(root, path), mesh=rest)
 
 
 def _plan(model: Model, setup: Setup) -> dict[str, Any]:

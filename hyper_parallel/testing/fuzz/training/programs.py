@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "EXPERTS",
     "ROWS",
     "WORDS",
     "Action",
@@ -31,13 +32,16 @@ class Model:
 
     Attributes:
         features, hidden: sizes.
-        blocks: kinds of blocks: ``"linear"``, ``"mlp"``, ``"norm"``, ``"rms"``.
+        blocks: kinds of blocks: ``"linear"``, ``"mlp"``, ``"norm"``, ``"rms"``, ``"experts"``.
         bias: of linear layers.
         vocabulary: of the embedding, which is tied to the head; 0 for none.
         writer: the module that writes in forward: ``""``, ``"teacher"``, ``"counter"``, ``"book"``, ``"buffer"``.
         way: how it writes: ``"copy"``, ``"add"``, or one of the adapter's `WRITES`.
         dtype: of parameters and data.
         drops: whether blocks are followed by dropout.
+        experts, chosen: how many a block of experts has, and how many of them a token is sent to.
+        by_index: how experts are called.
+        again: whether blocks of experts are computed again in backward.
     """
 
     features: int
@@ -49,6 +53,10 @@ class Model:
     way: str = "copy"
     dtype: str = "float64"
     drops: bool = False
+    experts: int = 0
+    chosen: int = 1
+    by_index: bool = True
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class Setup:
         two_meshes: whether tensor and data parallelism have meshes of their own, over the same ranks.
         small_buckets: of `replicate`.
         meta: whether the model is made without memory, and gets it when it is distributed.
+        experts: where they lie, a key of `EXPERTS`; empty without experts.
     """
 
     shape: tuple[int, ...]
@@ -75,6 +84,7 @@ class Setup:
     two_meshes: bool = False
     small_buckets: bool = False
     meta: bool = False
+    experts: str = ""
 
     @property
     def data_ranks(self) -> int:
@@ -139,6 +149,7 @@ class TrainingLimits:
         optimizers: names of the adapter's.
         least: how many rows each rank has at least.
         loads: how values may be loaded.
+        again: whether a block may be computed again in backward.
     """
 
     dtypes: tuple[str, ...] = ("float64", "float64", "float64", "float32")
@@ -148,6 +159,7 @@ class TrainingLimits:
     optimizers: tuple[str, ...] = ("sgd", "momentum", "adamw")
     least: int = 0
     loads: tuple[str, ...] = ("write", "whole", "sharded")
+    again: bool = False
 
 
 def generate(seed: int, limits: TrainingLimits) -> Program:
@@ -177,6 +189,7 @@ def generate(seed: int, limits: TrainingLimits) -> Program:
     if not any(word in ("step", "eval", "differ") for word, *_ in actions):
         actions.append(("step", int(rng.integers(1 << 30)), 1, 0.0))
     model, actions = _later(seed, model, actions, data, limits)
+    model, setups = _with_experts(seed, model, setups, actions, data, limits.again)
     return Program(seed, model, setups, data, cuts, optimizer, tuple(actions), limits.least)
 
 
@@ -193,6 +206,58 @@ def _later(
             (a[0], a[1], _draw(rng, tuple(more))) if a[0] == "load" and rng.random() < 0.5 else a for a in actions
         ]
     return replace(model, drops=bool(drops)), actions
+
+
+#: Where experts may lie -> the names of a mesh that it takes.
+EXPERTS: dict[str, tuple[str, ...]] = {
+    "data": ("shard", "copy"),  # over data parallelism: alone, or in whole on each rank of tensor parallelism
+    "both": ("tp",),  # over all ranks of data and tensor parallelism
+    "inside": ("tp",),  # over data parallelism, and each cut over tensor parallelism
+    "tp": ("tp",),  # over tensor parallelism alone
+}
+
+
+def _with_experts(
+    seed: int, model: Model, setups: tuple[Setup, ...], actions: list[Action], data: str, again: bool
+) -> tuple[Model, tuple[Setup, ...]]:
+    """Make a block one of experts, drawn by numbers of their own. Where ranks choose blocks, there are none: all ranks
+    must call them."""
+    rng = np.random.default_rng((seed, 7725))
+    inner = {path.split(".")[0] for setup in setups for unit in setup.units for path in unit if path.count(".")}
+    free = [i for i in range(len(model.blocks)) if f"block{i}" not in inner]
+    if rng.random() > 0.3 or not free or any(word in ("choose", "differ") for word, *_ in actions):
+        return model, setups
+    which = free[int(rng.integers(len(free)))]
+    count = int(rng.integers(1, 6))
+    blocks = (*model.blocks[:which], "experts", *model.blocks[which + 1 :])
+    model = replace(
+        model,
+        blocks=blocks,
+        hidden=max(model.hidden, 2),  # one token for one unit has a wrong gradient on MindSpore
+        experts=count,
+        chosen=int(rng.integers(1, min(count, 3) + 1)),
+        # The order of sorted tokens is a plain tensor, which does not index a distributed one.
+        by_index=bool(rng.random() < 0.5) or data == "batch",
+        again=bool(rng.random() < 0.2) and again and not model.drops,
+    )
+    return model, tuple(_lying(rng, setup, model, which) for setup in setups)
+
+
+def _lying(rng: np.random.Generator, setup: Setup, model: Model, which: int) -> Setup:
+    """Choose where experts lie."""
+    styles = tuple("" if i == which else style for i, style in enumerate(setup.styles))
+    sizes = dict(zip(setup.names, setup.shape, strict=True))
+    data = [name for name in setup.names if name != "tp"]
+    ways = [way for way, names in EXPERTS.items() if any(name in names for name in setup.names)]
+    if not data:
+        ways = ["tp"]
+    tp = sizes.get("tp", 1)
+    if "inside" in ways and -(-model.hidden // tp) * (tp - 1) >= model.hidden:  # each rank must have a part
+        ways.remove("inside")
+    if "rep" in setup.names or int(np.prod(setup.shape)) < 4:
+        # The ranks of "rep" have the same experts. Ranks outside take part in the new group of both dimensions.
+        ways = [way for way in ways if way != "both"]
+    return replace(setup, styles=styles, experts=str(rng.choice(ways)), two_meshes=False)
 
 
 def _draw(rng: np.random.Generator, values: tuple[Any, ...]) -> Any:

@@ -18,7 +18,13 @@ def smaller(program: Program) -> Iterator[Program]:
         if len(actions) > 1:
             yield replace(program, actions=(*actions[:at], *actions[at + 1 :]))
     model = program.model
-    changes: tuple[dict[str, Any], ...] = ({"writer": ""}, {"vocabulary": 0}, {"bias": False}, {"drops": False})
+    changes: tuple[dict[str, Any], ...] = (
+        {"writer": ""},
+        {"vocabulary": 0},
+        {"bias": False},
+        {"drops": False},
+        {"again": False},
+    )
     for change in changes:
         if getattr(model, next(iter(change))) != next(iter(change.values())):
             yield _with_model(program, replace(model, **change))

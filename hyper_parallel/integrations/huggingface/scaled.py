@@ -1,0 +1,109 @@
+"""Experts that take every token for every expert, scaled by the router's score: those of Llama 4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.tensor_parallel.program.expert_calls import evenly, like, values_of
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label
+from hyper_parallel.core.tensor_parallel.styles.experts import ExpertParallel
+from hyper_parallel.integrations.huggingface.experts import WholeExpertsParallel
+from hyper_parallel.platform import Platform
+
+__all__ = ["ScaledExpertParallel", "WholeScaledExperts"]
+
+
+class WholeScaledExperts(WholeExpertsParallel):
+    """Name the experts of a plan that are called with all tokens for each, scaled.
+
+    Raises:
+        ValueError: when applied as it is, without a mesh of the ranks that share the experts.
+    """
+
+    def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
+        raise ValueError(
+            f"{where!r} takes all tokens for each expert, scaled by the router's scores, and no routes that could be "
+            "masked: give the mesh whose ranks share the experts, expert_parallel=mesh['tp'], or shard inside each "
+            "expert (expert_parallel=False)"
+        )
+
+    def with_own_tokens(self, top_k: int, **arguments: Any) -> ExpertParallel:
+        return ScaledExpertParallel(top_k, **arguments)
+
+
+class ScaledExpertParallel(ExpertParallel):
+    """`ExpertParallel` for a module that takes (E * T, d): all T tokens for the first expert, then for the next.
+
+    Each token is scaled by its score, which is zero for an expert that it is not routed to. Such a row of zeros gives
+    zeros. So only the other rows are sent. The module's own forward runs on this rank's experts. They get equal numbers
+    of rows, of which the last ones may be zeros.
+
+    Args:
+        top_k: number of experts of a token, for a dry run, which has no values.
+        **arguments: as there.
+
+    Raises:
+        ValueError: as there; and when called with a DTensor.
+    """
+
+    def __init__(self, top_k: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.top_k = top_k
+
+    def _run(
+        self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict, mesh: DeviceMesh, tp: Any, count: int
+    ) -> Any:
+        platform = mesh.platform
+        given = [*args, *kwargs.values()]
+        if any(isinstance(x, DTensor) for x in given):
+            raise ValueError(
+                f"{module_label(module)} is called with a DTensor, in which ranks have parts of experts' rows: give "
+                "each rank a plain batch of its own"
+            )
+        if len(given) != 1 or len(platform.shape_of(given[0])) != 2 or platform.shape_of(given[0])[0] % count:
+            return super()._run(module, forward, args, kwargs, mesh, tp, count)  # which refuses it on all ranks
+        (x,), experts = given, [count]
+        places, counts = self._routed(x, count, platform)
+        experts = like(counts, platform.host_tensor(np.zeros(1, np.int64)), platform)
+
+        def own_forward(module: Any, rows: Any, numbers: Any) -> Any:
+            return _equally(module, forward, rows, numbers, platform)
+
+        with platform.no_dispatch():
+            sent = x[platform.places(places, x)]
+        y = super()._run(module, own_forward, (sent, experts), {}, mesh, tp, count)
+        with platform.no_dispatch():
+            back = np.full(platform.shape_of(x)[0], len(places), np.int64)
+            back[places] = np.arange(len(places))
+            return _with_zeros(y, platform)[platform.places(back, y)]
+
+    def _routed(self, x: Any, count: int, platform: Platform) -> tuple[np.ndarray, np.ndarray]:
+        """The places of the rows that are not zero, and their numbers for each expert."""
+        rows = platform.shape_of(x)[0]
+        if platform.sends_nothing:
+            counts = evenly(rows // count * self.top_k, count)
+            return np.arange(counts.sum()), counts
+        places = np.flatnonzero(values_of((platform.detach(x) != 0).any(1), platform))
+        return places, np.bincount(places // max(rows // count, 1), minlength=count)
+
+
+def _equally(module: Any, forward: Callable[..., Any], rows: Any, numbers: Any, platform: Platform) -> Any:
+    """Run a forward on as many rows for each expert: zeros follow those of experts with fewer."""
+    total, experts = platform.shape_of(rows)[0], platform.shape_of(numbers)[0]
+    counts = evenly(total, experts) if platform.sends_nothing else values_of(numbers, platform)
+    most = int(counts.max())
+    own = np.repeat(np.arange(experts) * most, counts) + np.concatenate([np.arange(n) for n in counts])
+    places = np.full(experts * most, total, np.int64)
+    places[own] = np.arange(total)
+    y = forward(module, _with_zeros(rows, platform)[platform.places(places, rows)])
+    return y[platform.places(own, rows)]
+
+
+def _with_zeros(x: Any, platform: Platform) -> Any:
+    """``x`` and a row of zeros."""
+    return platform.cat([x, platform.zeros((1, *platform.shape_of(x)[1:]), platform.detach(x))], 0)
