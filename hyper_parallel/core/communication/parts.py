@@ -11,7 +11,7 @@ import numpy as np
 from hyper_parallel.core.communication.errors import RankMismatchError, explain, names_of
 from hyper_parallel.core.communication.rank_check import check_ranks, check_replicated
 from hyper_parallel.core.layouts.layout import Layout, get_layout, normalize_placements
-from hyper_parallel.core.layouts.placement_types import Placement
+from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Shard
 from hyper_parallel.core.observers import CHECKS
 
 if TYPE_CHECKING:
@@ -75,6 +75,20 @@ def check_digests(digests: np.ndarray, facts: Mapping[str, Any], mesh: DeviceMes
             raise RankMismatchError(
                 f"{what}: {names_of(odd)} and rank {ranks[0]} differ in {name}, here {fact}: {remedy}", odd
             )
+
+
+def even_global_shape(
+    local_shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh
+) -> tuple[int, ...]:
+    """Return the shape of the whole tensor where all parts are of one shape. Packed parts know their sizes."""
+    shape = list(local_shape)
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= mesh.shape[mesh_dim]
+    for placement in placements:
+        if isinstance(placement, PackedShard) and isinstance(placement.sizes, tuple):
+            shape[placement.dim] = sum(placement.sizes)
+    return tuple(shape)
 
 
 def misfit_of(layout: Layout, local_shape: Shape) -> str | None:

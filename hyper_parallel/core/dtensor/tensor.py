@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.caches import Cache
-from hyper_parallel.core.communication.parts import check_parts, is_wrong_on_a_rank, misfit_of
+from hyper_parallel.core.communication.parts import check_parts, even_global_shape, is_wrong_on_a_rank, misfit_of
 from hyper_parallel.core.communication.rank_check import check_replicated
 from hyper_parallel.core.communication.redistribute import partial_grad_view, redistribute, redistribute_local
 from hyper_parallel.core.communication.transitions import ConvertCotangent, to_owner, to_summands
@@ -15,11 +15,9 @@ from hyper_parallel.core.dtensor.redistribution import redistribute_as, redistri
 from hyper_parallel.core.dtensor.services import Services
 from hyper_parallel.core.layouts.layout import Layout, get_layout, normalize_placements, requested_layout
 from hyper_parallel.core.layouts.placement_types import (
-    PackedShard,
     Partial,
     Placement,
     Replicate,
-    Shard,
     own_placements,
 )
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
@@ -129,7 +127,7 @@ class DTensor:
         layout = None if key is None else _EVEN_LAYOUTS.get(key)
         if layout is None:
             normal = normalize_placements(placements, mesh, len(local_shape), f"a tensor of local shape {local_shape}")
-            whole = _even_global_shape(local_shape, normal, mesh) if shape is None else tuple(shape)
+            whole = even_global_shape(local_shape, normal, mesh) if shape is None else tuple(shape)
             layout = get_layout(mesh, normal, whole)
             misfit = misfit_of(layout, local_shape)
             if mesh.get_coordinate() is not None and (
@@ -353,19 +351,6 @@ def _target_layout(layout: Layout, placements: Sequence[Placement] | None) -> La
                 "come from operations, or from DTensor.from_local"
             )
     return target
-
-
-def _even_global_shape(
-    local_shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh
-) -> tuple[int, ...]:
-    shape = list(local_shape)
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            shape[placement.dim] *= mesh.shape[mesh_dim]
-    for placement in placements:
-        if isinstance(placement, PackedShard) and isinstance(placement.sizes, tuple):
-            shape[placement.dim] = sum(placement.sizes)
-    return tuple(shape)
 
 
 def _with_cotangent(local: Any, given: Layout, wanted: Layout) -> Any:
