@@ -195,6 +195,9 @@ class _Platform(AttentionRole):
 
     join, part = TensorRole.join, TensorRole.part
 
+    def empty(self, shape: tuple[int, ...], like: np.ndarray) -> np.ndarray:
+        return np.full(shape, np.nan, like.dtype)
+
     def all_to_all(self, local: np.ndarray, group: tuple[int, ...], size: int) -> np.ndarray:
         mine = group.index(self.current)
         return np.concatenate([np.split(x, size)[mine] for x in self.world.exchange(group, self.current, local)])

@@ -30,7 +30,7 @@ def test_a_seed_makes_one_program() -> None:
 def test_all_words_and_kinds_occur() -> None:
     assert {word for program in PROGRAMS for word, *_ in program.actions} == {*WORDS}
     models, setups = [p.model for p in PROGRAMS], [setup for p in PROGRAMS for setup in p.setups]
-    assert {kind for model in models for kind in model.blocks} == {"linear", "mlp", "norm", "rms"}
+    assert {kind for model in models for kind in model.blocks} == {"linear", "mlp", "norm", "rms", "experts"}
     assert {model.writer for model in models} == {"", "teacher", "counter", "buffer", "book"}
     assert {name for setup in setups for name in setup.names} == {"rep", "shard", "copy", "tp"}
     assert {style for setup in setups for style in setup.styles} == {"", "col", "row", "pair"}

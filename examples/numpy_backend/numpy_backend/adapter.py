@@ -58,6 +58,7 @@ REPLACES_MEMORY = False
 BOOL = np.dtype(np.bool_)
 FUZZ_SHARE = 100
 TRAINING_SHARE = 60
+CHECKPOINTS = ()
 TRAINING_LIMITS: dict[str, Any] = {
     "optimizers": ("sgd",),
     "without": frozenset({"cast", "empty", "resume"}),
