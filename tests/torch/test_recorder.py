@@ -64,4 +64,4 @@ def test_nodes_and_ranges_say_which_collective_of_which_module(pool: Any) -> Non
             *("all_gather over tp, 0, forward", "reduce_scatter over tp, 1, forward"),
             *("all_gather over tp, 1, backward", "reduce_scatter over tp, 0, backward"),
         } <= ranges
-    assert pool.run(2, names_of_units) == [{"FullyShardOutputBackward"}] * 2
+    assert pool.run(2, names_of_units) == [{"DataParallelOutputBackward"}] * 2

@@ -187,8 +187,10 @@ def matmul(x: Array, y: Array, transpose_x: bool = False, transpose_y: bool = Fa
     return _made(np.matmul(x.value, y.value), (x, y), lambda g: matmul(g, swapped(y)), lambda g: matmul(swapped(x), g))
 
 
-def swapped(x: Array) -> Array:
-    return permute(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+def swapped(x: Array, dim: int = -2, other: int = -1) -> Array:
+    order = [*range(x.ndim)]
+    order[dim], order[other] = order[other], order[dim]
+    return permute(x, tuple(order))
 
 
 def _axes(x: Array, dims: Any) -> tuple[int, ...]:

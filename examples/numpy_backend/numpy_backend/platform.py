@@ -178,8 +178,8 @@ class NumpyPlatform(Platform):
     def cat(self, xs: Sequence[Array], dim: int) -> Array:
         return operations.cat(xs, dim)
 
-    def transposed(self, x: Array) -> Array:
-        return operations.swapped(x)
+    def transposed(self, x: Array, dim: int = -2, other: int = -1) -> Array:
+        return operations.swapped(x, dim, other)
 
     def clone(self, x: Array) -> Array:
         return operations.clone(x)

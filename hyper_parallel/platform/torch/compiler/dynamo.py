@@ -28,7 +28,8 @@ __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "
 #: compiled. Of the backend, that is all code but that written for the compiler, and that on the way to it.
 _NOT_COMPILED = (
     *("core/modes.py", "core/observers.py", "core/trees.py", "core/mesh/", "core/layouts/", "core/communication/"),
-    *("core/rules/", "core/operations/", "core/dtensor/", "core/data_parallel/", "core/tensor_parallel/loss.py"),
+    *("core/rules/", "core/operations/", "core/plain_code/", "core/dtensor/", "core/data_parallel/"),
+    "core/tensor_parallel/loss.py",
 )
 _COMPILED = {"class_losses.py", "compiled", "compiler", "basics/counter.py", "basics/wrappers.py", "modules/calls.py"}
 
