@@ -153,9 +153,11 @@ def refused(mesh: Any) -> None:
     layer.lora_magnitude_vector = torch.nn.ModuleDict({"default": torch.nn.Identity()})
     expect("as DoRA does", model)
     layer.lora_magnitude_vector = torch.nn.ModuleDict()
-    vars(layer)["merged_adapters"] = ["default"]
-    if type(layer).__name__ == "Adapted":  # peft has a property of that name
-        expect("unmerge_adapter", model)
+    if type(layer).__name__ == "Adapted":
+        vars(layer)["merged_adapters"] = ["default"]
+    else:
+        layer.merge()  # of peft, which has a property of that name
+    expect("unmerge_adapter", model)
     del layer._modules["lora_A"]
     expect("not LoRA on a linear layer", model)
     model = build("llama")
