@@ -17,6 +17,7 @@ from hyper_parallel import (
     init_device_mesh,
     parallelize_module,
 )
+from tests.torch.support import device
 
 
 class OwnLinear(nn.Linear):
@@ -49,8 +50,8 @@ def test_a_replaced_forward_has_the_names_of_its_arguments(apply: str) -> None:
 
 def test_a_forward_that_was_set_on_the_object() -> None:
     """Libraries set forwards on objects: the unit surrounds them, and a copy has its own."""
-    mesh, x = init_device_mesh(None, (1,), mesh_dim_names=("dp",)), torch.ones(2, 4)
-    bound, free = Doubled(4, 4), Doubled(4, 4)
+    mesh, x = init_device_mesh(None, (1,), mesh_dim_names=("dp",)), torch.ones(2, 4, device=device())
+    bound, free = Doubled(4, 4).to(device()), Doubled(4, 4).to(device())
     bound.forward = MethodType(lambda self, x: nn.Linear.forward(self, x) * 3, bound)  # type: ignore[method-assign]
     free.forward = lambda x: x + free.bias  # type: ignore[assignment, method-assign]
     wanted = [layer(x) for layer in (bound, free)]

@@ -31,7 +31,7 @@ from hyper_parallel.platform.contract.modules import APPLIED
 
 __all__ = ["ExpertParallel", "has_its_gradients"]
 
-#: Module -> the mesh over which gradients were summed when its latest forward ran, outside of backward.
+#: Module -> the mesh over which gradients of its latest call are summed.
 _SUMMED = WeakTable()
 
 
@@ -211,17 +211,11 @@ class ExpertParallel(ModuleStyle):
                 way = followed(run, module, own_samples=True)
                 return run_in_module(path_of(module), way, module, *args, **kwargs)
             check(module)
-            summed = SUMMED_OVER.get()
-            if not mesh.platform.in_backward():
-                _SUMMED.set(module, summed)
-            elif summed is None and (before := _SUMMED.get(module)) is not None:
-                # Computed again outside of the unit that ran it: its tokens are cut as they were.
-                token = SUMMED_OVER.set(before)
-                try:
-                    return self._run(module, forward, args, kwargs, mesh, tp, count)
-                finally:
-                    SUMMED_OVER.reset(token)
-            return self._run(module, forward, args, kwargs, mesh, tp, count)
+            token = SUMMED_OVER.set(_summed_over(module, mesh.platform.in_backward()))
+            try:
+                return self._run(module, forward, args, kwargs, mesh, tp, count)
+            finally:
+                SUMMED_OVER.reset(token)
 
         return run
 
@@ -303,6 +297,17 @@ class ExpertParallel(ModuleStyle):
             elif all(len(x.shape) for x in tensors):  # others are refused
                 steps.append(parts_of_whole(args, kwargs, common, count))
         return steps, losses
+
+
+def _summed_over(module: Any, again: bool) -> DeviceMesh | None:
+    """The mesh over which gradients of this call are summed.
+
+    A call that is computed again may run outside of the unit that knows the mesh. It then takes that of the first call.
+    """
+    known = SUMMED_OVER.get()
+    mesh: DeviceMesh | None = _SUMMED.get(module) if again and known is None else known
+    _SUMMED.set(module, mesh)
+    return mesh
 
 
 def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
