@@ -17,7 +17,7 @@ Experts = Mapping[str, ExpertParallel]
 
 
 def lies_over_tp(experts: Experts) -> bool:
-    """Whether the ranks of tensor parallelism have different experts."""
+    """Return whether the ranks of tensor parallelism have different experts."""
     return any(style.tp_dim is not None and style.inside is None for style in experts.values())
 
 

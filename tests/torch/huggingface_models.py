@@ -97,6 +97,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _FALCON = {"ffn_hidden_size": 40, "multi_query": False, "new_decoder_architecture": False}
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
 #: Cases that `test_huggingface_zoo` runs besides some of those.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
@@ -110,12 +118,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2",
         {
             **_MOE,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 8,
-            "kv_lora_rank": 12,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 4,
-            "v_head_dim": 8,
+            **_LATENT,
             "n_routed_experts": 4,
             "n_shared_experts": 1,
             "moe_intermediate_size": 16,
@@ -142,14 +145,6 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-}
 #: Six experts in three groups, of which a token may use two: routes of their own, with a bias that no gradient changes.
 _GROUPED = {
     "num_key_value_heads": 2,

@@ -80,7 +80,7 @@ def folder_of(cls: type) -> str:
 
 
 def _is_of_program(file: str, framework: str) -> bool:
-    """Whether a line of ``file`` is one of the program: models of other libraries are programs too."""
+    """Return whether lines of ``file`` belong to the program. Models of other libraries do, too."""
     if file.startswith(_OWN):
         return "/testing/" in file and "/testing/adapters/" not in file
     return not file.startswith(("<", framework))

@@ -266,7 +266,7 @@ class Following:
             self.on_reached()
 
     def is_inside(self, module: Any) -> bool:
-        """Whether the innermost styled module that runs is ``module``."""
+        """Return whether ``module`` is the innermost styled module that runs."""
         return self._inside is module
 
     def styled(

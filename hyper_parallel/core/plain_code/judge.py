@@ -270,8 +270,10 @@ def _way_of(shape: tuple[int, ...], layout: Any, summed: tuple[int, ...], merged
 
 
 def _is_native(rule_call: Any, call: Call, strategy: Strategy, mesh: DeviceMesh) -> bool:
-    """Whether the function that a rule runs in place of the native operation comes down to that operation. It must hand
-    on its own arguments, and give back the result. Nothing is computed by it that counts, and nothing is sent."""
+    """Return whether the local call of a rule comes down to the native operation.
+
+    The call must hand its own arguments on, and give the result back. It may send nothing.
+    """
     platform = mesh.platform
 
     def native(operands: Any, static: Any) -> Any:

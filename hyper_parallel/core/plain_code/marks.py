@@ -34,7 +34,7 @@ class Mark:
 
     @property
     def sharded(self) -> bool:
-        """Whether some mesh dimension cuts it."""
+        """Return whether some mesh dimension cuts the tensor."""
         return any(isinstance(p, Shard) for p in self.layout.placements)
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ def layout_of(mark: Mark | None, mesh: DeviceMesh, shape: tuple[int, ...]) -> La
 
 
 def is_even(layout: Layout) -> bool:
-    """Whether all ranks have parts of one size: otherwise sizes in the program are each rank's own."""
+    """Return whether all ranks have parts of one size. Else sizes in the program are each rank's own."""
     return all(len(layout.part_sizes(dim)) == 1 for dim in range(layout.ndim))
 
 

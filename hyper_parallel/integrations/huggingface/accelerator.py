@@ -11,7 +11,8 @@ from typing import Any
 
 from hyper_parallel import checkpoint
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.integrations.huggingface.division import Division
+from hyper_parallel.integrations.huggingface.division import Division, is_divided
+from hyper_parallel.integrations.huggingface.given_objects import check_known, give_methods
 from hyper_parallel.integrations.huggingface.saving import full_state_dict
 
 __all__ = ["parallelize_accelerator"]
@@ -81,21 +82,13 @@ def attach(accelerator: Any, division: Division) -> None:
     accelerator._division = division
     # Batches that one process reads for all would be divided over all ranks.
     accelerator.dataloader_config.dispatch_batches = False
-    kind = type(accelerator)
-    accelerator.__class__ = type(kind.__name__, (_Divided, kind), {"__module__": kind.__module__})
+    give_methods(accelerator, _Divided)
 
 
 def _check(accelerator: Any) -> None:
     if isinstance(accelerator, _Divided):
         raise ValueError("parallelize_accelerator: this accelerator has a mesh already")
-    lacking = [name for name in _NEEDED if not hasattr(type(accelerator), name) and not hasattr(accelerator, name)]
-    if lacking and len(lacking) > len(_NEEDED) // 2:
-        raise TypeError(f"parallelize_accelerator takes an accelerate.Accelerator, got {type(accelerator).__name__}")
-    if lacking:
-        raise ValueError(
-            f"parallelize_accelerator: this release of accelerate has no {', '.join(lacking)}; known is {_KNOWN}: "
-            f'pip install "accelerate~={_KNOWN}.0"'
-        )
+    check_known(accelerator, _NEEDED, "parallelize_accelerator", "an accelerate.Accelerator", _KNOWN)
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
         raise ValueError(f"the accelerator divides models by {kind} already: leave that out of its configuration")
@@ -134,7 +127,7 @@ class _Divided(_Base):
 
     def prepare_model(self: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         """Divide the model. Accelerate's own method then prepares it for autocast and compilation alone."""
-        if device_placement is not False and self.device_placement and not _is_divided(model):
+        if device_placement is not False and self.device_placement and not is_divided(model):
             model = model.to(self.device)
         self._division.apply(model)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -259,10 +252,6 @@ class _Divided(_Base):
 
     def _load_shards(self: Any, models: list[Any], folder: str | os.PathLike[str]) -> None:
         checkpoint.load(self._shards(), Path(folder) / _FOLDER)
-
-
-def _is_divided(model: Any) -> bool:
-    return any(hasattr(parameter, "placements") for parameter in model.parameters())
 
 
 class _Steps:

@@ -14,7 +14,7 @@ from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.integrations.huggingface.api import parallelize_model
 from hyper_parallel.integrations.huggingface.lora import adapted_model
 
-__all__ = ["Division", "whole_head"]
+__all__ = ["Division", "is_divided", "whole_head"]
 
 #: The dimension of a mesh for tensor parallelism. All others are for data parallelism.
 TENSOR = "tp"
@@ -84,7 +84,7 @@ class Division:
         Raises:
             ValueError: for a plan that is missing, and all that `parallelize_model` and `fully_shard` refuse.
         """
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        if is_divided(model):
             return
         inner = adapted_model(model)
         of_transformers = hasattr(inner, "config") and hasattr(inner, "base_model")
@@ -115,6 +115,11 @@ class Division:
         if self.batches is None or self.count == 1:
             return x
         return DTensor.from_local(x.contiguous(), self.batches, (Shard(0),), run_check=False).full_tensor()
+
+
+def is_divided(model: Any) -> bool:
+    """Return whether a model has distributed parameters."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def whole_head(model: Any) -> dict[str, None]:

@@ -11,6 +11,7 @@ from hyper_parallel.checkpoint.state_dict import StateDictOptions, set_optimizer
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.integrations.huggingface.accelerator import attach
 from hyper_parallel.integrations.huggingface.division import Division
+from hyper_parallel.integrations.huggingface.given_objects import check_known, give_methods
 from hyper_parallel.integrations.huggingface.saving import full_state_dict, load_pretrained
 
 __all__ = ["by_names", "load_weights", "parallelize_trainer"]
@@ -72,8 +73,7 @@ def parallelize_trainer(
     _check(trainer)
     attach(trainer.accelerator, division)
     division.apply(trainer.model)
-    kind = type(trainer)
-    trainer.__class__ = type(kind.__name__, (_Divided, kind), {"__module__": kind.__module__})
+    give_methods(trainer, _Divided)
     trainer._division = division
     # The Trainer has kept the function of the class that the accelerator had.
     trainer.gather_function = trainer.accelerator.gather_for_metrics
@@ -83,14 +83,7 @@ def parallelize_trainer(
 def _check(trainer: Any) -> None:
     if isinstance(trainer, _Divided):
         raise ValueError("parallelize_trainer: this Trainer has a mesh already")
-    lacking = [name for name in _NEEDED if not hasattr(trainer, name)]
-    if len(lacking) > len(_NEEDED) // 2:
-        raise TypeError(f"parallelize_trainer takes a transformers.Trainer, got {type(trainer).__name__}")
-    if lacking:
-        raise ValueError(
-            f"parallelize_trainer: this release of transformers' Trainer has no {', '.join(lacking)}; known is "
-            f'{_KNOWN}: pip install "transformers~={_KNOWN}.0"'
-        )
+    check_known(trainer, _NEEDED, "parallelize_trainer", "a transformers.Trainer", _KNOWN)
     if getattr(trainer.args, "train_sampling_strategy", None) == "batch_rebalance":
         raise ValueError(
             "train_sampling_strategy='batch_rebalance' gives each rank other samples, and ranks that share a model "

@@ -17,13 +17,12 @@ class PassRole:
     """Facts about the backward passes of a framework, and the memory of tensors that these read."""
 
     def in_backward(self) -> bool:
-        """Whether a backward pass is running on this thread; asked only while collectives are being recorded, see
-        `CollectiveEvent.direction`. A backend that cannot know answers False."""
+        """Return whether a backward pass is running on this thread. A backend that cannot know answers False."""
         return False
 
     def backward_is_recorded(self) -> bool:
-        """Inside a backward: whether its computation is recorded, for gradients of gradients. A backend that cannot
-        know answers False."""
+        """Return whether the computation of the running backward is recorded, for gradients of gradients. A backend
+        that cannot know answers False."""
         return False
 
     def backward_pass(self) -> Any:

@@ -166,7 +166,7 @@ def _on_cpu(q: Any, v: Any) -> bool:
 
 
 def _on_gpu(q: Any, v: Any) -> bool:
-    """Whether torch's flash attention for NVIDIA GPUs takes these."""
+    """Return whether torch's flash attention for NVIDIA GPUs takes these tensors."""
     return (
         q.device.type == "cuda"
         and q.dtype in (torch.float16, torch.bfloat16)

@@ -356,7 +356,7 @@ def followed(call: Callable[..., Any], module: Any, **how: bool) -> Callable[...
 
 
 def is_entered(module: Any) -> bool:
-    """Whether the forward of a module with a style begins, as far as listeners and programs that are followed know."""
+    """Return whether listeners and followed programs have yet to hear that the forward of a styled module begins."""
     return current_module() != path_of(module) or bool(FOLLOWING and not FOLLOWING[-1].is_inside(module))
 
 

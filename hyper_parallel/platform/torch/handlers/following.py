@@ -77,7 +77,7 @@ class _Mode(TorchFunctionMode):
 
 
 def _has_marks(args: Iterable[Any], kwargs: dict) -> bool:
-    """Whether some argument has marks, and none is a DTensor."""
+    """Return whether some argument has marks, and none is a DTensor."""
     found = False
     for x in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(x, Tensor):

@@ -1,0 +1,38 @@
+"""Objects of other libraries that get further methods: whether they are known, and how they get them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["check_known", "give_methods"]
+
+
+def check_known(given: Any, needed: Sequence[str], caller: str, kind: str, known: str) -> None:
+    """Check that an object is of the expected class, in a release that has all that is replaced.
+
+    Args:
+        given: the object.
+        needed: names that it must have.
+        caller: the function that takes it, for messages.
+        kind: the expected class with its package and its article, as in ``"a transformers.Trainer"``.
+        known: the release that this library was written for.
+
+    Raises:
+        TypeError: for an object that lacks most of the names. ValueError: for one that lacks some.
+    """
+    lacking = [name for name in needed if not hasattr(given, name)]
+    if len(lacking) > len(needed) // 2:
+        raise TypeError(f"{caller} takes {kind}, got {type(given).__name__}")
+    if lacking:
+        package, _, name = kind.split()[1].partition(".")
+        raise ValueError(
+            f"{caller}: this release of {package}'s {name} has no {', '.join(lacking)}; known is {known}: "
+            f'pip install "{package}~={known}.0"'
+        )
+
+
+def give_methods(given: Any, methods: type) -> None:
+    """Let the methods of a class come before those of an object's own class, under the name of that."""
+    own = type(given)
+    given.__class__ = type(own.__name__, (methods, own), {"__module__": own.__module__})
