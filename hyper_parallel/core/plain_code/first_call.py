@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from contextlib import ExitStack
 from typing import Any
 
@@ -49,7 +50,7 @@ def follow_first_call(module: Any, mesh: DeviceMesh) -> None:
 
 
 def _begin(module: Any, platform: Platform) -> None:
-    _close(module)  # a call that has failed may have left it open
+    _close(module)  # where hooks do not see calls that fail, the call before may have left it open
     if FOLLOWING or _DONE.get(module) is not None:
         return
     records = any(
@@ -57,17 +58,21 @@ def _begin(module: Any, platform: Platform) -> None:
     )
     stack = ExitStack()
     following = stack.enter_context(follow(module, platform))
-    following.on_reached = lambda: _refuse(module, following)
+    owner = weakref.ref(module)  # an open context must not keep its module alive
+    following.on_reached = lambda: _refuse(owner(), following)
     _OPEN.set(module, (stack, records))
 
 
 def _end(module: Any, output: Any) -> None:
     following = FOLLOWING[-1] if FOLLOWING else None
     records = _close(module)
+    if records and output is not None:
+        _DONE.set(module, True)
+    if _DONE.get(module) is not None:  # here, since the end of a call that has failed comes through this hook too
+        for handle in _HANDLES.get(module) or ():
+            handle.remove()
     if following is None or records is None or output is None:
         return
-    if records:
-        _finish(module)
     following.reach(output)
     if following.findings and is_strict():
         raise ValueError(_text(following))
@@ -86,17 +91,10 @@ def _close(module: Any) -> bool | None:
     return bool(records)
 
 
-def _finish(module: Any) -> None:
-    """Follow no further call of ``module``."""
-    _DONE.set(module, True)
-    for handle in _HANDLES.get(module) or ():
-        handle.remove()
-
-
 def _refuse(module: Any, following: Following) -> None:
     """Raise ValueError for findings that the model goes on with: on all ranks at the same place, before the module that
     takes such a tensor communicates."""
-    _finish(module)
+    _DONE.set(module, True)
     following.on_reached = None
     following.paused += 1
     FOLLOWING[:] = [other for other in FOLLOWING if other is not following]

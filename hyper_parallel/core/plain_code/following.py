@@ -341,6 +341,7 @@ def follow(model: Any, platform: Platform) -> Iterator[Following]:
         TypeError: for a backend that cannot do so.
     """
     following = Following(model, platform)
+    del model  # a context that a failed call leaves open keeps no model alive
     handed_over = platform.follow(following)
     if handed_over is None:
         raise TypeError(f"the platform {platform.name!r} does not hand over the operations of a program to follow them")

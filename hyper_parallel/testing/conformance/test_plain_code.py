@@ -29,6 +29,8 @@ from hyper_parallel import (
     parallelize_module,
     strict,
 )
+from hyper_parallel.core.communication.recorder import LISTENERS
+from hyper_parallel.core.dtensor.undistributed import planned_meshes
 from hyper_parallel.core.plain_code.first_call import VARIABLE
 from hyper_parallel.core.plain_code.following import FOLLOWING, follow
 from hyper_parallel.testing import spmd
@@ -448,8 +450,13 @@ def first_calls(mesh: Any) -> None:
         with pytest.raises(RuntimeError, match="of the program"):
             step(broken)
     step(made(RIGHT["mlp"].run))
-    assert not FOLLOWING or get_platform().name == "mindspore"  # which calls no hook then
-    FOLLOWING.clear()
+    calls_no_hook = get_platform().name == "mindspore"  # where a call fails
+    assert calls_no_hook or not (FOLLOWING or LISTENERS)
+
+    # Neither does a model that was refused and is no more.
+    del wrong, gate, right, copied, broken
+    assert not planned_meshes()
+    assert not FOLLOWING and not LISTENERS
 
 
 def test_first_calls(pool: Any) -> None:
