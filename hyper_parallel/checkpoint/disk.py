@@ -10,12 +10,12 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -28,9 +28,12 @@ __all__ = [
     "address_of",
     "alone_in",
     "make_directory",
+    "memory_for",
+    "read_at",
     "open_file",
     "read_file",
     "read_text",
+    "reading",
     "remove_tree",
     "rename",
     "stamp",
@@ -62,6 +65,8 @@ def make_directory(path: Path) -> None:
 DIRECT_FROM = 32 << 20
 #: Bytes that are read or written by one call. A system reads ahead of calls of this size, and not of much larger ones.
 BLOCK = 8 << 20
+#: Bytes that a processor copies at once.
+_LINE = 64
 #: Blocks, and their places in memory and in the file, must be multiples of this.
 ALIGNMENT = 4096
 
@@ -240,40 +245,59 @@ def open_file(path: Path) -> int:
     return opened
 
 
-def read_some(path: Path, file: int, start: int, memory: Sequence[Any], entry: str) -> int:
-    """Read into several places in memory, one after the other; returns how many bytes the system gave.
+def read_at(path: Path, file: int, start: int, memory: memoryview, entry: str) -> None:
+    """Fill memory with bytes of a file.
 
     Args:
         path: of the file, for messages.
         file: its descriptor.
         start: where in the file.
-        memory: the places.
-        entry: that is read, for messages.
-
-    Raises:
-        CheckpointError: when the disk does not give them.
-    """
-    try:
-        return os.preadv(file, memory, start)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}, in entry {entry!r}") from error
-
-
-def read_at(path: Path, file: int, start: int, memory: memoryview, entry: str) -> None:
-    """Fill memory with bytes of a file.
-
-    Args:
-        path, file, start, entry: as in `read_some`.
         memory: the memory to fill.
+        entry: that is read, for messages.
 
     Raises:
         CheckpointError: when the file ends before, or the disk does not give them.
     """
-    while memory:
-        count = read_some(path, file, start, [memory[:BLOCK]], entry)
-        if not count:
-            raise CheckpointError(f"{path} has become shorter while it was read: it ends in entry {entry!r}")
-        memory, start = memory[count:], start + count
+    try:
+        while memory:
+            count = os.preadv(file, [memory[:BLOCK]], start)
+            if not count:
+                raise CheckpointError(f"{path} has become shorter while it was read: it ends in entry {entry!r}")
+            memory, start = memory[count:], start + count
+    except OSError as error:
+        raise _unreadable(path, entry, error) from error
+
+
+@contextmanager
+def reading(path: Path, entry: str) -> Iterator[None]:
+    """Turn errors of the system into those of the library.
+
+    Args:
+        path: of the file that is read, for messages.
+        entry: that is read, for messages.
+
+    Raises:
+        CheckpointError: when the disk does not give the data that is read inside.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(path, entry, error) from error
+
+
+def _unreadable(path: Path, entry: str, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}, in entry {entry!r}")
+
+
+def memory_for(start: int, nbytes: int) -> memoryview:
+    """Return new memory for bytes of a file, of which the first is ``start``: its address is equal to it modulo 64.
+
+    Memory that begins a few bytes later in its own page takes up to three times as long to fill. This
+    was measured on 2026-11-29 at 7c6fead4.
+    """
+    memory = np.empty(nbytes + _LINE, np.uint8)
+    skipped = (start - memory.ctypes.data) % _LINE
+    return memory[skipped : skipped + nbytes].data
 
 
 def read_text(file: FileIO, size: int) -> bytes:

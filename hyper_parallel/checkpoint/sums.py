@@ -7,6 +7,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from hyper_parallel.checkpoint import disk
+
 __all__ = ["checksum", "room_for", "save_in", "shared_out", "sums_in", "sums_of"]
 
 #: The names of a file's checksums in its metadata: that of the header, computed with zeros in the place of all of them,
@@ -26,7 +28,7 @@ def checksum(read: Callable[[int, memoryview], None], start: int, nbytes: int) -
         read: ``read(start, memory)`` fills memory with the bytes of the file from a place on.
         start, nbytes: of the part.
     """
-    block, found = memoryview(bytearray(min(nbytes, _BLOCK))), 0
+    block, found = disk.memory_for(start, min(nbytes, _BLOCK)), 0
     while nbytes:
         some = block[:nbytes]
         read(start, some)

@@ -54,10 +54,14 @@ ITEMSIZES = {
 }
 #: Bytes of the longest header that readers of the format take.
 _LONGEST_HEADER = 100_000_000
-#: Bytes from one row to the next from which on each row is read by a call of its own: the gaps would cost more.
+#: Bytes between two rows from which on each row is read by a call of its own: to read the gaps would take longer.
+_GAP = 12 << 10
+#: Bytes from one row to the next from which on rows that lie in pieces are read one by one.
 _FAR = 1 << 15
 #: Bytes of a row that is read straight into its place. Shorter ones are copied from a window of so many bytes.
-_LONG, _WINDOW = 1 << 11, 1 << 20
+_LONG, _WINDOW = 1 << 12, 1 << 20
+#: Windows have a multiple of so many rows: with 4 bytes an element each then begins at the same place modulo 64.
+_ROWS = 16
 #: Rows that are read by one call. A system takes 1024 pieces of memory, and gaps are such, too.
 _AT_ONCE = 256
 
@@ -260,46 +264,49 @@ class TensorFile:
             return
         rows, stride, first = len(target), strides[0], target[0]
         whole = _span(first, strides[1:]) == first.nbytes and first.flags.c_contiguous
-        if rows > 1 and whole and (first.nbytes >= _LONG or stride >= _FAR):
-            self._fill_rows(name, start, stride, target)
+        if rows > 1 and whole and stride - first.nbytes >= _GAP:
+            self._fill_by_calls(name, start, stride, target)
+        elif rows > 1 and whole and first.nbytes >= _LONG:
+            self._fill_with_gaps(name, start, stride, target)
         elif rows == 1 or stride >= _FAR:
             for i in range(rows):
                 self._fill(name, start + i * stride, strides[1:], target[i])
         else:
             # Short rows that are near each other are read with the bytes between them.
-            some = _WINDOW // stride
-            window = np.empty(min(some * stride, _span(target, strides)), np.uint8)
+            some = max(_WINDOW // stride // _ROWS * _ROWS, 1)
+            window = disk.memory_for(start, min(some * stride, _span(target, strides)))
             for i in range(0, rows, some):
                 part = target[i : i + some]
-                self._get(name, start + i * stride, window[: _span(part, strides)].data)
-                part[...] = np.ndarray(part.shape, part.dtype, window.data, 0, strides)
+                self._get(name, start + i * stride, window[: _span(part, strides)])
+                part[...] = np.ndarray(part.shape, part.dtype, window, 0, strides)
 
-    def _fill_rows(self, name: str, start: int, stride: int, rows: np.ndarray) -> None:
-        """Fill rows, each of which lies in one piece in the file and in memory."""
-        size = rows[0].nbytes
-        if stride >= _FAR:
+    def _fill_by_calls(self, name: str, start: int, stride: int, rows: np.ndarray) -> None:
+        """Fill rows, each of which lies in one piece in the file and in memory. Read each by a call of its own."""
+        size, file = rows[0].nbytes, self._file.fileno()
+        with disk.reading(self.path, name):
             for row in rows:
-                if self._read(name, start, (row,)) < size:
+                if os.preadv(file, (row,), start) < size:
                     self._get(name, start, row.reshape(-1).view(np.uint8).data)
                 start += stride
-            return
+
+    def _fill_with_gaps(self, name: str, start: int, stride: int, rows: np.ndarray) -> None:
+        """Fill rows as `_fill_by_calls`, but read many of them by one call, with the bytes between them."""
+        size = rows[0].nbytes
         gap = np.empty(stride - size, np.uint8)
         for i in range(0, len(rows), _AT_ONCE):
             some = [*rows[i : i + _AT_ONCE]]
-            memory = [gap] * (2 * len(some) - 1)
+            memory: Any = [gap] * (2 * len(some) - 1)
             memory[::2] = some
             place = start + i * stride
-            if self._read(name, place, memory) < (len(some) - 1) * stride + size:
+            with disk.reading(self.path, name):
+                count = os.preadv(self._file.fileno(), memory, place)
+            if count < (len(some) - 1) * stride + size:
                 for j, row in enumerate(some):
                     self._get(name, place + j * stride, row.reshape(-1).view(np.uint8).data)
 
     def _get(self, name: str, start: int, memory: memoryview) -> None:
         """Fill memory with the bytes of the file from a place on."""
         disk.read_at(self.path, self._file.fileno(), start, memory, name)
-
-    def _read(self, name: str, start: int, memory: Sequence[Any]) -> int:
-        """Read into several places, one after the other; returns how many bytes the system gave."""
-        return disk.read_some(self.path, self._file.fileno(), start, memory, name)
 
 
 def _span(target: np.ndarray, strides: Sequence[int]) -> int:
