@@ -16,6 +16,7 @@ from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.plain_code.following import unmarked
 from hyper_parallel.core.rules.attention import cuts_sequence
 from hyper_parallel.core.rules.sequence_cut import (
     Ranges,
@@ -158,7 +159,8 @@ class _Parts(ABC):
     def _part(self, y: Any, q: Any) -> Any:
         """This rank's part of the output, distributed as the queries are."""
         if not isinstance(q, DTensor):
-            return y.to_local()
+            with unmarked():
+                return y.to_local()
         others: DeviceMesh = q.device_mesh
         placements = tuple(y.placements[y.device_mesh.index_of(others, d)] for d in range(others.ndim))
         shape = (*y.shape[:-2], q._layout.shape[-2], y.shape[-1])

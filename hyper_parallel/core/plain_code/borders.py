@@ -25,7 +25,7 @@ def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bo
         if not (computed and cut):
             return None
         text = f"a plain input of shape {shape}, which is the same on all ranks, {wanted}"
-        return Problem("input", text, "Say with input_layouts=Replicate() that it is whole")
+        return Problem("input", text, "Say with input_layouts=Replicate() that it is whole", certain=False)
     if mark.layout.mesh is not layout.mesh:
         return None
     for d, (have, want) in enumerate(zip(mark.layout.placements, layout.placements, strict=True)):
@@ -38,7 +38,8 @@ def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bo
             continue
         if mark.merged or have is not want:
             remedy = f"Say with input_layouts={have!r} how it lies, or bring it to {want!r} before"
-            return Problem("input", f"{describe(mark, shape)} {wanted}", remedy)
+            # Rows in another order are right where each is computed alone, as a router does.
+            return Problem("input", f"{describe(mark, shape)} {wanted}", remedy, certain=have is not want)
     return None
 
 

@@ -22,11 +22,13 @@ class Problem:
             ``"input"``, ``"output"``: a module takes, or the model gives, another part than the plan says.
         text: the fact, as a sentence about the operation.
         remedy: what to write.
+        certain: whether layouts say so. Otherwise the tensor has no mark, and the program may know better.
     """
 
     kind: str
     text: str
     remedy: str
+    certain: bool = True
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Finding:
         where: file and line of the program.
         module: path of the innermost module whose forward is on the call stack; empty outside of the model.
         operation: name of the operation.
-        text, remedy: see `Problem`.
+        text, remedy, certain: see `Problem`.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class Finding:
     operation: str
     text: str
     remedy: str
+    certain: bool = True
 
     def __str__(self) -> str:
         of = f" in {self.module!r}" if self.module else ""

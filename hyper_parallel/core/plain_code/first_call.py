@@ -3,7 +3,7 @@
 Only the first call pays, and the first one that records gradients: then the hooks are taken away. A finding that a
 styled module or the output was computed with is an error after forward. All ranks find the same, since layouts and the
 program alone decide. A value that nothing else is computed with, such as a number for a log, is a warning: one rank may
-have computed it alone.
+have computed it alone. So is a finding about a tensor without a mark, which may be a part by the program's own doing.
 """
 
 from __future__ import annotations
@@ -66,12 +66,14 @@ def _begin(module: Any, platform: Platform) -> None:
 def _end(module: Any, output: Any) -> None:
     following = FOLLOWING[-1] if FOLLOWING else None
     records = _close(module)
-    if records and output is not None:
+    if output is None:  # the end of a call that has failed, too, during which no hook may be taken away
+        return
+    if records:
         _DONE.set(module, True)
-    if _DONE.get(module) is not None:  # here, since the end of a call that has failed comes through this hook too
+    if _DONE.get(module) is not None:
         for handle in _HANDLES.get(module) or ():
             handle.remove()
-    if following is None or records is None or output is None:
+    if following is None or records is None:
         return
     following.reach(output)
     if following.findings and is_strict():
@@ -94,6 +96,8 @@ def _close(module: Any) -> bool | None:
 def _refuse(module: Any, following: Following) -> None:
     """Raise ValueError for findings that the model goes on with: on all ranks at the same place, before the module that
     takes such a tensor communicates."""
+    if not is_strict() and not any(finding.certain for finding in following.reached):
+        return
     _DONE.set(module, True)
     following.on_reached = None
     following.paused += 1

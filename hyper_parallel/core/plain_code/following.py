@@ -20,13 +20,14 @@ from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Ways, held, is_even, mark_of, ways_of
 from hyper_parallel.core.plain_code.views import marks_of_base
 from hyper_parallel.core.rules import OPERATIONS
+from hyper_parallel.core.rules.batch_parts import BATCH_PART
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.interception import name_of
 from hyper_parallel.platform.contract.modules import APPLIED
 from hyper_parallel.platform.watching import tensors_in
 
-__all__ = ["FOLLOWING", "Following", "follow", "looking", "platform_of"]
+__all__ = ["FOLLOWING", "Following", "follow", "looking", "platform_of", "unmarked"]
 
 #: The programs that are followed, the innermost last; it is the one that counts.
 FOLLOWING: list[Following] = []
@@ -192,7 +193,7 @@ class Following:
 
     def _find(self, problem: Problem, title: str) -> Finding:
         where, module = place_in_program(self._paths, self._framework)
-        finding = Finding(problem.kind, where, module, title, problem.text, problem.remedy)
+        finding = Finding(problem.kind, where, module, title, problem.text, problem.remedy, problem.certain)
         self._found[finding] = self._found.get(finding, 0) + 1
         return finding
 
@@ -204,10 +205,16 @@ class Following:
         mark = mark_of(layout, tuple(d for d in summed if layout.mesh.shape[d] > 1))
         if mark is None or self._own_samples or self._platform.in_backward():
             return
-        ways: Ways = (mark,)
-        if not is_even(layout):
-            ways = Lost("parts of unequal size")
-            self.unknown[ways.why] = self.unknown.get(ways.why, 0) + 1
+        if is_even(layout):
+            self._platform.write_mark(x, Held((mark,), self._styled, stated=True))
+        else:
+            self.given_uneven(x, layout.mesh)
+
+    def given_uneven(self, x: Any, mesh: DeviceMesh) -> None:
+        """A plain tensor ``x`` is a part on ``mesh``, and parts have unequal sizes: it is not followed."""
+        self._mesh = mesh
+        ways = Lost("parts of unequal size")
+        self.unknown[ways.why] = self.unknown.get(ways.why, 0) + 1
         self._platform.write_mark(x, Held(ways, self._styled, stated=True))
 
     def joined(self, x: Any, pieces: Sequence[Any], dim: int) -> None:
@@ -233,7 +240,7 @@ class Following:
             return
         self.reach(x)
         ways = ways_of(x)
-        if not isinstance(ways, tuple) or self._own_samples:
+        if not isinstance(ways, tuple) or self._own_samples or BATCH_PART.get() is not None:
             return
         platform, shape = self._platform, tuple(x.shape)
         trains = platform.requires_grad(x)
@@ -366,6 +373,23 @@ def looking() -> Iterator[None]:
     finally:
         if following is not None:
             following.paused -= 1
+
+
+@contextmanager
+def unmarked() -> Iterator[None]:
+    """Inside, DTensors give plain tensors that the program cuts itself, such as parts of a sequence: none is marked.
+
+    The gradients of parameters are then summands of ranks, which the program adds up as those of data parallelism.
+    """
+    following = FOLLOWING[-1] if FOLLOWING else None
+    if following is None:
+        yield
+        return
+    before, following._own_samples = following._own_samples, True
+    try:
+        yield
+    finally:
+        following._own_samples = before
 
 
 def platform_of(model: Any) -> Platform:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hyper_parallel.core.communication.recorder import LISTENERS, CollectiveEvent
@@ -33,6 +33,9 @@ from hyper_parallel.core.plain_code.texts import gradient_problem, moved_problem
 from hyper_parallel.core.plain_code.views import RESHAPES, of_whole, reshaped
 from hyper_parallel.core.rules import OPERATIONS
 
+#: Operations with an index. One without a mark may be this rank's own, as that of a router's tokens. So may rows be in
+#: an order of their own. A finding with such tensors is not certain.
+_INDEXED = ("gather", "getitem", "index_select")
 #: Combinations of marks that are tried for one operation.
 _MOST_WAYS = 64
 
@@ -219,7 +222,8 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
         if not native and not _is_native(sharding.call, call, strategy, mesh):
             problems.append(moved_problem(call.title, call.name, texts, None, None))
     if problems:
-        return Verdict(problems=tuple(problems))
+        certain = not merged and not (call.name in _INDEXED and any(m is None for m in marks[1:]))
+        return Verdict(problems=tuple(replace(problem, certain=certain) for problem in problems))
     return _right(call, marks, strategy, layouts, assumed, merged, draws)
 
 

@@ -361,7 +361,7 @@ def odd_corners(mesh: Any) -> None:
     parallelize_module(uneven, mesh, MLP)
     with check_plain_code(uneven) as checked:
         adapter.call(uneven, adapter.tensor(floats(2, 8)))
-    assert not checked.findings and list(checked.unknown) == ["parts of unequal size"]
+    assert not checked.findings and list(checked.unknown) == ["parts of unequal size"], str(checked)
 
     # A number for a log is found, and said to be used for nothing.
     logged = program(lambda m, x, a: (a.mean(y := m.up(x)), m.down(y))[1], UP_DOWN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.layouts.layout import get_layout, replicated_layout
+from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.layouts.placement_types import Partial, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.plain_code.following import FOLLOWING
@@ -87,9 +87,7 @@ def local_heads(y: Any, heads: Any, mesh: DeviceMesh) -> Any:
     shape = platform.shape_of(local)
     size = shape[-1] // heads
     own = platform.narrow(local, len(shape) - 1, mesh.get_local_rank() * heads // mesh.size() * size, size)
-    if FOLLOWING and heads == 1:
-        FOLLOWING[-1].given(own, replicated_layout(mesh, shape), (0,))
-    elif FOLLOWING:  # as if there were as many heads as ranks
+    if FOLLOWING:  # as if there were as many heads as ranks
         whole = (*shape[:-1], size * mesh.size())
         FOLLOWING[-1].given(own, get_layout(mesh, (Shard(len(shape) - 1),), whole))
     return own

@@ -163,4 +163,5 @@ def overlapped_first(
         return run_distributed(module, x)
 
     gathers = collective == "all_gather"
-    return LocalForward(plain if gathers or run_plain else None, distributed, moved if gathers else local.given)
+    given = moved if gathers else local.given
+    return LocalForward(plain if gathers or run_plain else None, distributed, given, local.gives)

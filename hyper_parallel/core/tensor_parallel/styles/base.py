@@ -27,7 +27,11 @@ from hyper_parallel.core.tensor_parallel.program.convert import (
     too_few_inputs,
 )
 from hyper_parallel.core.tensor_parallel.program.distributed_batches import OtherMeshError, run_on_parts
-from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.program.local_forward import (
+    LocalForward,
+    tell_input,
+    tell_output,
+)
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import (
     module_label,
     parameter_check,
@@ -281,10 +285,11 @@ class ModuleStyle(ParallelStyle):
                 args, kwargs = self.prepare_inputs(module, args, kwargs, mesh)
             except OtherMeshError as error:
                 return run_on_parts(new_forward, module, args, kwargs, mesh, error)
-            if local is not None and len(args) == 1 and not kwargs and type(args[0]) is distributed and not FOLLOWING:
-                y = local.distributed(module, args[0])
+            if local is not None and len(args) == 1 and not kwargs and type(args[0]) is distributed:
+                x: Any = args[0]
+                y = local.distributed(module, x)
                 if y is not NotImplemented:
-                    return y
+                    return tell_output(local, x, y, None, mesh)
             return self.prepare_outputs(module, forward(module, *args, **kwargs), mesh)
 
         new_forward = convert
@@ -309,8 +314,7 @@ class ModuleStyle(ParallelStyle):
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             if LISTENERS and is_entered(module):
-                # The longer way says at its borders what each plain tensor is.
-                way = followed(convert, module) if FOLLOWING else run
+                way = followed(tell_borders, module) if FOLLOWING else run
                 return run_in_module(path_of(module), way, module, *args, **kwargs)
             if len(args) == 1 and not kwargs and not CHECKS:
                 if compares and mesh._has_uneven_shards:
@@ -328,6 +332,16 @@ class ModuleStyle(ParallelStyle):
                     if y is not NotImplemented:
                         return y
             return convert(module, *args, **kwargs)
+
+        def tell_borders(module: Any, *args: Any, **kwargs: Any) -> Any:
+            """Run as always, and say at the borders of plain code what each tensor is."""
+            given = self.input_layouts[0]
+            if len(args) != 1 or kwargs or type(args[0]) not in by_class:
+                return convert(module, *args, **kwargs)  # which says it
+            x: Any = args[0]  # plain shards have one size: the ranks compare them
+            if type(x) is plain:
+                tell_input(x, mesh, given)
+            return tell_output(local, x, run(module, x), given, mesh)
 
         new_forward = run
         return run

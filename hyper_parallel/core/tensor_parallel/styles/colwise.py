@@ -181,7 +181,8 @@ def _column_forward(
             y = y if rows.ndim == ndim else y.view(*output.local_shape)
             return y if use_local_output else wrap(y, output)
 
-    return LocalForward(run if takes_plain else None, run, Replicate() if takes_plain else None)
+    gives = shard.with_dim(-1) if features % mesh.size() == 0 else None  # type: ignore[attr-defined]
+    return LocalForward(run if takes_plain else None, run, Replicate() if takes_plain else None, gives)
 
 
 def _input_view(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:

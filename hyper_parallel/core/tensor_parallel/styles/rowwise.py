@@ -134,7 +134,7 @@ def _row_forward(
                 y = output[0](linear(x, weight, None if bias is None else of_one_rank(bias)))
             return y if use_local_output else wrap(y, output[1])
 
-    return LocalForward(run if takes_plain else None, run)
+    return LocalForward(run if takes_plain else None, run, gives=desired)
 
 
 def _add(y: Any, bias: Any, platform: Any) -> Any:

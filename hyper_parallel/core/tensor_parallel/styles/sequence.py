@@ -137,4 +137,4 @@ def _norm_forward(
                 y = call(module, x, {name: p if p is None else view(p) for name, p in own.items()})
             return y if use_local_output else wrap(y, output)
 
-    return LocalForward(run, run, given)
+    return LocalForward(run, run, given, given)
