@@ -16,7 +16,7 @@ import numpy as np
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.plain_code.api import check_plain_code
-from hyper_parallel.core.plain_code.following import looking
+from hyper_parallel.core.plain_code.contexts import looking
 from hyper_parallel.core.trees import map_tensors, tensors_in
 from hyper_parallel.debug.comm_trace import CommTrace
 from hyper_parallel.debug.module_scopes import ModuleScopes

@@ -27,7 +27,7 @@ from hyper_parallel import (
     get_platform,
     parallelize_module,
 )
-from hyper_parallel.core.plain_code.following import follow
+from hyper_parallel.core.plain_code.contexts import follow
 from hyper_parallel.core.plain_code.marks import Joined, Lost, held
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import device

@@ -16,7 +16,7 @@ from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.observers import CHECKS
-from hyper_parallel.core.plain_code.following import unmarked
+from hyper_parallel.core.plain_code.contexts import unmarked
 from hyper_parallel.core.rules.attention import cuts_sequence
 from hyper_parallel.core.rules.sequence_cut import (
     Ranges,

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hyper_parallel.core.plain_code.following import Following, follow, platform_of
+from hyper_parallel.core.plain_code.contexts import follow, platform_of
+from hyper_parallel.core.plain_code.following import Following
 
 __all__ = ["check_plain_code"]
 

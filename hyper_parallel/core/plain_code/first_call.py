@@ -16,7 +16,8 @@ from typing import Any
 
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.modes import is_strict
-from hyper_parallel.core.plain_code.following import FOLLOWING, Following, follow
+from hyper_parallel.core.plain_code.contexts import follow
+from hyper_parallel.core.plain_code.following import FOLLOWING, Following
 from hyper_parallel.core.weak_table import WeakTable
 from hyper_parallel.platform.contract import Platform
 
@@ -30,12 +31,12 @@ _HANDLES, _OPEN, _DONE = WeakTable(), WeakTable(), WeakTable()
 
 def follow_first_call(module: Any, mesh: DeviceMesh) -> None:
     """Follow the first call of ``module``, to which a plan was applied, if the environment asks for it. One rank has
-    nothing to follow."""
+    nothing to follow, and a dry run follows itself."""
+    platform = mesh.platform
     if os.environ.get(VARIABLE, "0") in ("", "0") or mesh.size() == 1 or mesh.get_coordinate() is None:
         return
-    if _HANDLES.get(module) is not None:
+    if platform.sends_nothing or _HANDLES.get(module) is not None:
         return
-    platform = mesh.platform
 
     def before(module: Any, args: tuple) -> None:
         if not platform.is_compiling():  # asked first: a compiler traces no more of this

@@ -6,11 +6,9 @@ becomes a DTensor. These borders are in `DTensor.to_local` and `DTensor.from_loc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.core.communication.recorder import LISTENERS, CollectiveEvent
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
@@ -21,13 +19,11 @@ from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Ways
 from hyper_parallel.core.plain_code.views import marks_of_base
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.batch_parts import BATCH_PART
-from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.interception import name_of
-from hyper_parallel.platform.contract.modules import APPLIED
 from hyper_parallel.platform.watching import tensors_in
 
-__all__ = ["FOLLOWING", "Following", "follow", "looking", "platform_of", "unmarked"]
+__all__ = ["FOLLOWING", "Following"]
 
 #: The programs that are followed, the innermost last; it is the one that counts.
 FOLLOWING: list[Following] = []
@@ -60,6 +56,7 @@ class Following:
         self._mesh: DeviceMesh | None = None
         self._inside: Any = None
         self._styled, self._own_samples = "", False
+        self._merged = (0, 0)  # of the rows that the styled module takes: how many in all, and `Mark.merged`
         self._verdicts: dict[Any, Verdict] = {}
 
     @property
@@ -202,7 +199,9 @@ class Following:
         """A DTensor of ``layout`` became the plain tensor ``x``. Along the mesh dimensions ``summed`` its gradient is
         taken as one summand a rank."""
         self._mesh = layout.mesh
-        mark = mark_of(layout, tuple(d for d in summed if layout.mesh.shape[d] > 1))
+        # Rows that came in an order of their own leave the module in it.
+        rows = layout.placements == (Shard(0),) and layout.shape[0] == self._merged[0]
+        mark = mark_of(layout, tuple(d for d in summed if layout.mesh.shape[d] > 1), self._merged[1] if rows else 0)
         if mark is None or self._own_samples or self._platform.in_backward():
             return
         if is_even(layout):
@@ -285,14 +284,15 @@ class Following:
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = self._inside, self._styled, self._own_samples
+            before = self._inside, self._styled, self._own_samples, self._merged
             self._inside, self._styled, self._own_samples = module, name, own_samples or self._own_samples
+            self._merged = _merged_rows(next(tensors_in(args, self._platform.Tensor), None))
             self.paused += 1
             try:
                 return call(*args, **kwargs)
             finally:
                 self.paused -= 1
-                self._inside, self._styled, self._own_samples = before
+                self._inside, self._styled, self._own_samples, self._merged = before
 
         return run
 
@@ -340,67 +340,11 @@ def _bound(op: Any, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any] |
     return operands, static
 
 
-@contextmanager
-def follow(model: Any, platform: Platform) -> Iterator[Following]:
-    """Inside, the program is followed.
-
-    Raises:
-        TypeError: for a backend that cannot do so.
-    """
-    following = Following(model, platform)
-    del model  # a context that a failed call leaves open keeps no model alive
-    handed_over = platform.follow(following)
-    if handed_over is None:
-        raise TypeError(f"the platform {platform.name!r} does not hand over the operations of a program to follow them")
-    FOLLOWING.append(following)
-    LISTENERS.append(_hear_nothing)  # where there are listeners, styles ask whether a program is followed
-    try:
-        with handed_over:
-            yield following
-    finally:
-        LISTENERS.remove(_hear_nothing)
-        FOLLOWING[:] = [other for other in FOLLOWING if other is not following]
-
-
-@contextmanager
-def looking() -> Iterator[None]:
-    """Inside, operations are the library's own, such as those that read values for a report: none is followed."""
-    following = FOLLOWING[-1] if FOLLOWING else None
-    if following is not None:
-        following.paused += 1
-    try:
-        yield
-    finally:
-        if following is not None:
-            following.paused -= 1
-
-
-@contextmanager
-def unmarked() -> Iterator[None]:
-    """Inside, DTensors give plain tensors that the program cuts itself, such as parts of a sequence: none is marked.
-
-    The gradients of parameters are then summands of ranks, which the program adds up as those of data parallelism.
-    """
-    following = FOLLOWING[-1] if FOLLOWING else None
-    if following is None:
-        yield
-        return
-    before, following._own_samples = following._own_samples, True
-    try:
-        yield
-    finally:
-        following._own_samples = before
-
-
-def platform_of(model: Any) -> Platform:
-    """The platform on which styles were applied to a module or one below it, else the selected one."""
-    platform = get_platform()
-    if isinstance(model, platform.Module):
-        for _, module in platform.named_modules(model):
-            for _, mesh in getattr(module, APPLIED, ()):
-                return mesh.platform
-    return platform
-
-
-def _hear_nothing(event: CollectiveEvent) -> None:
-    """Stand in the list of listeners."""
+def _merged_rows(x: Any) -> tuple[int, int]:
+    """Return how many rows the tensor has of which ``x`` is a part, and `Mark.merged` of the part. Zeros for rows in
+    the order of the tensor."""
+    ways = () if x is None else ways_of(x)
+    mark = ways[0] if isinstance(ways, tuple) and len(ways) == 1 else None
+    if mark is None or not mark.merged or mark.layout.placements != (Shard(0),):
+        return 0, 0
+    return mark.layout.shape[0], mark.merged

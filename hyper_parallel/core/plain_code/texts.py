@@ -98,4 +98,4 @@ def gradient_problem(title: str, shape: tuple[int, ...], parameter: bool, mark: 
         f"{title} reads {what} of shape {tuple(shape)}, {same}, next to this rank's part: each rank computes one "
         "summand of its gradient, and nothing adds them up"
     )
-    return Problem("gradient", text, _OWNED if parameter else _READ)
+    return Problem("gradient", text, _OWNED if parameter else _READ, certain=not assumed)

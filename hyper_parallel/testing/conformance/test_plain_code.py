@@ -31,8 +31,9 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.communication.recorder import LISTENERS
 from hyper_parallel.core.dtensor.undistributed import planned_meshes
+from hyper_parallel.core.plain_code.contexts import follow
 from hyper_parallel.core.plain_code.first_call import VARIABLE
-from hyper_parallel.core.plain_code.following import FOLLOWING, follow
+from hyper_parallel.core.plain_code.following import FOLLOWING
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import block_plan, compare, floats
