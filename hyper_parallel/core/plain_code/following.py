@@ -7,6 +7,7 @@ becomes a DTensor. These borders are in `DTensor.to_local` and `DTensor.from_loc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.layouts.layout import Layout
@@ -56,7 +57,7 @@ class Following:
         self._mesh: DeviceMesh | None = None
         self._inside: Any = None
         self._styled, self._own_samples = "", False
-        self._merged = (0, 0)  # of the rows that the styled module takes: how many in all, and `Mark.merged`
+        self._rows: _Rows | None = None
         self._verdicts: dict[Any, Verdict] = {}
 
     @property
@@ -199,9 +200,10 @@ class Following:
         """A DTensor of ``layout`` became the plain tensor ``x``. Along the mesh dimensions ``summed`` its gradient is
         taken as one summand a rank."""
         self._mesh = layout.mesh
-        # Rows that came in an order of their own leave the module in it.
-        rows = layout.placements == (Shard(0),) and layout.shape[0] == self._merged[0]
-        mark = mark_of(layout, tuple(d for d in summed if layout.mesh.shape[d] > 1), self._merged[1] if rows else 0)
+        rows, merged = self._rows, 0
+        if rows is not None and layout.placements == (Shard(0),) and layout.shape[0] == rows.count:
+            merged, rows.problem = rows.merged, None
+        mark = mark_of(layout, tuple(d for d in summed if layout.mesh.shape[d] > 1), merged)
         if mark is None or self._own_samples or self._platform.in_backward():
             return
         if is_even(layout):
@@ -247,6 +249,9 @@ class Following:
         problems = [misfit(mark, layout, shape, trains, computed) for mark in ways]
         first = problems[0]
         if first is not None and all(problems):
+            if self._rows is not None and not first.certain:
+                self._rows.problem = first  # no problem if the module gives its rows in the same order
+                return
             self._reached.add(self._find(first, "from_local"))
             if self.on_reached is not None:
                 self.on_reached()
@@ -284,15 +289,18 @@ class Following:
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = self._inside, self._styled, self._own_samples, self._merged
+            before = self._inside, self._styled, self._own_samples, self._rows
             self._inside, self._styled, self._own_samples = module, name, own_samples or self._own_samples
-            self._merged = _merged_rows(next(tensors_in(args, self._platform.Tensor), None))
+            rows = self._rows = _merged_rows(next(tensors_in(args, self._platform.Tensor), None))
             self.paused += 1
             try:
-                return call(*args, **kwargs)
+                result = call(*args, **kwargs)
             finally:
                 self.paused -= 1
-                self._inside, self._styled, self._own_samples, self._merged = before
+                self._inside, self._styled, self._own_samples, self._rows = before
+            if rows is not None and rows.problem is not None:
+                self._reached.add(self._find(rows.problem, "from_local"))
+            return result
 
         return run
 
@@ -340,11 +348,25 @@ def _bound(op: Any, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any] |
     return operands, static
 
 
-def _merged_rows(x: Any) -> tuple[int, int]:
-    """Return how many rows the tensor has of which ``x`` is a part, and `Mark.merged` of the part. Zeros for rows in
-    the order of the tensor."""
+@dataclass
+class _Rows:
+    """The rows that a styled module takes, in an order of their own: those of each sample that are on this rank.
+
+    Attributes:
+        count: how many there are on all ranks.
+        merged: see `Mark.merged`.
+        problem: the module takes them as consecutive ones. None where that does not matter.
+    """
+
+    count: int
+    merged: int
+    problem: Problem | None = None
+
+
+def _merged_rows(x: Any) -> _Rows | None:
+    """Return the rows of ``x``, None where they are in the order of the tensor of which ``x`` is a part."""
     ways = () if x is None else ways_of(x)
     mark = ways[0] if isinstance(ways, tuple) and len(ways) == 1 else None
     if mark is None or not mark.merged or mark.layout.placements != (Shard(0),):
-        return 0, 0
-    return mark.layout.shape[0], mark.merged
+        return None
+    return _Rows(mark.layout.shape[0], mark.merged)

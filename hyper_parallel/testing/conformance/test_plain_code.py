@@ -163,6 +163,20 @@ def forgotten(module: Any, x: Any, a: Any) -> Any:
     return y[:, 0]  # found
 
 
+def routed(module: Any, x: Any, a: Any) -> Any:
+    """The tokens of a part of each sequence, one after the other, through a layer that takes them one by one."""
+    y = module.norm(module.down(a.relu(module.up(x))))
+    scores = a.call(module.router, a.reshape(y, (-1, 8)))
+    return module.out(y + a.reshape(scores, tuple(y.shape)))
+
+
+def gathered_rows(module: Any, x: Any, a: Any) -> Any:
+    """The same tokens, which a layer gathers rank by rank: an order of its own."""
+    y = module.norm(module.down(a.relu(module.up(x))))
+    rows = a.reshape(y, (-1, 8))
+    return x + a.reshape(a.call(module.router, rows), tuple(x.shape))  # found
+
+
 def shared_heads(module: Any, x: Any, a: Any) -> Any:
     """Query heads that share keys and values, without a softmax: all of them, or as many as a rank has."""
     q = a.reshape(module.wq(x), heads(x, 6))
@@ -178,11 +192,23 @@ SHARED = UP_DOWN | {"shared": linear(8, 6)}
 GATED = UP_DOWN | {"gate": linear(8, 8)}
 SEQUENCE = UP_DOWN | {"norm": lambda a: a.norm_module(8), "table": linear(8, 4)}
 BY_SEQUENCE = {"up": C(), "down": W(output_layouts=Shard(1)), "norm": SequenceParallel(use_local_output=True)}
+ROUTED = UP_DOWN | {"norm": lambda a: a.norm_module(8), "router": lambda a: a.norm_module(8), "out": linear(8, 8)}
+BY_TOKEN = BY_SEQUENCE | {
+    "router": SequenceParallel(sequence_dim=0, use_local_output=True),
+    "out": C(input_layouts=Shard(1), output_layouts=Replicate()),
+}
 PACKED = {"up": linear(8, 72), "down": linear(24, 8)}
 WHOLE = {"gate": linear(8, 12), "down": linear(24, 8)}
 NEXT = {"up": linear(8, 24), "next": linear(12, 8)}
 
 WRONG = {
+    "tokens in another order": Case(
+        gathered_rows,
+        "input",
+        ("Shard(dim=0)",),
+        BY_TOKEN | {"router": C(input_layouts=Shard(0), output_layouts=Replicate())},
+        ROUTED | {"router": linear(8, 8)},
+    ),
     "softmax": Case(lambda m, x, a: m.down(a.softmax(m.up(x), -1)), "whole", ("oftmax", "output_layouts=Replicate()")),
     "mean": Case(lambda m, x, a: m.down(m.up(x) * a.mean(m.up(x), -1, True)), "whole", ("(2, 4, 12) of (2, 4, 24)",)),
     "cumsum": Case(lambda m, x, a: m.down(a.cumsum(m.up(x), 2)), "whole", ("dimension 2",)),
@@ -236,6 +262,7 @@ RIGHT = {
         lambda m, x, a: m.down(a.softmax(m.up(x), -1)),
         plan={"up": C(output_layouts=Replicate()), "down": W(input_layouts=Replicate())},
     ),
+    "tokens of a part": Case(routed, plan=BY_TOKEN, modules=ROUTED),
     "given by a style": Case(lambda m, x, a: m.up(x), plan={"up": C()}),
 }
 
@@ -300,9 +327,13 @@ def test_numbers_do_not_change(pool: Any, name: str) -> None:
 
 @spmd.on_mesh()
 def block_followed(mesh: Any, local_between: bool) -> Any:
-    given = {"takes": Shard(1), "gives": Shard(1)}
+    def counts() -> Any:
+        plan, x = block_plan(local_between), floats(2, 8, 24)
+        return compare(lambda a: a.Block(24, 36, 2), plan, x, mesh, takes=Shard(1), gives=Shard(1))
+
+    usual = counts()
     with follow(get_adapter().Probe(), get_platform()) as following:
-        compare(lambda a: a.Block(24, 36, 2), block_plan(local_between), floats(2, 8, 24), mesh, **given)
+        assert counts() == usual
     return [*map(str, following.findings)], dict(following.unknown), following.asked
 
 
@@ -435,6 +466,10 @@ def first_calls(mesh: Any) -> None:
         step(made(logged))
     with strict(), pytest.raises(ValueError, match="No module takes the result"):
         step(made(logged))
+
+    # So is a finding about a tensor that the program may have made a part of: positions from 0 on every rank.
+    with pytest.warns(UserWarning, match="taken for this rank's part"):
+        step(made(WRONG["positions"].run, WRONG["positions"].plan, WRONG["positions"].modules))
 
     # A right program goes on, and its copy.
     right = made(RIGHT["mlp"].run)
