@@ -364,7 +364,7 @@ class _Rows:
 
 
 def _merged_rows(x: Any) -> _Rows | None:
-    """Return the rows of ``x``, None where they are in the order of the tensor of which ``x`` is a part."""
+    """Return the rows of ``x``, None where they are in the order of the whole tensor."""
     ways = () if x is None else ways_of(x)
     mark = ways[0] if isinstance(ways, tuple) and len(ways) == 1 else None
     if mark is None or not mark.merged or mark.layout.placements != (Shard(0),):

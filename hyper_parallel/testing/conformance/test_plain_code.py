@@ -164,7 +164,7 @@ def forgotten(module: Any, x: Any, a: Any) -> Any:
 
 
 def routed(module: Any, x: Any, a: Any) -> Any:
-    """The tokens of a part of each sequence, one after the other, through a layer that takes them one by one."""
+    """The tokens of a part of each sequence, in one dimension, through a layer that takes them one by one."""
     y = module.norm(module.down(a.relu(module.up(x))))
     scores = a.call(module.router, a.reshape(y, (-1, 8)))
     return module.out(y + a.reshape(scores, tuple(y.shape)))
