@@ -1,9 +1,10 @@
 """Following the first call of a parallelised model, where ``HYPER_PARALLEL_CHECK=1`` asks for it.
 
-Only the first call pays, and the first one that records gradients: then the hooks are taken away. A finding that a
-styled module or the output was computed with is an error after forward. All ranks find the same, since layouts and the
-program alone decide. A value that nothing else is computed with, such as a number for a log, is a warning: one rank may
-have computed it alone. So is a finding about a tensor without a mark, which may be a part by the program's own doing.
+Only the first call pays, and the first one that records gradients: then the hook before the call is taken away. A finding
+that a styled module or the output was computed with is an error after forward. All ranks find the same, since layouts
+and the program alone decide. A value that nothing else is computed with, such as a number for a log, is a warning: one
+rank may have computed it alone. So is a finding about a tensor without a mark, which may be a part by the program's own
+doing.
 """
 
 from __future__ import annotations
@@ -65,16 +66,16 @@ def _begin(module: Any, platform: Platform) -> None:
 
 
 def _end(module: Any, output: Any) -> None:
+    if _OPEN.get(module) is None:
+        return
     following = FOLLOWING[-1] if FOLLOWING else None
     records = _close(module)
-    if output is None:  # the end of a call that has failed, too, during which no hook may be taken away
+    if output is None:  # of a call that has failed, too
         return
     if records:
         _DONE.set(module, True)
-    if _DONE.get(module) is not None:
-        for handle in _HANDLES.get(module) or ():
-            handle.remove()
-    if following is None or records is None:
+        _HANDLES.get(module)[0].remove()  # not this hook's own, which a framework may not take away while it runs
+    if following is None:
         return
     following.reach(output)
     if following.findings and is_strict():
