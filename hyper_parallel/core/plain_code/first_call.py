@@ -1,6 +1,6 @@
 """Following the first call of a parallelised model, where ``HYPER_PARALLEL_CHECK=1`` asks for it.
 
-Only the first call pays, and the first one that records gradients: then the hook before the call is taken away. A finding
+Only the first call pays, and the first one that records gradients: then the hook before it is taken away. A finding
 that a styled module or the output was computed with is an error after forward. All ranks find the same, since layouts
 and the program alone decide. A value that nothing else is computed with, such as a number for a log, is a warning: one
 rank may have computed it alone. So is a finding about a tensor without a mark, which may be a part by the program's own
@@ -26,7 +26,7 @@ __all__ = ["VARIABLE", "follow_first_call"]
 
 #: The environment variable: "1" follows first calls.
 VARIABLE = "HYPER_PARALLEL_CHECK"
-#: module -> the handles of its hooks; whether its call that runs is followed; whether one was that recorded gradients.
+#: module -> the handle of its hook before a call; whether its call that runs is followed; whether one was that recorded gradients.
 _HANDLES, _OPEN, _DONE = WeakTable(), WeakTable(), WeakTable()
 
 
@@ -47,8 +47,8 @@ def follow_first_call(module: Any, mesh: DeviceMesh) -> None:
         if not platform.is_compiling():
             _end(module, output)
 
-    hook = platform.register_forward_pre_hook(module, before, prepend=True)
-    _HANDLES.set(module, (hook, platform.register_forward_hook(module, after, always=True)))
+    _HANDLES.set(module, platform.register_forward_pre_hook(module, before, prepend=True))
+    platform.register_forward_hook(module, after, always=True)
 
 
 def _begin(module: Any, platform: Platform) -> None:
@@ -74,7 +74,11 @@ def _end(module: Any, output: Any) -> None:
         return
     if records:
         _DONE.set(module, True)
-        _HANDLES.get(module)[0].remove()  # not this hook's own, which a framework may not take away while it runs
+        hook = _HANDLES.get(
+            module
+        )  # None on a copy of the module; not this hook, which a framework may not take away now
+        if hook is not None:
+            hook.remove()
     if following is None:
         return
     following.reach(output)
