@@ -26,7 +26,7 @@ __all__ = ["VARIABLE", "follow_first_call"]
 
 #: The environment variable: "1" follows first calls.
 VARIABLE = "HYPER_PARALLEL_CHECK"
-#: module -> the handle of its hook before a call; whether its call that runs is followed; whether one was that recorded gradients.
+#: module -> the handle of its hook before a call; the call that is followed; whether one was that recorded gradients.
 _HANDLES, _OPEN, _DONE = WeakTable(), WeakTable(), WeakTable()
 
 
