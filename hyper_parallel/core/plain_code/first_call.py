@@ -74,10 +74,8 @@ def _end(module: Any, output: Any) -> None:
         return
     if records:
         _DONE.set(module, True)
-        hook = _HANDLES.get(
-            module
-        )  # None on a copy of the module; not this hook, which a framework may not take away now
-        if hook is not None:
+        hook = _HANDLES.get(module)  # the one before the call: a framework may not take away this one, which runs
+        if hook is not None:  # none of a copy
             hook.remove()
     if following is None:
         return
