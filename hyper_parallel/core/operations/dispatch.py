@@ -19,6 +19,7 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.modes import is_implicit_replication
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.operations.aliasing import Aliasing, aliasing_of
+from hyper_parallel.core.operations.binding import bind_of
 from hyper_parallel.core.operations.call_cache import call_key, remembered_call
 from hyper_parallel.core.operations.custom_ops import find_custom_op
 from hyper_parallel.core.operations.fallback import run_gathered, tell_of_failure_in
@@ -279,7 +280,7 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | 
     canonical = OPERATIONS.get(op.name)
     if canonical is None:
         raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is not a canonical operation")
-    operands, static_args = op.bind(func, args, kwargs)
+    operands, static_args = bind_of(op)(func, args, kwargs)
     layouts = tuple([operand_key(x) for x in operands])
     if canonical.elementwise:
         layout_key: tuple = (op, layouts)

@@ -15,7 +15,7 @@ from hyper_parallel.core.rules.registry import rule
 
 @rule(
     "dropout",
-    static_args="p, training, maybe a seed, a stream of numbers of its own, and whether of channels",
+    "x | p=0.5 training=True seed=None stream=None channels=False",
     memory="ordered",
 )
 def dropout(shapes: tuple, static_args: tuple) -> OpSharding | None:

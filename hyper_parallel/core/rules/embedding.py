@@ -9,7 +9,7 @@ from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
 
 
-@rule("embedding", "ids, weight (vocabulary, features)", "padding_idx or None", repeatable=True, memory="fresh")
+@rule("embedding", "ids weight(vocabulary,features) | padding_idx=None", repeatable=True, memory="fresh")
 def embedding(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``weight[ids]``, which is ``one_hot(ids) @ weight``: linear in the weight, with the vocabulary contracted."""
     ids, weight = shapes

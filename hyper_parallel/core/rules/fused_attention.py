@@ -18,9 +18,8 @@ _LAYOUTS = ("BNSD", "BSND", "BSH", "SBH", "TND")
 
 @rule(
     "fused_attention",
-    "q, k, v, bias, mask, score, more of q, more of k; all but the first three may be None",
-    "layout of q, k and v, heads, probability to keep, whether something holds an entry for each batch element, "
-    "size of a statistic, whether those of tokens have the tokens first",
+    "q k v bias=None mask=None score(heads)=None more_q=None more_k=None"
+    " | layout heads keep per_batch statistic tokens_first",
 )
 def fused_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Attention and the statistics of its softmax, independent for each batch element and head.

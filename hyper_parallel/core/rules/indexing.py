@@ -137,7 +137,7 @@ def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tup
     return None if any(isinstance(item, bool) or _is_tensor(item) for item in index) else (index,)
 
 
-@rule("getitem", "x, index tensors", "index as `encode_index` gives it", memory="shared", view_index=_index_of_view)
+@rule("getitem", "x *tensors | index", memory="shared", view_index=_index_of_view)
 def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index]``: dimensions taken whole and those of the index tensors can be sharded. Where few elements are taken
     of x, those along which index tensors run can be too (see `gather`). Without index tensors, dimensions cut by ints
@@ -187,7 +187,7 @@ def _is_few(taken: Shape, x: Shape) -> bool:
     return 2 * math.prod(taken) <= math.prod(x)
 
 
-@rule("setitem_", "x, value, index tensors", "index as `encode_index` gives it")
+@rule("setitem_", "x value=None *tensors | index")
 def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along, or that
     ints and slices cut, may be sharded: each rank then writes the elements of its shard. Those that are cut must be
@@ -264,7 +264,7 @@ def _narrowed(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
     return ((*(FULL_SLICE,) * dim, ("slice", start, start + length, None)),)
 
 
-@rule("narrow", static_args="dim, start, length", repeatable=True, memory="shared", view_index=_narrowed)
+@rule("narrow", "x | dim start length", repeatable=True, memory="shared", view_index=_narrowed)
 def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Elements from start to start + length along a dimension, which can be sharded if these are all, or few: see
     `getitem`."""
@@ -304,7 +304,7 @@ def _narrow(x: Shape, dim: int, start: int, length: int) -> OpSharding:
     return replace(sharding, call=call)
 
 
-@rule("gather", "x, index", "dim")
+@rule("gather", "x index | dim")
 def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``result[i][j] = x[index[i][j]][j]`` for dim 0. Where few elements are taken of x, it may be sharded along dim:
     each rank takes its own elements, and the results add up."""
@@ -330,7 +330,7 @@ def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-@rule("index_select", "x, index (1-D)", "dim")
+@rule("index_select", "x index | dim")
 def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[:, index]`` for dim 1 and an index of one dimension. See `gather`."""
     x, index = shapes
@@ -352,7 +352,7 @@ def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-@rule("one_hot", static_args="number of classes", memory="fresh")
+@rule("one_hot", "x | num_classes=-1", memory="fresh")
 def one_hot(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """A new last dimension of the given number of classes, which must not depend on the data."""
     x, classes = shapes[0], static_args[0]

@@ -24,8 +24,7 @@ def class_dim(logits: tuple[int, ...]) -> int:
 
 @rule(
     "cross_entropy",
-    "logits (samples, classes, ...) or (classes,), target, class weights or None",
-    "reduction, ignore_index, label_smoothing, dtype of the result or None for that of the logits",
+    "x target weight(classes)=None | reduction='mean' ignore_index=-100 label_smoothing=0.0 dtype=None",
     loss=True,
 )
 def cross_entropy(shapes: tuple, static_args: tuple) -> OpSharding | None:
@@ -35,8 +34,7 @@ def cross_entropy(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule(
     "nll_loss",
-    "log-probabilities (samples, classes, ...) or (classes,), target, class weights or None",
-    "reduction, ignore_index, dtype of the result or None",
+    "x target weight(classes)=None | reduction='mean' ignore_index=-100 dtype=None",
     loss=True,
 )
 def nll_loss(shapes: tuple, static_args: tuple) -> OpSharding | None:

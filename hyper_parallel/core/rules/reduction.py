@@ -19,8 +19,7 @@ from hyper_parallel.core.rules.labels import axes, named, unary, whole, without
 from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
 
-_DIMS = "dims (tuple or None), keepdim"
-_EXTREME = f'{_DIMS}, `"whole"` where NaNs share the gradient'
+_TAKES = "x | dims=None keepdim=False"
 
 
 def _reduction(x: tuple[int, ...], dims: Any, keepdim: bool, **how: Any) -> OpSharding:
@@ -28,13 +27,13 @@ def _reduction(x: tuple[int, ...], dims: Any, keepdim: bool, **how: Any) -> OpSh
     return unary(labels, without(labels, reduced, keepdim), without(x, reduced, keepdim, 1), **how)
 
 
-@rule("sum", static_args=_DIMS, repeatable=True, memory="fresh")
+@rule("sum", f"{_TAKES} dtype=None", repeatable=True, memory="fresh")
 def sum_(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Sum."""
     return _reduction(shapes[0], static_args[0], static_args[1], terms=((0,),), reduce="sum")
 
 
-@rule("mean", static_args=_DIMS, repeatable=True, memory="fresh")
+@rule("mean", f"{_TAKES} dtype=None", repeatable=True, memory="fresh")
 def mean(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Mean: over a sharded dimension the local sum divided by the global count."""
     return _reduction(shapes[0], static_args[0], static_args[1], terms=((0,),), reduce="sum", call=_mean)
@@ -61,13 +60,13 @@ def _mean(
     return native((x,), static_args) * (local / everywhere)
 
 
-@rule("amax", static_args=_EXTREME)
+@rule("amax", f"{_TAKES} nans=None")
 def amax(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Largest element. A rank without elements has none, so it cannot take part."""
     return _extreme(shapes[0], static_args, "max")
 
 
-@rule("amin", static_args=_EXTREME)
+@rule("amin", f"{_TAKES} nans=None")
 def amin(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Smallest element; see `amax`."""
     return _extreme(shapes[0], static_args, "min")
@@ -126,13 +125,13 @@ def _only(x: tuple[int, ...], dims: Any) -> tuple[str, ...]:
     return tuple(label for i, label in enumerate(named(x)) if i in dims)
 
 
-@rule("reduce_whole", static_args=_DIMS)
+@rule("reduce_whole", _TAKES)
 def reduce_whole(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """A reduction whose results for parts do not combine: argmax, var, all. The dims reduced must be whole."""
     return _reduce_whole(shapes[0], static_args, results=1)
 
 
-@rule("reduce_pair", static_args=_DIMS)
+@rule("reduce_pair", _TAKES)
 def reduce_pair(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Like `reduce_whole`, with two results: values and indices, variance and mean."""
     return _reduce_whole(shapes[0], static_args, results=2)
@@ -145,7 +144,7 @@ def _reduce_whole(x: tuple[int, ...], static_args: tuple, results: int) -> OpSha
     return unary(labels, without(labels, reduced, keepdim), without(x, reduced, keepdim, 1), results)
 
 
-@rule("vector_norm", static_args=f"p, {_DIMS}")
+@rule("vector_norm", "x | p=2.0 dims=None keepdim=False dtype=None")
 def vector_norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The p-norm. For p = 0 and 1 the norms of the parts add up. Otherwise the norms of all parts are gathered, and the
     result is the norm of these. So no value overflows that would not on one device: the native operation raises the

@@ -62,7 +62,7 @@ def _by_mask(shape: tuple, labels: Labels, operands: tuple, results: Labels, siz
     )
 
 
-@rule("masked_select", "x, mask")
+@rule("masked_select", "x mask")
 def masked_select(shapes: tuple, static_args: Any) -> OpSharding | None:
     """The elements at a mask, in one dimension; both operands broadcast."""
     together = broadcast(shapes)
@@ -83,7 +83,7 @@ def rows_at_mask(shapes: tuple) -> OpSharding | None:
     return _by_mask(tuple(mask), taken, (labels, taken), (None, *kept), (None, *x[count:]))
 
 
-@rule("masked_scatter", "x, mask, source")
+@rule("masked_scatter", "x mask source")
 def masked_scatter(shapes: tuple, static_args: Any) -> OpSharding | None:
     """A copy of x with the elements of the source, in a row, at the places of the mask. x and the mask are broadcast.
     Each rank, which has the whole source, takes its part of it, behind the parts of the ranks before."""
@@ -178,10 +178,10 @@ def _several(results: Any) -> list[Any]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
-_DIFFERING = "dim or None for all elements, whether to tell places, whether to count"
+_DIFFERING = "x | dim=None places=False counts=False"
 
 
-@rule("unique", static_args=_DIFFERING)
+@rule("unique", _DIFFERING)
 def unique(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The elements that differ, in ascending order, or the slices along a dimension; the other dimensions are whole."""
     x, dim = tuple(shapes[0]), static_args[0]
@@ -191,7 +191,7 @@ def unique(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return _differing(x, labels, static_args)
 
 
-@rule("unique_in_order", static_args=_DIFFERING)
+@rule("unique_in_order", _DIFFERING)
 def unique_in_order(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Select elements that differ from the one before, or from all before, in order. All dimensions are whole, but
     for the one along which elements are compared."""

@@ -11,7 +11,7 @@ from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
 from hyper_parallel.core.rules.vocab_parallel import VocabParallel, vocab_parallel_of
 
-_STATICS = "dim, dtype to convert x to first or None"
+_TAKES = "x | dim=-1 dtype=None"
 
 
 def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[tuple, tuple], OpSharding | None]:
@@ -41,11 +41,11 @@ def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[
     return softmax
 
 
-rule("softmax", static_args=_STATICS, repeatable=True)(_along(VocabParallel.softmax))
-rule("log_softmax", static_args=_STATICS, repeatable=True)(_along(VocabParallel.log_softmax))
+rule("softmax", _TAKES, repeatable=True)(_along(VocabParallel.softmax))
+rule("log_softmax", _TAKES, repeatable=True)(_along(VocabParallel.log_softmax))
 
 
-@rule("logsumexp", static_args="dims (tuple or None), keepdim")
+@rule("logsumexp", "x | dims=None keepdim=False")
 def logsumexp(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Logarithm of the sum of exponentials, over one dimension, which may be sharded, or several whole ones."""
     x, (dims, keepdim) = shapes[0], static_args[:2]
