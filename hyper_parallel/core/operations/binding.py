@@ -204,10 +204,10 @@ def _as_called(signature: Signature, text: str, facts: Facts, words: Words) -> B
             number = place if isinstance(place, int) else places.get(place)
             if isinstance(x, words.tensor) and (anything or number in numbers):
                 found[place if anything else number] = (place, x)
-                own[place] = None  # type: ignore[index]
+                own[place] = None
                 continue
             kept = words.kept(x)
-            own[place] = kept  # type: ignore[index]
+            own[place] = kept
             if number is not None and number < len(names):
                 values[names[number]] = words.told(kept)
         if anything:

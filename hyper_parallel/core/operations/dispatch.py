@@ -7,6 +7,7 @@ plan names (usually none), the native operation and the wrap. Everything else ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hyper_parallel.core.caches import Cache, Table
@@ -36,7 +37,7 @@ from hyper_parallel.core.operations.views import after_write, apart, before_writ
 from hyper_parallel.core.rules import OPERATIONS, CanonicalOp
 from hyper_parallel.core.rules.filling import bind_dense, bind_filled
 from hyper_parallel.core.rules.loss_operands import distribute_targets
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.platform.contract import NativeOp
 
 _MAX_PLANS, _MAX_CALLS = 1 << 16, 1 << 14
@@ -140,14 +141,9 @@ class _Plan:
             if self.replacement is None:
                 result = self.call(func, local_operands, static_args)
             else:
-                result = self.replacement(
-                    self.mesh.platform,
-                    lambda operands, static_args: self.call(func, operands, static_args),
-                    local_operands,
-                    static_args,
-                    self.operand_layouts,
-                    self.results,
-                )
+                native = partial(self.call, func)
+                layouts = self.operand_layouts, self.results
+                result = self.replacement(LocalCall(self.mesh.platform, native, local_operands, static_args, *layouts))
             if not self.inplace:
                 several = isinstance(result, (tuple, list))
                 result = self.wrap_several(result) if several else self.wrap(result, self.result)

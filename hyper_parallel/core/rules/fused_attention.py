@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.rules.labels import Labels, Shape
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.core.rules.random import share_state
 from hyper_parallel.core.rules.registry import rule
 
@@ -160,9 +160,7 @@ def _local_heads(static_args: tuple, operand_layouts: tuple, result_layouts: tup
     return (layout, heads * own // whole, *rest)
 
 
-def _draw(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
+def _draw(call: LocalCall) -> Any:
     """Every rank draws the same noise, from generators in the same state."""
-    share_state(operand_layouts[0].mesh)
-    return native(operands, static_args)
+    share_state(call.operand_layouts[0].mesh)
+    return call.run()

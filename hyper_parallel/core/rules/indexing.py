@@ -18,7 +18,7 @@ from hyper_parallel.core.rules.labels import (
     unary,
     whole,
 )
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.core.rules.own_part import Cut, Taking, Writing, whole_along
 from hyper_parallel.core.rules.registry import rule
 from hyper_parallel.core.rules.selection import rows_at_mask
@@ -298,10 +298,10 @@ def _narrow(x: Shape, dim: int, start: int, length: int) -> OpSharding:
     if take is None:
         return sharding
 
-    def call(platform: Any, native: Any, operands: tuple, static_args: tuple, *layouts: tuple) -> Any:
-        return take(platform, _sliced, operands, (index,), *layouts)
+    def run(call: LocalCall) -> Any:
+        return take(call._replace(native=_sliced, static_args=(index,)))
 
-    return replace(sharding, call=call)
+    return replace(sharding, call=run)
 
 
 @rule("gather", "x index | dim")

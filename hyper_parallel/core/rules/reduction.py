@@ -16,7 +16,7 @@ from hyper_parallel.core.communication.transitions import differs
 from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.rules.labels import axes, named, unary, whole, without
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.core.rules.registry import rule
 
 _TAKES = "x | dims=None keepdim=False"
@@ -39,25 +39,25 @@ def mean(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return _reduction(shapes[0], static_args[0], static_args[1], terms=((0,),), reduce="sum", call=_mean)
 
 
-def _mean(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
-    layout = operand_layouts[0]
-    reduced = axes(static_args[0], layout.ndim)
+def _mean(call: LocalCall) -> Any:
+    layout = call.operand_layouts[0]
+    reduced = axes(call.static_args[0], layout.ndim)
     local = math.prod(layout.local_shape[d] for d in reduced)
     everywhere = math.prod(layout.shape[d] for d in reduced)
     if local == everywhere:
-        return native(operands, static_args)
-    x = operands[0]
+        return call.run()
+    x = call.operands[0]
     if local == 0:
         # The mean of no elements is NaN. Their sum is 0, and x is part of its graph: backward of x may communicate.
         for dim in reduced:
-            x = platform.sum_along(x, dim)
+            x = call.platform.sum_along(x, dim)
         kept = [
-            1 if d in reduced else n for d, n in enumerate(layout.local_shape) if static_args[1] or d not in reduced
+            1 if d in reduced else n
+            for d, n in enumerate(layout.local_shape)
+            if call.static_args[1] or d not in reduced
         ]
         return x.reshape(tuple(kept))
-    return native((x,), static_args) * (local / everywhere)
+    return call.native((x,), call.static_args) * (local / everywhere)
 
 
 @rule("amax", f"{_TAKES} nans=None")
@@ -89,31 +89,30 @@ def _extreme(x: tuple[int, ...], static_args: tuple, op: str) -> OpSharding:
 def _extreme_of_part(
     op: str,
     dims: list[int],
-    platform: Any,
-    native: Any,
-    operands: tuple,
-    static_args: tuple,
-    operand_layouts: tuple,
-    result_layouts: tuple,
+    call: LocalCall,
 ) -> Any:
     """The extreme value of this rank's elements, which `ReduceExtreme` compares with those of other ranks. Two more
     facts are needed. One is whether there is NaN among them, where a kernel does not say so itself. The other is how
     many tie for the value: all that do share the gradient evenly, whichever rank they are on."""
-    (x,), y = operands, native(operands, static_args)
+    platform = call.platform
+    (x,), y = call.operands, call.run()
     if not platform.is_floating_point(x):
         return y
     plain = platform.detach(x)
     if not platform.extremes_keep_nan:
         zeros = platform.zeros(platform.shape_of(plain), plain)
-        has_nan = native((platform.masked_fill(zeros, plain != plain, 1.0 if op == "max" else -1.0),), static_args) != 0
+        has_nan = (
+            call.native((platform.masked_fill(zeros, plain != plain, 1.0 if op == "max" else -1.0),), call.static_args)
+            != 0
+        )
         y = platform.masked_fill(y, has_nan, math.nan)
     if platform.requires_grad(x):
-        found, keepdim = platform.detach(y), static_args[1]
+        found, keepdim = platform.detach(y), call.static_args[1]
         for dim in () if keepdim else dims:
             found = platform.unsqueeze(found, dim)
         ones = platform.ones(platform.shape_of(plain), plain)
         # Whether NaNs tie with each other, or the gradient is NaN where there is one.
-        others = differs(plain, found) if "whole" in static_args[2:] else plain != found
+        others = differs(plain, found) if "whole" in call.static_args[2:] else plain != found
         ties = platform.masked_fill(ones, others, 0.0)
         for dim in dims:
             ties = platform.sum_along(ties, dim)
@@ -157,12 +156,10 @@ def vector_norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return _reduction(x, dims, keepdim, reduce="call", call=_norm_of_norms, nonempty=nonempty)
 
 
-def _norm_of_norms(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
-    layout, (result,) = operand_layouts[0], result_layouts
-    norm = native(operands, static_args)
-    reduced = axes(static_args[1], layout.ndim)
+def _norm_of_norms(call: LocalCall) -> Any:
+    layout, (result,) = call.operand_layouts[0], call.result_layouts
+    norm = call.run()
+    reduced = axes(call.static_args[1], layout.ndim)
     split = [mesh_dim for dim in reduced for mesh_dim in layout.shard_mesh_dims(dim)]
     if not split:
         return norm
@@ -172,10 +169,10 @@ def _norm_of_norms(
     scattered = tuple(Shard(0) if i in split else p for i, p in enumerate(gathered))
     shape = (parts, *result.shape)
     norms = redistribute_local(
-        platform.unsqueeze(norm, 0),
+        call.platform.unsqueeze(norm, 0),
         get_layout(layout.mesh, scattered, shape),
         get_layout(layout.mesh, gathered, shape),
     )
     # A framework's call may have a dtype besides. It is left out: the norms have it, and those of complex numbers are
     # real.
-    return native((norms,), (static_args[0], (0,), False, *(None for _ in static_args[3:])))
+    return call.native((norms,), (call.static_args[0], (0,), False, *(None for _ in call.static_args[3:])))

@@ -71,7 +71,9 @@ def _read(word: str) -> Argument:
     mark, names, dims, equals, value = found.groups()
     spellings = tuple(names.split("/"))
     default = literal_eval(value) if equals else REQUIRED
-    return Argument(spellings[0], spellings, default, dims and tuple(dims[1:-1].split(",")), mark, equals == ":=")
+    return Argument(
+        spellings[0], spellings, default, tuple(dims[1:-1].split(",")) if dims else None, mark, equals == ":="
+    )
 
 
 @dataclass(frozen=True)

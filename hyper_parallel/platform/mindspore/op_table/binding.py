@@ -200,6 +200,6 @@ def elementwise(name: str, takes: str = "*", flat: bool | tuple[int, ...] = Fals
             those to which it gives none.
         inside: a number for which the function is defined.
     """
-    call = _call_anywhere if takes == "*" else call_again if takes.endswith("...") else call_elementwise
+    call: Call = _call_anywhere if takes == "*" else call_again if takes.endswith("...") else call_elementwise
     call = _inplace(call) if name.endswith("_") else call
     return safe_when_empty(NativeOp(name, takes, call, False, words=WORDS), flat, inside)

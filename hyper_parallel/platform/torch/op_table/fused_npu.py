@@ -21,13 +21,13 @@ __all__ = ["table"]
 def table() -> Table:
     """Rows of npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_rotary_mul and the three versions of
     npu_fusion_attention."""
-    attention = ("fused_attention", _bind_attention, _call_attention)
+    attention = NativeOp("fused_attention", _bind_attention, _call_attention)
     rotary = NativeOp("rotary", f"{_TURNED} +rotate=None", call_by_position, words=WORDS, adjust=_not_rotated)
-    operators: dict[str, tuple[Any, ...] | NativeOp] = {
+    operators = {
         # One statistic: 1 / rms.
-        "npu_rms_norm": ("rms_norm", "by_weight: x weight/gamma eps/epsilon=1e-6", _call_rms_norm),
-        "npu_add_rms_norm": ("add_rms_norm", "", _call_add_rms_norm),
-        "npu_swiglu": ("glu", "", call_by_position),
+        "npu_rms_norm": NativeOp("rms_norm", _NORM, _call_rms_norm, words=WORDS),
+        "npu_add_rms_norm": NativeOp("add_rms_norm", "", _call_add_rms_norm, words=WORDS),
+        "npu_swiglu": NativeOp("glu", "", call_by_position, words=WORDS),
         "npu_rotary_mul": rotary,
         **dict.fromkeys(["npu_fusion_attention", "npu_fusion_attention_v2", "npu_fusion_attention_v3"], attention),
     }
@@ -35,11 +35,11 @@ def table() -> Table:
     for name, row in operators.items():
         operator = getattr(torch.ops.npu, name, None)
         if operator is not None:  # an older torch_npu lacks some
-            row = row if isinstance(row, NativeOp) else NativeOp(*row, words=WORDS)
             table[operator] = table[operator.default] = row
     return table
 
 
+_NORM = "by_weight: x weight/gamma eps/epsilon=1e-6"
 _TURNED = "x r1 r2 mode/rotary_mode='half'"
 
 
@@ -48,10 +48,10 @@ def _call_rms_norm(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 
 def _not_rotated(func: Any, operands: tuple, static_args: tuple) -> Bound:
-    *static_args, rotate = static_args
+    mode, rotate = static_args
     if rotate is not None:
         raise TypeError("npu_rotary_mul(rotate=...) is not supported with distributed tensors: leave it out")
-    return operands, tuple(static_args)
+    return operands, (mode,)
 
 
 class _AddRmsNorm(torch.autograd.Function):
