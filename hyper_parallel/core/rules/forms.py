@@ -6,10 +6,10 @@ import functools
 import math
 from typing import Any
 
-from hyper_parallel.core.layouts.strides import FULL_SLICE
 from hyper_parallel.core.rules.labels import Shape
 from hyper_parallel.core.rules.signature import form
 from hyper_parallel.platform.arguments import dims_of
+from hyper_parallel.platform.indexing import FULL_SLICE
 
 # ------------------------------------------------------------------------------------------- shapes
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from hyper_parallel.core.layouts.strides import FULL_SLICE
 from hyper_parallel.core.rules.labels import axis, named, replaced, unary, whole
 from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
+from hyper_parallel.platform.indexing import FULL_SLICE
 
 
 @rule("cat", "*xs | dim=0", repeatable=True, memory="fresh")

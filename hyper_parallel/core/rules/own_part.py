@@ -16,14 +16,13 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.memory_order import UNKNOWN, strides_of
 from hyper_parallel.core.layouts.placement_types import Partial
 from hyper_parallel.core.layouts.strides import (
-    FULL_SLICE,
     indexed_strides,
     is_contiguous,
     spaced_strides,
-    without_dots,
 )
-from hyper_parallel.core.rules.labels import Labels, Shape, replaced
+from hyper_parallel.core.rules.labels import Labels, replaced
 from hyper_parallel.core.rules.op_sharding import LocalCall
+from hyper_parallel.platform.indexing import FULL_SLICE, Place
 
 
 def whole_along(dims: Iterable[int]) -> Callable[[tuple], bool]:
@@ -120,28 +119,15 @@ class Cut:
     kept: tuple[int | None, ...]
 
     @staticmethod
-    def of(index: tuple, x: Shape, labels: Labels) -> Cut | None:
-        """The index into x, where ``labels`` are None for the dimensions that are cut. None where no dimension is cut,
+    def of(region: tuple[Place, ...], labels: Labels) -> Cut | None:
+        """The region of x, where ``labels`` are None for the dimensions that are cut. None where no dimension is cut,
         or a step is negative."""
         dims = tuple(dim for dim, label in enumerate(labels) if label is None)
-        if not dims:
-            return None
-        ranges: list[range] = []
-        kept: list[int | None] = []
-        for item in without_dots(index, len(x)):
-            dim = len(ranges)
-            if item is None:
-                kept.append(None)
-            elif isinstance(item, tuple):
-                kept.append(dim)
-                ranges.append(range(x[dim])[slice(*item[1:])])
-            else:
-                if not -x[dim] <= item < x[dim]:
-                    return None  # the native operation words the error
-                ranges.append(range(item % x[dim], item % x[dim] + 1))
-        if any(picked.step < 1 for picked in ranges):
-            return None
-        return Cut(tuple(ranges), dims, tuple(kept))
+        ranges = [place.picked for place in region if place.dim is not None]
+        if not dims or any(picked is None or picked.step < 1 for picked in ranges):
+            return None  # the native operation words the error for an int that is out of range
+        kept = tuple(place.dim for place in region if place.dim is None or place.is_slice)
+        return Cut(tuple(ranges), dims, kept)  # type: ignore[arg-type]
 
     def write(self, call: LocalCall) -> Any:
         """Write the elements of this rank's shard, even if there are none: the value stays part of the graph on every

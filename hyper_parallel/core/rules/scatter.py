@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.rules.indexing import analyse, assigned, dims_of_tensors, labels_along
+from hyper_parallel.core.rules.indexing import analyse, assigned, labels_along
 from hyper_parallel.core.rules.labels import Labels, axis, named, replaced, whole
 from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.own_part import Writing, whole_along
@@ -85,7 +85,7 @@ def index_add(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if any(size not in (1, full) for size, (full, _) in zip(value, target, strict=True)):
         return None
     own = tuple(label if size == full else None for size, (full, label) in zip(value, target, strict=True))
-    dims = dims_of_tensors(static_args[0], x)
+    dims = found.dims
     labels = labels_along(found.x, dims)
     return OpSharding(
         operands=(labels, own, *(tuple(n if n in own else None for n in labels) for labels in found.tensors)),

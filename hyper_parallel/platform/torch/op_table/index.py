@@ -76,7 +76,7 @@ def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     tensors, encoded = encode(x, index)
     if tensors:
         for item in encoded:
-            if item.__class__ is tuple and item[-1] is True:  # a mask
+            if item.__class__ is tuple and item[0] == "tensor" and item[3]:  # a mask
                 return _bind_masks(x, index, tensors, encoded)
     return (x, *tensors), (encoded,)
 
