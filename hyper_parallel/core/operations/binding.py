@@ -7,6 +7,8 @@ See `core.rules.signature` for the language of both.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from hyper_parallel.core.caches import Table
@@ -59,39 +61,48 @@ def _places(arguments: tuple[Argument, ...], words: Words) -> dict[str, int]:
 
 
 # ------------------------------------------------------------------------------------------- by the signature
-def _unpacker(arguments: tuple[Argument, ...], words: Words) -> Any:
-    """``unpack(args, kwargs)``, which returns the values of ``arguments``, in order; those that are fixed come last."""
-    taken = [x for x in arguments if not x.fixed]
+def _unpacker(taken: list[Argument], constants: list[Any], words: Words) -> Any:
+    """``unpack(args, kwargs)``, which returns the values of ``taken``, in order, and then ``constants``."""
     names, places, drops = [x.name for x in taken], _places(tuple(taken), words), words.drops
     starred = len(taken) - 1 if taken and taken[-1].mark == "*" else None
     defaults = [x.default for x in taken]
     if starred is not None and defaults[starred] is REQUIRED:
         defaults[starred] = ()
     conversions = [(i, f) for i, name in enumerate(names) if (f := value_of(name, words.conversions)) is not None]
-    fixed = [x.default for x in arguments if x.fixed]
     total, needed = len(taken), sum(value is REQUIRED for value in defaults)
+    defaults += constants
 
     def unpack(args: tuple, kwargs: dict) -> list[Any]:
         if starred is not None and len(args) > starred:
             args = (*args[:starred], args[starred:])
         given = len(args)
-        if given > total and not drops:
-            raise UnboundCallError(f"{given} arguments")
-        values = [*args[:total], *defaults[given:]]
+        if given > total:
+            if not drops:
+                raise UnboundCallError(f"{given} arguments")
+            args, given = args[:total], total
+        values = [*args, *defaults[given:]]
         for key, value in kwargs.items():
             i = places.get(key, starred if drops else None)
             if i is not None:
                 values[i] = value
             elif value is not None and not drops:
                 raise UnboundCallError(f"argument {key!r}")
-        for name, value in zip(names[given:needed], values[given:needed], strict=True):
-            if value is REQUIRED:
-                raise (TypeError if drops else UnboundCallError)(f"argument {name!r} is missing")
+        if given < needed:
+            for name, value in zip(names[given:needed], values[given:needed], strict=True):
+                if value is REQUIRED:
+                    raise (TypeError if drops else UnboundCallError)(f"argument {name!r} is missing")
         for i, convert in conversions:
             values[i] = convert(values[i])
-        return values + fixed
+        return values
 
     return unpack
+
+
+def _picker(places: list[int]) -> Callable[[list[Any]], tuple]:
+    """A function that takes the values at these places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda values: (values[places[0]],)) if places else (lambda values: ())
 
 
 def _by_signature(canonical: CanonicalOp, text: str, words: Words) -> Bind:
@@ -101,45 +112,52 @@ def _by_signature(canonical: CanonicalOp, text: str, words: Words) -> Bind:
     form = FORMS[name] if name else None
     own = signature if form is None else form.takes
     arguments = _native_order(own, text)
-    unpack = _unpacker(arguments, words)
-    order = [x.name for x in (*(x for x in arguments if not x.fixed), *(x for x in arguments if x.fixed))]
+    taken, fixed = [x for x in arguments if not x.fixed], [x for x in arguments if x.fixed]
+    there = {x.name for x in arguments}
     # Arguments of the signature that neither the function nor the row has are at their defaults.
-    known = [x for x in (*own.operands, *own.static) if x.name not in order and not (x.mark and arguments)]
-    order += [x.name for x in known]
-    more = [x.default for x in known]
-    assert REQUIRED not in more, f"{canonical.name}: {text!r} lacks {[x.name for x in known if x.default is REQUIRED]}"
+    fixed += [x for x in (*own.operands, *own.static) if x.name not in there and not x.mark]
+    lacking = [x.name for x in fixed if x.default is REQUIRED]
+    assert not lacking, f"{canonical.name}: {text!r} lacks {lacking}"
+    order = [x.name for x in (*taken, *fixed)]
+    unpack = _unpacker(taken, [x.default for x in fixed], words)
     sequence = next((order.index(x.name) for x in own.operands if x.mark and x.name in order), None)
+    static = [x.name for x in own.static]
     if own.several and sequence is None:
-        operands = [i for i, x in enumerate(arguments) if not x.mark and x.name not in {y.name for y in own.static}]
+        operands = [i for i, x in enumerate(taken) if not x.mark and x.name not in static]
     else:
         operands = [order.index(x.name) for x in own.operands]
-    static_args = [order.index(x.name) for x in own.static]
-    extra = [order.index(x.name) for x in arguments if x.mark == "+"]
+    pick_operands = _picker(operands) if sequence is None else lambda values: tuple(values[sequence])
+    pick_static = _picker([order.index(name) for name in static])
+    pick_extra = _picker([order.index(x.name) for x in taken if x.mark == "+"])
 
     def bind(func: Any, args: tuple, kwargs: dict) -> Bound:
-        values = unpack(args, kwargs) + more
-        xs = tuple([values[i] for i in operands]) if sequence is None else tuple(values[sequence])
-        static = tuple([values[i] for i in static_args])
+        values = unpack(args, kwargs)
+        return pick_operands(values), pick_static(values)
+
+    def bind_all(func: Any, args: tuple, kwargs: dict) -> Bound:
+        values = unpack(args, kwargs)
+        xs, static = pick_operands(values), pick_static(values)
         if form is not None:
             made = form.make(tuple([_shape(x) for x in xs]), *static)
             if made is None:
                 raise UnboundCallError
             static = made
-        if extra:
-            static = (*static, *[values[i] for i in extra])
+        static = (*static, *pick_extra(values))
         if again:
-            named = tuple((key, hashable(x)) for key, x in kwargs.items() if not any(x is y for y in xs))
+            named = (
+                tuple([(k, hashable(x)) for k, x in kwargs.items() if not any(x is y for y in xs)]) if kwargs else ()
+            )
             static = (*static, hashable(args[len(xs) :]), named)
         return xs, static
 
-    return bind
+    return bind_all if form or again or any(x.mark == "+" for x in taken) else bind
 
 
 def _shape(x: Any) -> Any:
     """Global shape of a distributed or plain tensor, whether dispatch is on or off; None for what is no tensor."""
     layout = getattr(x, "_layout", None)
     if layout is not None:
-        return tuple(layout.shape)
+        return layout.shape
     shape = getattr(x, "shape", None)
     return None if shape is None else tuple(shape)
 
@@ -181,47 +199,51 @@ def _as_called(signature: Signature, text: str, facts: Facts, words: Words) -> B
     arguments = read_arguments(text)
     places, names = _places(arguments, words), [x.name for x in arguments]
     if signature.several:
-        wanted = {x.name for x in arguments if not x.mark}
-        keeps_none, optional = signature.operands[0].default is None, wanted
+        operands = [i for i, x in enumerate(arguments) if not x.mark]
+        may_lack = set(operands)
     else:
-        wanted = {x.name for x in signature.operands}
-        keeps_none, optional = True, {x.name for x in signature.operands if x.default is None}
-    numbers = [i for i, name in enumerate(names) if name in wanted]
-    order = [x.name for x in signature.operands]
-    if not signature.several:
-        numbers.sort(key=lambda i: order.index(names[i]))
+        operands = [names.index(x.name) for x in signature.operands if x.name in names]
+        may_lack = {i for i in operands if any(x.name == names[i] and x.default is None for x in signature.operands)}
+    keeps_none = not signature.several or signature.operands[0].default is None
     anything = signature.several and not arguments
-    counts = {x.name: len(x.dims or ()) for x in arguments}
+    slots = {number: i for i, number in enumerate(operands)}
+    needed = [] if words.drops else [slots[i] for i in operands if i not in may_lack]
+    behind = tuple(len(arguments[i].dims or ()) for i in operands)
+    tensor, kept, told = words.tensor, words.kept, words.told
 
     def bind(func: Any, args: tuple, kwargs: dict) -> Bound:
-        if kwargs.get("out") is not None and not words.drops:
+        if kwargs and not words.drops and kwargs.get("out") is not None:
             raise UnboundCallError  # the backend copies the result there
-        found: dict[Any, tuple] = {}
+        xs: list[Any] = [None] * len(operands)
+        where: list[Any] = [None] * len(operands)
         values: dict[str, Any] = {}
-        rest, named = list(args), dict(kwargs)
-        for place, x in (*enumerate(args), *kwargs.items()):
-            own: dict[Any, Any] | list[Any] = rest if isinstance(place, int) else named
-            number = place if isinstance(place, int) else places.get(place)
-            if isinstance(x, words.tensor) and (anything or number in numbers):
-                found[place if anything else number] = (place, x)
-                own[place] = None
-                continue
-            kept = words.kept(x)
-            own[place] = kept
+
+        def take(x: Any, place: Any, number: int | None) -> Any:
+            if isinstance(x, tensor):
+                if anything:
+                    xs.append(x)
+                    where.append(place)
+                    return None
+                slot = slots.get(number)  # type: ignore[arg-type]
+                if slot is not None:
+                    xs[slot], where[slot] = x, place
+                    return None
+            x = kept(x)
             if number is not None and number < len(names):
-                values[names[number]] = words.told(kept)
-        if anything:
-            taken = [(str(i), *of_call) for i, of_call in enumerate(found.values())]
-        else:
-            taken = [(names[i], *found.get(i, (None, None))) for i in numbers if keeps_none or i in found]
-        if not words.drops and any(place is None and name not in optional for name, place, _ in taken):
-            raise UnboundCallError
-        operands = tuple([x for _, _, x in taken])
-        of_call = tuple([place for _, place, _ in taken]), tuple(rest), tuple(named.items())
-        shapes = tuple([_shape(x) for x in operands])
-        found_names = tuple([name for name, _, _ in taken])
-        behind = tuple([counts.get(name, 0) for name in found_names])
-        given = Given(func, operands, found_names, values, *of_call, shapes, behind)
-        return operands, (*facts(given), *of_call)
+                values[names[number]] = told(x)
+            return x
+
+        rest = tuple([take(x, i, i) for i, x in enumerate(args)])
+        named = tuple([(key, take(x, key, places.get(key))) for key, x in kwargs.items()]) if kwargs else ()
+        for slot in needed:
+            if where[slot] is None:
+                raise UnboundCallError
+        own = behind
+        if not keeps_none and None in where:
+            there = [i for i, place in enumerate(where) if place is not None]
+            xs, where, own = [xs[i] for i in there], [where[i] for i in there], tuple([own[i] for i in there])
+        found = tuple(xs)
+        given = Given(func, found, values, tuple(where), rest, named, tuple([_shape(x) for x in xs]), own)
+        return found, (*facts(given), given.places, rest, named)
 
     return bind

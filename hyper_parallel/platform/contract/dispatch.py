@@ -26,7 +26,6 @@ class Given(NamedTuple):
     Attributes:
         func: the native function.
         operands: its arguments that are operands, in the order of the signature.
-        names: the name of each in the text of the row.
         values: name -> value of the other arguments that the text names.
         places: the position or name of each operand in the call; None for one that is not given.
         rest, named: the other arguments by position, and (name, value) of those by name; None where operands were.
@@ -36,7 +35,6 @@ class Given(NamedTuple):
 
     func: Any
     operands: tuple
-    names: tuple[str, ...]
     values: dict[str, Any]
     places: tuple
     rest: tuple
