@@ -1,8 +1,8 @@
 """Indices of ``x[index]`` as hashable values, keys for cached plans, and as regions of a tensor.
 
-An index is encoded as a tuple with one entry per item: an int, None, ``Ellipsis``, ``("slice", start, stop, step)``,
-``("bool", value)``, or ``("tensor", i, ndim, is_bool)`` for the i-th tensor among the operands. `region_of` says where
-each item lies in a tensor. No framework is named here.
+An index is encoded as a tuple with one entry per item. Ints, None and ``Ellipsis`` stay. Others are
+``("slice", start, stop, step)``, ``("bool", value)``, or ``("tensor", i, ndim, is_bool)`` for the i-th tensor among the
+operands. `region_of` says where each item lies in a tensor. No framework is named here.
 """
 
 from __future__ import annotations

@@ -243,5 +243,9 @@ def test_spellings_and_values_of_arguments() -> None:
     bind = bind_of(OP_TABLE[torch.sum])
     for args, kwargs in (((1, 2), {}), ((), {"self": 1, "axis": [2]}), ((), {"x": 1, "axes": (2,), "keepdims": 0})):
         assert bind(None, args, kwargs)[1][:2] == ((2,), False)
+    like = torch.zeros(2, 3)
+    for name in ("view_as", "reshape_as", "expand_as"):
+        function = getattr(torch.Tensor, name)
+        assert bind_of(OP_TABLE[function])(function, (like,), {"other": like}) == ((like,), ((2, 3),))
     with pytest.raises(TypeError, match="viewed as another dtype"):
         bind_of(OP_TABLE[torch.Tensor.view])(None, (1, torch.int32), {})

@@ -1,6 +1,6 @@
 """From a native call to operands and static arguments, by the signature of the operation: for every backend.
 
-A row of an op table names the operation, and in its text what the native function does otherwise than the signature.
+A row of an op table names the operation. Its text has only the differences of the native function from the signature.
 See `core.rules.signature` for the language of both.
 """
 
@@ -154,7 +154,7 @@ def _by_signature(canonical: CanonicalOp, text: str, words: Words) -> Bind:
 
 
 def _shape(x: Any) -> Any:
-    """Global shape of a distributed or plain tensor, whether dispatch is on or off; None for what is no tensor."""
+    """Global shape of a distributed or plain tensor, whether dispatch is on or off; None for other values."""
     layout = getattr(x, "_layout", None)
     if layout is not None:
         return layout.shape

@@ -61,8 +61,8 @@ def tile(shapes: tuple, tiles: tuple[int, ...]) -> tuple:
 
 @form("pad", "x | pad mode='constant' value=None")
 def pad(shapes: tuple, numbers: Any, mode: str, value: Any) -> tuple | None:
-    """(before, after) from the last dimension backwards; of the operation each dimension has its pair. Behind what the
-    rule reads come the value and how many numbers there were."""
+    """(before, after) from the last dimension backwards; of the operation each dimension has its pair. Behind
+    them and the mode come the value and the number of numbers."""
     ndim, numbers = len(shapes[0]), tuple(numbers)
     if len(numbers) % 2 or len(numbers) > 2 * ndim:
         return None  # the framework words the error

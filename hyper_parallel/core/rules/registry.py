@@ -20,7 +20,7 @@ class CanonicalOp:
     Attributes:
         name: its name. One that ends in an underscore writes its result over the first operand.
         rule: its sharding rule.
-        signature: what it takes: operands and static arguments, in order, with their dimensions and defaults.
+        signature: its operands and static arguments, in order, with their dimensions and defaults.
         elementwise: whether operands broadcast and the static arguments make no difference to the plan, which is then
             kept under the layouts alone. Python scalars are operands too.
         repeatable: whether operands and static arguments follow from the arguments of the native call, and from no mode

@@ -158,8 +158,8 @@ MEANINGS: dict[str, str] = {
 # ------------------------------------------------------------------------------------------- other forms of them
 @dataclass(frozen=True)
 class Form:
-    """Another form in which functions take the static arguments of an operation, such as the first and last dimension
-    that ``flatten`` joins, in place of the shape of ``reshape``.
+    """Another form in which functions take the static arguments of an operation. ``flatten`` has the first and last
+    dimension that it joins, ``reshape`` the shape.
 
     Attributes:
         takes: the arguments.

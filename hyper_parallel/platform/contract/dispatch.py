@@ -90,7 +90,7 @@ class NativeOp:
         binds_by_function: whether `takes`, a function, may look at ``func``. False where it does not, as it must be
             where a framework makes a new function object for each call: calls are remembered under the function
             otherwise.
-        varies: ``varies()`` is whether a mode of the framework, such as autocast, has a say in what is bound now:
+        varies: ``varies()`` is whether a mode of the framework, such as autocast, has a say in the binding of a call:
             then a call is not remembered. None where none ever has.
         words: how the framework words arguments.
         facts: gives the static arguments that the rule reads, of a call that is made again with local tensors in the

@@ -140,7 +140,7 @@ def row(
 
     Args:
         name: the canonical operation.
-        takes: what the primitive takes, where that is not the operation's signature: see `NativeOp`.
+        takes: the arguments of the primitive, where they are not the operation's signature: see `NativeOp`.
         call, adjust: see `NativeOp`.
         by_function: whether ``adjust``, or ``takes``, looks at the function.
     """

@@ -67,7 +67,7 @@ def _embedding(func: Any, xs: tuple, static_args: tuple) -> Any:
 
 _GATHERED_ROWS = row("embedding", "weight ids", instead(_look_up))
 _INDEX_SELECT = row("index_select", "", instead(ops.gather))
-_EMBEDDING = row("embedding", "ids/x weight padding_idx=None", _embedding)
+_EMBEDDING = row("embedding", "ids/x/input weight padding_idx=None", _embedding)
 
 
 def _choose_gather(args: tuple, kwargs: dict) -> NativeOp | None:

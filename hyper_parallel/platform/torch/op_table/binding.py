@@ -91,6 +91,7 @@ WORDS = Words(
         "dim": "axis",
         "dims": "dim axis axes",
         "keepdim": "keepdims",
+        "like": "other",
         "sizes": "size shape dtype",
         "order": "dims",
         "tiles": "repeats dims",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.platform.contract.dispatch import Given
-from hyper_parallel.platform.torch.op_table.as_called import result_shapes
 from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallError, as_called, dims_of, repeated
+from hyper_parallel.platform.torch.op_table.result_shapes import result_shapes
 
 __all__ = ["table"]
 
