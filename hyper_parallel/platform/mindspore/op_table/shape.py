@@ -127,7 +127,7 @@ def _replicated(item: Any, x: Any) -> Any:
     return x._core.replicated(Tensor(values), x._layout.mesh)
 
 
-def _getitem(func: Any, operands: tuple, static_args: tuple) -> Any:
+def _call_getitem(func: Any, operands: tuple, static_args: tuple) -> Any:
     if has_empty_slice(static_args[0], operands[0].shape):
         return nothing_taken(_INDEXING["getitem"], func, operands, static_args)  # MindSpore has no gradient of it
     index = decode_index(static_args[0], operands[1:])
@@ -135,7 +135,7 @@ def _getitem(func: Any, operands: tuple, static_args: tuple) -> Any:
     return func(operands[0], index[0] if len(index) == 1 and type(index[0]) is not int else index)
 
 
-def _setitem(func: Any, operands: tuple, static_args: tuple) -> Any:
+def _call_setitem(func: Any, operands: tuple, static_args: tuple) -> Any:
     x, index = operands[0], decode_index(static_args[0], operands[2:])
     # MindSpore gives x new memory for dots or None alone, which a tensor that x is a view of does not see.
     if index == (None,):
@@ -178,8 +178,8 @@ _STRIDED_SLICE = row("getitem", "strided_slice:", instead(_basic_index))
 _ONE_HOT = row("one_hot", "x/ids num_classes/depth +on +off", instead(_one_hot), adjust=_of_values)
 
 _INDEXING: dict[str, NativeOp] = {
-    "getitem": row("getitem", _bind_getitem, _getitem),
-    "setitem_": row("setitem_", _bind_getitem, _setitem),
+    "getitem": row("getitem", _bind_getitem, _call_getitem),
+    "setitem_": row("setitem_", _bind_getitem, _call_setitem),
     "SelectExt SelectExtView SelectView": row("getitem", "select:", instead(_basic_index)),
     "Slice": row("getitem", "slice:", instead(_basic_index)),
     "GatherD GatherElements": row(
