@@ -1,15 +1,19 @@
-"""Indices of ``x[index]`` as hashable values: keys for cached plans of indexing.
+"""Indices of ``x[index]`` as hashable values, keys for cached plans, and as regions of a tensor.
 
-An index is encoded as a tuple with one entry per item: an int, None, ``Ellipsis``, ``("slice", start, stop, step)``,
-or ``("tensor", i, ndim, is_bool)`` for the i-th tensor among the operands. No framework is named here.
+An index is encoded as a tuple with one entry per item. Ints, None and ``Ellipsis`` stay. Others are
+``("slice", start, stop, step)``, ``("bool", value)``, or ``("tensor", i, ndim, is_bool)`` for the i-th tensor among the
+operands. `region_of` says where each item lies in a tensor. No framework is named here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["has_empty_slice", "decode_index", "encode_index"]
+__all__ = ["FULL_SLICE", "Place", "decode_index", "encode_index", "has_empty_slice", "region_of"]
+
+#: ``:`` in an encoded index.
+FULL_SLICE = ("slice", None, None, None)
 
 
 def encode_index(index: Any, is_tensor: Callable[[Any], bool], is_bool: Callable[[Any], bool]) -> tuple[tuple, tuple]:
@@ -27,11 +31,83 @@ def encode_index(index: Any, is_tensor: Callable[[Any], bool], is_bool: Callable
             tensors.append(item)
         elif isinstance(item, slice):
             encoded.append(("slice", item.start, item.stop, item.step))
+        elif isinstance(item, bool):
+            encoded.append(("bool", item))  # as a key True equals 1
         elif item is None or item is Ellipsis or isinstance(item, int):
             encoded.append(item)
         else:
             raise TypeError(f"cannot index a distributed tensor with {item!r}: use ints, slices, None, ... or tensors")
     return tuple(tensors), tuple(encoded)
+
+
+def decode_index(encoded: Sequence[Any], tensors: Sequence[Any]) -> tuple:
+    """The index that `encode_index` took apart."""
+    return tuple(_decoded(item, tensors) if isinstance(item, tuple) else item for item in encoded)
+
+
+def _decoded(item: tuple, tensors: Sequence[Any]) -> Any:
+    return slice(*item[1:]) if item[0] == "slice" else tensors[item[1]] if item[0] == "tensor" else item[1]
+
+
+class Place(NamedTuple):
+    """An item of an encoded index, and its place in the tensor.
+
+    Attributes:
+        item: the item.
+        dim: the dimension of the tensor, of a mask the first one; None for an item that adds a dimension.
+        picked: the elements along it that an int or a slice takes; None for other items, and where there is no such
+            element or dimension.
+    """
+
+    item: Any
+    dim: int | None
+    picked: range | None
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether the item is a slice."""
+        return isinstance(self.item, tuple) and self.item[0] == "slice"
+
+    @property
+    def tensor(self) -> int | None:
+        """The number of an index tensor, None for other items."""
+        return self.item[1] if isinstance(self.item, tuple) and self.item[0] == "tensor" else None
+
+
+def region_of(index: Sequence[Any], shape: Sequence[int]) -> tuple[Place, ...]:
+    """The places of the items of an encoded index in a tensor of that shape. The first ``...``, and dimensions left out
+    at the end, become slices of all.
+
+    Example:
+        >>> [(place.dim, place.picked) for place in region_of((0, ..., None), (4, 5))]
+        [(0, range(0, 1)), (1, range(0, 5)), (None, None)]
+    """
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    before, after = index[:at], index[at + 1 :]
+    left = len(shape) - sum(map(_dims_of, (*before, *after)))
+    places: list[Place] = []
+    dim = 0
+    for item in (*before, *(FULL_SLICE,) * left, *after):
+        count = _dims_of(item)
+        picked = _picked(item, shape[dim]) if count and dim < len(shape) else None
+        places.append(Place(item, dim if count else None, picked))
+        dim += count
+    return tuple(places)
+
+
+def _dims_of(item: Any) -> int:
+    """How many dimensions of the tensor an item takes."""
+    if item is None or item is Ellipsis:
+        return 0
+    if not isinstance(item, tuple) or item[0] == "slice":
+        return 1
+    return 0 if item[0] == "bool" else item[2] if item[3] else 1
+
+
+def _picked(item: Any, size: int) -> range | None:
+    if isinstance(item, tuple):
+        return range(size)[slice(*item[1:])] if item[0] == "slice" else None
+    return range(item % size, item % size + 1) if -size <= item < size else None
 
 
 def has_empty_slice(encoded: Sequence[Any], shape: Sequence[int]) -> bool:
@@ -41,22 +117,4 @@ def has_empty_slice(encoded: Sequence[Any], shape: Sequence[int]) -> bool:
         >>> has_empty_slice((None, ("slice", 2, 2, None)), (4, 5))
         True
     """
-    items = [item for item in encoded if item is not None]
-    taken = [item[2] if isinstance(item, tuple) and item[0] == "tensor" and item[3] else 1 for item in items]
-    dim = 0
-    for at, (item, dims) in enumerate(zip(items, taken, strict=True)):
-        if item is Ellipsis:
-            dim = len(shape) - sum(taken[at + 1 :])
-            continue
-        if isinstance(item, tuple) and item[0] == "slice" and not range(shape[dim])[slice(*item[1:])]:
-            return True
-        dim += dims
-    return False
-
-
-def decode_index(encoded: Sequence[Any], tensors: Sequence[Any]) -> tuple:
-    """The index that `encode_index` took apart."""
-    return tuple(
-        item if not isinstance(item, tuple) else slice(*item[1:]) if item[0] == "slice" else tensors[item[1]]
-        for item in encoded
-    )
+    return any(place.is_slice and place.picked is not None and not place.picked for place in region_of(encoded, shape))

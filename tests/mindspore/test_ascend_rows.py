@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint
 
+from hyper_parallel.core.operations.binding import bind_of
 from hyper_parallel.platform.mindspore.op_table import OPS, RESULTS, VARIANTS
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.calls import evaluate, operands
@@ -70,7 +71,7 @@ def call_through(name: str, args: tuple, result: Any) -> tuple[tuple, Any, Any, 
     row = VARIANTS[name](args, {}) if name in VARIANTS else OPS[name]
     assert row is not None
     recorder = Recorder(result)
-    found, static_args = row.bind(recorder, args, {})
+    found, static_args = bind_of(row)(recorder, args, {})
     answer = row.call(recorder, found, static_args)
     return found, static_args, answer, recorder.args
 
@@ -148,7 +149,7 @@ def test_reductions(name: str, args: tuple, canonical: str, dims: Any, keepdim: 
 
 def test_dropout() -> None:
     row = OPS["FuncDropoutExt"]
-    assert row.bind(None, (Q, 0.25, True, False, None, None), {}) == ((Q,), (0.25, True, None, None))
+    assert bind_of(row)(None, (Q, 0.25, True, False, None, None), {}) == ((Q,), (0.25, True, None, None, False))
 
 
 def test_a_type_is_a_number_in_generated_code() -> None:
@@ -164,7 +165,7 @@ def test_padding_of_an_embedding_gets_no_gradient() -> None:
     assert row is not None
 
     def look_up(weight: Any) -> Any:
-        operands, static_args = row.bind(None, (ids, weight, 1, None, 2.0, False), {})
+        operands, static_args = bind_of(row)(None, (ids, weight, 1, None, 2.0, False), {})
         return row.call(mint.nn.functional.embedding, operands, static_args).sum()
 
     assert ms.grad(look_up)(weight).asnumpy().tolist() == [[1, 1], [0, 0], [1, 1]]

@@ -12,10 +12,10 @@ import pytest
 from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import DTensor, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel.core.operations.binding import bind_of
+from hyper_parallel.platform.arguments import dims_of, ints
 from hyper_parallel.platform.mindspore.basics.seeds import COUNTERS, undo_draw
 from hyper_parallel.platform.mindspore.op_table import OPS, VARIANTS
-from hyper_parallel.platform.mindspore.op_table.binding import arguments
-from hyper_parallel.platform.row_text import dims_of, ints
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3) + 1
 seeds = importlib.import_module("mindspore.common.seed")
@@ -25,35 +25,33 @@ def run_row(name: str, func: Any, args: tuple, kwargs: dict | None = None) -> An
     """Bind a native call to its row, and run the row."""
     row = VARIANTS[name](args, kwargs or {}) if name in VARIANTS else OPS[name]
     assert row is not None
-    return row.call(func, *row.bind(func, args, kwargs or {}))
+    return row.call(func, *bind_of(row)(func, args, kwargs or {}))
 
 
 # -------------------------------------------------------------------- arguments
 @pytest.mark.parametrize(
     ("args", "kwargs", "wanted"),
     [
-        (("x", 1, True), {}, (1, True)),
-        (("x",), {"axis": 2}, (2, False)),
-        ((), {"input": "x", "dim": 1, "keepdims": True}, (1, True)),
-        (("x", 1, True, "dropped"), {}, (1, True)),
+        (("x", 1, 2, 3), {}, (1, 2, 3)),
+        (("x",), {"axis": 2, "length": 3, "start": 1}, (2, 1, 3)),
+        ((), {"input": "x", "dim": 1, "start": 2, "length": 0}, (1, 2, 0)),
+        (("x", 1, 2, 0, "dropped"), {"dropped": 1}, (1, 2, 0)),
     ],
 )
 def test_arguments(args: tuple, kwargs: dict, wanted: tuple) -> None:
-    assert arguments("x dim keepdim=False")(None, args, kwargs) == (("x",), wanted)
-    swapped = arguments("x dim keepdim=False -> x | keepdim dim")
-    assert swapped(None, args, kwargs) == (("x",), wanted[::-1])
+    assert bind_of(OPS["Narrow"])(None, args, kwargs) == (("x",), wanted)
 
 
 def test_missing_argument() -> None:
     with pytest.raises(TypeError, match="argument 'dim' is missing"):
-        arguments("x dim keepdim=False")(None, ("x",), {"keepdim": True})
+        bind_of(OPS["Narrow"])(None, ("x",), {"start": 1, "length": 1})
 
 
 def test_arguments_by_keyword_in_any_order() -> None:
     x = Tensor(X)
-    assert OPS["Narrow"].bind(None, (x,), {"length": 2, "start": 0, "axis": 1})[1] == (1, 0, 2)
-    assert OPS["TransposeExt"].bind(None, (x,), {"dim1": 0, "dim0": 1})[1] == ((1, 0),)
-    assert OPS["Reshape"].bind(None, (x,), {"shape": [3, 2]})[1] == ((3, 2),)
+    assert bind_of(OPS["Narrow"])(None, (x,), {"length": 2, "start": 0, "axis": 1})[1] == (1, 0, 2)
+    assert bind_of(OPS["TransposeExt"])(None, (x,), {"dim1": 0, "dim0": 1})[1] == ((1, 0),)
+    assert bind_of(OPS["Reshape"])(None, (x,), {"shape": [3, 2]})[1] == ((3, 2),)
 
 
 def test_dims_and_sizes_in_tensors() -> None:
@@ -67,7 +65,7 @@ def test_operands_by_keyword() -> None:
     x, y = Tensor(X), Tensor(X * 2 + 1)
     result = run_row("Lerp", ops.lerp, (x,), {"end": y, "weight": 0.25})
     assert np.allclose(result.asnumpy(), X + 0.25 * (X + 1))
-    operands, _ = OPS["Lerp"].bind(None, (x,), {"end": y, "weight": 0.25})
+    operands, _ = bind_of(OPS["Lerp"])(None, (x,), {"end": y, "weight": 0.25})
     assert len(operands) == 2 and operands[0] is x and operands[1] is y
 
 
@@ -78,9 +76,9 @@ def test_operands_by_keyword() -> None:
 def test_division_with_rounding(args: tuple, kwargs: dict, wanted: np.ndarray) -> None:
     """The mode is part of core's arguments: a quotient that is rounded is not linear."""
     calls = (Tensor(X), Tensor(np.float32(2)), *args)
-    _, static_args = OPS["DivMod"].bind(None, calls, kwargs)
+    _, static_args = bind_of(OPS["DivMod"])(None, calls, kwargs)
     assert static_args[0] == (args[0] if args else kwargs.get("rounding_mode"))
-    _, again = OPS["DivMod"].bind(None, (Tensor(X + 1), *calls[1:]), kwargs)
+    _, again = bind_of(OPS["DivMod"])(None, (Tensor(X + 1), *calls[1:]), kwargs)
     assert again == static_args and hash(again) == hash(static_args), "one plan serves both calls"
 
     def divide(x: Any, y: Any, mode: Any = None, rounding_mode: Any = None) -> Any:

@@ -12,6 +12,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hyper_parallel import DTensor, Shard, distribute_tensor, get_platform, init_device_mesh
 from hyper_parallel.core.dtensor.tensor import bind_platform
+from hyper_parallel.core.operations.binding import bind_of
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.platform.mindspore.op_table import OPS, VARIANTS
 from hyper_parallel.platform.mindspore.processes.collectives import dense
@@ -275,7 +276,7 @@ def test_values_of_empty_parts() -> None:
     """Results that kernels leave uninitialised."""
     for _ in range(20):
         ops.full((64,), 7.0)  # so that fresh memory is not zero
-        nothing, rows = OPS["MatMulExt"].bind(None, (ops.zeros((3, 0)), ops.zeros((0, 4))), {})
+        nothing, rows = bind_of(OPS["MatMulExt"])(None, (ops.zeros((3, 0)), ops.zeros((0, 4))), {})
         product = OPS["MatMulExt"].call(mint.matmul, nothing, rows)
         total = OPS["SumExt"].call(mint.sum, (ops.zeros((0, 5)),), (None, False, None))
         assert not product.asnumpy().any() and total.asnumpy() == 0

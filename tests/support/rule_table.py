@@ -14,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hyper_parallel.core.rules import OPERATIONS, CanonicalOp
+from hyper_parallel.core.rules.signature import MEANINGS, Argument
 
 __all__ = ["PAGE", "main", "table", "with_table"]
 
@@ -31,9 +32,10 @@ _MEMORY = {
 
 
 def table() -> str:
-    """The tables, one for each module of rules."""
+    """The table of static arguments, and one of operations for each module of rules."""
     own = [op for op in OPERATIONS.values() if not op.name.startswith("custom:")]
-    return "\n".join(_of_module(module, list(found)) for module, found in groupby(own, lambda op: op.rule.__module__))
+    modules = [_of_module(module, list(found)) for module, found in groupby(own, lambda op: op.rule.__module__)]
+    return "\n".join([*_meanings(), *modules])
 
 
 def _of_module(module: str, found: list[CanonicalOp]) -> str:
@@ -49,13 +51,22 @@ def _of_module(module: str, found: list[CanonicalOp]) -> str:
         cells = (
             f"`{op.name}`",
             _first_sentence(inspect.getdoc(op.rule)),
-            op.operands,
-            "make no difference" if op.elementwise else op.static_args,
+            _words(op.signature.operands),
+            "make no difference" if op.elementwise else _words(op.signature.static),
             "" if op.gathers else in_memory,
             "yes" if op.elementwise or op.repeatable else "",
         )
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _words(arguments: tuple[Argument, ...]) -> str:
+    return ", ".join(f"`{word}`" if (word := str(x)) else "" for x in arguments)
+
+
+def _meanings() -> list[str]:
+    lines = ["| static argument | meaning |", "|---|---|"]
+    return [*lines, *(f"| `{name}` | {meaning} |" for name, meaning in MEANINGS.items()), ""]
 
 
 def _first_sentence(text: str | None) -> str:

@@ -115,7 +115,7 @@ def of_an_operation(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
     """The walk from ``dtensor + dtensor`` to the result, for the first call and for a repeated one."""
     walk: Walk = {}
     x = distribute_tensor(get_adapter().tensor(np.ones((5, 11), np.float32)), mesh, [Shard(1)])
-    local = (f"{folder}/op_table/binding.py", "call_elementwise", 1)
+    local = ("platform/arguments.py", "call_elementwise", 1)
     plan = (("rules/elementwise.py", "add", 1), ("strategy.py", "solve", 1))
     with walking(walk, *plan, local, (".py", "wrap", 1)):
         x + x
@@ -125,20 +125,43 @@ def of_an_operation(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
     return walk, sorted(ran - set(walk))
 
 
+@spmd.on_mesh()
+def of_an_index(mesh: Any, folder: str) -> tuple[Walk, list[str]]:
+    """The walk from ``dtensor[2:5]`` along the sharded dimension to the result."""
+    walk: Walk = {}
+    x = distribute_tensor(get_adapter().tensor(np.ones((7, 4), np.float32)), mesh, [Shard(0)])
+    plan = (("rules/indexing.py", "getitem", 1), ("platform/indexing.py", "region_of", 1), ("strategy.py", "solve", 1))
+    local = (
+        ("rules/own_part.py", "Cut.take", 1),
+        (f"{folder}/op_table/{'index' if folder == 'torch' else 'shape'}.py", "_call_getitem", 1),
+    )
+    with walking(walk, *plan, *local, (".py", "wrap", 1)):
+        x[2:5]
+    ran: set[str] = set()
+    with walking(walk, *local, (".py", "wrap", 1), ran=ran):
+        x[2:5]
+    return walk, sorted(ran - set(walk))
+
+
 def described(title: str) -> tuple[Walk, list[str]]:
     """The walk that the page has under this first line of a block, and the files outside of it."""
     block = re.search(rf"```text\n{re.escape(title)}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert block is not None, f"no walk {title!r} in {PAGE}"
     walk = {file: names.split(", ") for file, names in (line.split(": ") for line in block[1].strip().splitlines())}
-    beside = walk.pop("beside", [])
+    beside = walk.pop("also", [])
     return walk, beside
 
 
 def check(pool: Any, folder: str) -> None:
-    """Compare both walks with the page, on two ranks."""
-    for title, walked in (("parallelize_module to the all-reduce in backward", of_a_plan), ("x + x", of_an_operation)):
+    """Compare the walks with the page, on two ranks."""
+    titles = {
+        "parallelize_module to the all-reduce in backward": of_a_plan,
+        "x + x": of_an_operation,
+        "x[2:5]": of_an_index,
+    }
+    for title, walked in titles.items():
         wanted = described(f"{title}, {folder}")
         assert len(wanted[0]) <= MOST[folder]
         for walk, beside in pool.run(2, walked, folder):
-            lines = [f"{file}: {', '.join(names)}" for file, names in (*walk.items(), ("beside", beside))]
+            lines = [f"{file}: {', '.join(names)}" for file, names in (*walk.items(), ("also", beside))]
             assert (walk, beside) == wanted, "\n".join(lines)

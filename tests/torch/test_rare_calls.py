@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel import DTensor, Replicate, Shard
-from hyper_parallel.platform.torch.op_table.binding import arguments
+from hyper_parallel.core.operations.binding import bind_of
+from hyper_parallel.platform.torch.op_table import OP_TABLE
 from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device, randn, shard
@@ -238,9 +239,13 @@ def test_rare_calls(pool: Any, job: Any, world_size: int) -> None:
 
 
 def test_spellings_and_values_of_arguments() -> None:
-    """Torch's names of arguments, and the values that they become. tests/unit/test_row_text.py has the rest."""
-    bind = arguments("input dims keepdim=False")
+    """Torch's names of arguments, and the values that they become. tests/unit/test_signatures.py has the rest."""
+    bind = bind_of(OP_TABLE[torch.sum])
     for args, kwargs in (((1, 2), {}), ((), {"self": 1, "axis": [2]}), ((), {"x": 1, "axes": (2,), "keepdims": 0})):
-        assert bind(None, args, kwargs) == ((1,), ((2,), False))
+        assert bind(None, args, kwargs)[1][:2] == ((2,), False)
+    like = torch.zeros(2, 3)
+    for name in ("view_as", "reshape_as", "expand_as"):
+        function = getattr(torch.Tensor, name)
+        assert bind_of(OP_TABLE[function])(function, (like,), {"other": like}) == ((like,), ((2, 3),))
     with pytest.raises(TypeError, match="viewed as another dtype"):
-        arguments("input *sizes")(None, (1, torch.int32), {})
+        bind_of(OP_TABLE[torch.Tensor.view])(None, (1, torch.int32), {})

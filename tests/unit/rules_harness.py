@@ -22,7 +22,7 @@ from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.filling import bind_filled
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.platform.contract.attention import AttentionRole
 from hyper_parallel.platform.contract.collectives import FINISHED
 from hyper_parallel.platform.contract.tensors import TensorRole
@@ -522,7 +522,9 @@ def run(case: Case, sharding: OpSharding, way: Way) -> list[np.ndarray]:
             run = bind_filled(lambda _, xs, others: case.native(xs, others), sharding, operand_layouts, mesh.platform)
             found = run(None, operands, static_args)
         else:
-            found = sharding.call(mesh.platform, case.native, operands, static_args, operand_layouts, result_layouts)
+            found = sharding.call(
+                LocalCall(mesh.platform, case.native, operands, static_args, operand_layouts, result_layouts)
+            )
         results[rank] = found = [*found] if isinstance(found, (list, tuple)) else [found]
         assert len(found) == len(result_layouts)
         for i, (y, layout) in enumerate(zip(found, result_layouts, strict=True)):

@@ -11,6 +11,7 @@ import pytest
 
 from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.layouts.placement_types import Partial, Replicate, Shard
+from hyper_parallel.core.operations.binding import bind_of
 from hyper_parallel.core.operations.listed_shardings import TensorSpec, listed_op, listed_rule
 from hyper_parallel.core.operations.strategy import solve
 from tests.unit.rules_harness import mesh_of_rank
@@ -38,13 +39,13 @@ def scaled_sum(x: np.ndarray, others: list[np.ndarray], factor: float, *, also: 
 def test_arguments_find_their_places() -> None:
     row = listed_op("custom", platform())
     x, y, z = (np.full((2, 3), float(i)) for i in range(3))
-    operands, static_args = row.bind(scaled_sum, (x, [y, z], 2.0), {"also": y})
+    operands, static_args = bind_of(row)(scaled_sum, (x, [y, z], 2.0), {"also": y})
     assert [id(o) for o in operands] == [id(x), id(y), id(z), id(y)]
     hash(static_args)
     first, second = row.call(scaled_sum, (x + 1, y, z, y), static_args)
     np.testing.assert_array_equal(first, (x + 1) * 2 + y + z)
     np.testing.assert_array_equal(second, x + 1 + y)
-    tuple_of, _ = row.bind(scaled_sum, (x, (y,), 2.0), {})
+    tuple_of, _ = bind_of(row)(scaled_sum, (x, (y,), 2.0), {})
     assert len(tuple_of) == 2
 
 
@@ -58,7 +59,7 @@ def rule_of(listed: Any, meta: bool = True) -> Any:
 
     x = np.zeros((4, 6))
     row = listed_op("custom", platform())
-    operands, static_args = row.bind(scaled_sum, (x, [x.astype(np.float32)], 2.0), {})
+    operands, static_args = bind_of(row)(scaled_sum, (x, [x.astype(np.float32)], 2.0), {})
     rule = listed_rule(scaled_sum, function, platform(meta))
     return rule(tuple(o.shape for o in operands), static_args), asked
 
@@ -86,7 +87,7 @@ def test_without_tensors_that_hold_nothing_there_is_no_rule() -> None:
         raise RuntimeError("needs data")
 
     x = np.zeros(3)
-    _, static_args = listed_op("custom", platform()).bind(fails, (x,), {})
+    _, static_args = bind_of(listed_op("custom", platform()))(fails, (x,), {})
     assert listed_rule(fails, lambda x: [], platform())((x.shape,), static_args) is None
 
 
@@ -121,7 +122,7 @@ def test_dimensions_of_several_sizes_are_cut_where_all_divide() -> None:
 
     for sizes, wanted in (((4, 2), S0), ((3, 2), R)):
         x, y = (np.zeros((n, 2)) for n in sizes)
-        _, static_args = listed_op("custom", platform()).bind(rows, (x, y), {})
+        _, static_args = bind_of(listed_op("custom", platform()))(rows, (x, y), {})
         sharding = listed_rule(rows, lambda x, y: [([S0], [S0, S0])], platform())((x.shape, y.shape), static_args)
         assert sharding is not None
         mesh = mesh_of_rank((2,), 0)

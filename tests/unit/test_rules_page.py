@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hyper_parallel.core import rules
 from hyper_parallel.core.rules import OPERATIONS
+from hyper_parallel.core.rules.signature import MEANINGS
 from tests.support.rule_table import PAGE, table, with_table
 
 
@@ -17,9 +18,14 @@ def test_the_page_is_what_the_generator_makes() -> None:
 
 
 def test_every_operation_is_in_the_table_and_says_what_it_is() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table(), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \| .*\|", table(), re.MULTILINE))
     assert rows.keys() == {name for name in OPERATIONS if not name.startswith("custom:")}
     assert all(len(what) > 2 for what in rows.values())
+
+
+def test_meanings_are_those_of_static_arguments() -> None:
+    static = {x.name for op in OPERATIONS.values() for x in op.signature.static}
+    assert MEANINGS.keys() <= static
 
 
 def test_what_is_known_of_an_operation_stands_at_its_rule_only() -> None:

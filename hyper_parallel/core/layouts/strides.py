@@ -11,11 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from hyper_parallel.platform.indexing import region_of
+
 Shape: TypeAlias = "tuple[int, ...]"
 Strides: TypeAlias = "tuple[int, ...]"
-
-#: ``:`` in an encoded index.
-FULL_SLICE = ("slice", None, None, None)
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
@@ -112,32 +111,13 @@ def contiguous_only(static_args: tuple, shape: Shape, strides: Strides, result_s
     return strides if is_contiguous(shape, strides) else None
 
 
-def without_dots(index: tuple, ndim: int) -> tuple:
-    """An encoded index without ``...``: it has ``:`` for each of the ``ndim`` dimensions that the first ``...`` stands
-    for. The same goes for dimensions that it leaves out at the end.
-
-    Example:
-        >>> without_dots((0, ..., None), 2)
-        (0, ('slice', None, None, None), None)
-    """
-    at = index.index(Ellipsis) if Ellipsis in index else len(index)
-    before, after = index[:at], index[at + 1 :]
-    named = sum(item is not None for item in before + after)
-    return (*before, *(FULL_SLICE,) * (ndim - named), *after)
-
-
 def indexed_strides(shape: Shape, strides: Strides, index: tuple) -> Strides:
     """Strides of ``x[index]``, the index encoded, of ints, slices, None and dots."""
-    found: list[int] = []
-    dims = iter(strides)
-    for item in without_dots(index, len(shape)):
-        if item is None:
-            found.append(1)
-        elif isinstance(item, tuple):
-            found.append(next(dims) * (item[3] or 1))
-        else:
-            next(dims)
-    return tuple(found)
+    return tuple(
+        1 if place.dim is None else strides[place.dim] * (place.item[3] or 1)
+        for place in region_of(index, shape)
+        if place.dim is None or place.is_slice
+    )
 
 
 def reshaped_strides(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides | None:

@@ -7,6 +7,7 @@ plan names (usually none), the native operation and the wrap. Everything else ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hyper_parallel.core.caches import Cache, Table
@@ -19,6 +20,7 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.modes import is_implicit_replication
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.operations.aliasing import Aliasing, aliasing_of
+from hyper_parallel.core.operations.binding import bind_of
 from hyper_parallel.core.operations.call_cache import call_key, remembered_call
 from hyper_parallel.core.operations.custom_ops import find_custom_op
 from hyper_parallel.core.operations.fallback import run_gathered, tell_of_failure_in
@@ -35,7 +37,7 @@ from hyper_parallel.core.operations.views import after_write, apart, before_writ
 from hyper_parallel.core.rules import OPERATIONS, CanonicalOp
 from hyper_parallel.core.rules.filling import bind_dense, bind_filled
 from hyper_parallel.core.rules.loss_operands import distribute_targets
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.platform.contract import NativeOp
 
 _MAX_PLANS, _MAX_CALLS = 1 << 16, 1 << 14
@@ -139,14 +141,9 @@ class _Plan:
             if self.replacement is None:
                 result = self.call(func, local_operands, static_args)
             else:
-                result = self.replacement(
-                    self.mesh.platform,
-                    lambda operands, static_args: self.call(func, operands, static_args),
-                    local_operands,
-                    static_args,
-                    self.operand_layouts,
-                    self.results,
-                )
+                native = partial(self.call, func)
+                layouts = self.operand_layouts, self.results
+                result = self.replacement(LocalCall(self.mesh.platform, native, local_operands, static_args, *layouts))
             if not self.inplace:
                 several = isinstance(result, (tuple, list))
                 result = self.wrap_several(result) if several else self.wrap(result, self.result)
@@ -279,7 +276,7 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | 
     canonical = OPERATIONS.get(op.name)
     if canonical is None:
         raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is not a canonical operation")
-    operands, static_args = op.bind(func, args, kwargs)
+    operands, static_args = bind_of(op)(func, args, kwargs)
     layouts = tuple([operand_key(x) for x in operands])
     if canonical.elementwise:
         layout_key: tuple = (op, layouts)

@@ -13,6 +13,7 @@ from typing import Any
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.operations.binding import bind_of
 from hyper_parallel.core.plain_code.borders import misfit, output_problem
 from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of, place_in_program
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
@@ -342,7 +343,7 @@ def _bound(op: Any, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any] |
     """Operands and static arguments of a call, None for arguments that its row does not cover. The operation itself
     has the best words for an error."""
     try:
-        operands, static = op.bind(func, args, kwargs)
+        operands, static = bind_of(op)(func, args, kwargs)
     except Exception:
         return None
     return operands, static

@@ -32,6 +32,7 @@ from hyper_parallel.core.plain_code.marks import (
 from hyper_parallel.core.plain_code.texts import gradient_problem, moved_problem, reshape_problem, unfit_problem
 from hyper_parallel.core.plain_code.views import RESHAPES, of_whole, reshaped
 from hyper_parallel.core.rules import OPERATIONS
+from hyper_parallel.core.rules.op_sharding import LocalCall
 
 #: Operations with an index. One without a mark may be this rank's own, as that of a router's tokens. So may rows be in
 #: an order of their own. A finding with such tensors is not certain.
@@ -292,7 +293,9 @@ def _is_native(rule_call: Any, call: Call, strategy: Strategy, mesh: DeviceMesh)
     LISTENERS.append(refuse)
     try:
         with platform.no_dispatch(), platform.no_grad():
-            given = rule_call(platform, native, call.values, call.static, strategy.operands, strategy.results)
+            given = rule_call(
+                LocalCall(platform, native, call.values, call.static, strategy.operands, strategy.results)
+            )
             return given is call.result
     except Exception:
         return False

@@ -11,9 +11,9 @@ from hyper_parallel.core.layouts.placement_types import PackedShard, Shard
 from hyper_parallel.core.operations.strategy import solve
 from hyper_parallel.core.plain_code.marks import Lost, Mark, Ways, is_even
 from hyper_parallel.core.rules import OPERATIONS
+from hyper_parallel.platform.indexing import FULL_SLICE, region_of
 
 RESHAPES = frozenset({"reshape", "view", "reshape_copy"})
-_FULL = ("slice", None, None, None)
 
 
 def reshaped(mark: Mark, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Mark, ...]:
@@ -113,28 +113,10 @@ def of_whole(name: str, static: Any, shape: tuple[int, ...], layout: Layout | No
 
 def _full_slices(index: tuple, shape: tuple[int, ...], cut: set[int]) -> tuple:
     """An encoded index in which a slice of all that is here is a slice of all."""
-    out: list[Any] = []
-    at = 0
-    for i, item in enumerate(index):
-        if item is None:
-            out.append(item)
-            continue
-        if item is ...:
-            at = len(shape) - sum(1 for rest in index[i + 1 :] if rest is not None)
-            out.append(item)
-            continue
-        if at in cut and _is_slice_of_all(item, shape[at]):
-            item = _FULL
-        out.append(item)
-        at += 1
-    return tuple(out)
-
-
-def _is_slice_of_all(item: Any, size: int) -> bool:
-    if not (isinstance(item, tuple) and len(item) == 4 and item[0] == "slice"):
-        return False
-    _, start, stop, step = item
-    return (start or 0) == 0 and step in (None, 1) and stop is not None and stop >= size
+    return tuple(
+        FULL_SLICE if place.dim in cut and place.is_slice and place.picked == range(shape[place.dim]) else place.item
+        for place in region_of(index, shape)
+    )
 
 
 def marks_of_base(

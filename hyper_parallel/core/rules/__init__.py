@@ -20,6 +20,7 @@ from hyper_parallel.core.rules import (  # noqa: F401
     elementwise,
     embedding,
     flex_attention,
+    forms,
     fused,
     fused_attention,
     indexing,

@@ -9,7 +9,7 @@ from hyper_parallel.core.rules.registry import rule
 
 @rule(
     "along_dims",
-    static_args="dims that must be whole, number of results",
+    "x | dims results=1",
 )
 def along_dims(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Results of the shape of x: cumprod, sort, cummax. A rank without elements computes with some: for none a backend
@@ -20,7 +20,7 @@ def along_dims(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return unary(labels, labels, x, results, filled=labels)
 
 
-@rule("along_linear", static_args="dims that must be whole, shape of the result or None for that of x")
+@rule("along_linear", "x | dims=None shape=None")
 def along_linear(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Linear along whole dimensions, which may get another size: cumsum, flip, roll, tril, Fourier transforms,
     differences. A rank without elements computes with some, as for `along_dims`."""
@@ -32,7 +32,7 @@ def along_linear(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return unary(labels, labels, shape, terms=((0,),), filled=labels)
 
 
-@rule("topk", static_args="k, dim; two results")
+@rule("topk", "x | k dim=-1 largest=True sorted=True")
 def topk(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The k largest or smallest along a dimension: values and indices."""
     x, (k, dim) = shapes[0], static_args[:2]
@@ -43,7 +43,7 @@ def topk(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return unary(labels, labels, replaced(x, dim, k) if x else (), results=2)
 
 
-@rule("quantile", "x, quantiles or None for a number", "dim or None for all, keepdim")
+@rule("quantile", "x q=None | dim=None keepdim=False")
 def quantile(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Quantiles along a dimension that is whole; those asked for come first in the result, and can be sharded."""
     x, wanted, (dim, keepdim) = shapes[0], (*shapes, None)[1], static_args[:2]

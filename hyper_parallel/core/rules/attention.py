@@ -13,8 +13,8 @@ from hyper_parallel.core.rules.registry import rule
 
 @rule(
     "attention",
-    "q, k, v (..., heads, length, features), mask or None",
-    "is_causal, dropout probability, scale or None, one that the rule does not read, whether sequences must be whole",
+    "q(*,length,features) k(*,length,features) v(*,length,features) mask=None"
+    " | is_causal=False dropout_p=0.0 scale=None enable_gqa=False whole=False",
     repeatable=True,
     memory="fresh",
 )

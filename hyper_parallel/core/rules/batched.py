@@ -10,8 +10,7 @@ from hyper_parallel.core.rules.registry import rule
 
 @rule(
     "batched",
-    "any number",
-    "number of dimensions of each operand behind its batch, shapes of the results behind it",
+    "*xs | counts results",
     repeatable=True,
 )
 def batched(shapes: tuple, static_args: tuple) -> OpSharding | None:
@@ -32,7 +31,7 @@ def batched(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-@rule("pairs", "x, y", repeatable=True, memory="fresh")
+@rule("pairs", "x y", repeatable=True, memory="fresh")
 def pairs(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Distances between each row of x and each of y: of ``(b, i, k)`` and ``(b, j, k)`` those of ``(b, i, j)``. Rows
     are whole, their numbers can be sharded."""

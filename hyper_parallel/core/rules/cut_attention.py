@@ -25,6 +25,7 @@ from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.rules.joined_attention import JoinedCall, joined_attention
 from hyper_parallel.core.rules.key_movement import KeyGather
+from hyper_parallel.core.rules.op_sharding import LocalCall
 from hyper_parallel.core.rules.sequence_cut import (
     SequenceCut,
     current_method,
@@ -41,21 +42,20 @@ def is_cut(layouts: tuple) -> bool:
     return SequenceCut.of(layouts[0], layouts[0].ndim - 2).mesh_dims != ()
 
 
-def attend(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
+def attend(call: LocalCall) -> Any:
     """Attention on local tensors, of which the queries are shards of the sequence; see `OpSharding.call`.
 
     Raises:
         ValueError: where the method that the program chose is not possible. On all ranks, before anything is sent.
     """
-    q, k, v, mask = (*operands, None)[:4]
-    key = (operand_layouts, static_args, current_method(), orders(), q.dtype)
+    platform = call.platform
+    q, k, v, mask = (*call.operands, None)[:4]
+    key = (call.operand_layouts, call.static_args, current_method(), orders(), q.dtype)
     way = _WAYS.get(key)
     if way is None:
-        way = _WAYS[key] = _find_way(platform, q, operand_layouts, static_args)
+        way = _WAYS[key] = _find_way(platform, q, call.operand_layouts, call.static_args)
     if way.exchange is not None:
-        return way.exchange((q, k, v, mask), lambda operands: native(operands, static_args))
+        return way.exchange((q, k, v, mask), lambda operands: call.native(operands, call.static_args))
     joined = joined_attention(platform)
     if way.joined is not None:
         return joined(way.joined, q, k, v)
@@ -66,9 +66,9 @@ def attend(
             moved(x, len(platform.shape_of(x)) - 2, cut.in_rank_order, in_order(cut.in_rank_order), platform)
             for x in (k, v)
         )
-    if static_args[0]:
-        mask = _own_rows(platform, q, cut.own, operand_layouts[1].shape[-2])
-    return _with_a_query(platform, native, (q, k, v, mask), (False, *static_args[1:]))
+    if call.static_args[0]:
+        mask = _own_rows(platform, q, cut.own, call.operand_layouts[1].shape[-2])
+    return _with_a_query(platform, call.native, (q, k, v, mask), (False, *call.static_args[1:]))
 
 
 class _Way(NamedTuple):

@@ -8,7 +8,6 @@ from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
 
 _LINEAR = ((0,),)
-_STATICS = "offset, dim of the rows, dim of the columns"
 
 
 def _length(rows: int, columns: int, offset: int) -> int:
@@ -21,7 +20,7 @@ def _strides_of_diagonal(static_args: tuple, shape: Shape, strides: Strides, res
     return (*without(strides, pair), sum(strides[dim] for dim in pair))
 
 
-@rule("diagonal", static_args=_STATICS, repeatable=True, memory="shared", view_strides=_strides_of_diagonal)
+@rule("diagonal", "x | offset=0 dim1=0 dim2=1", repeatable=True, memory="shared", view_strides=_strides_of_diagonal)
 def diagonal(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The diagonal of matrices, as the last dimension."""
     x, offset = shapes[0], static_args[0]
@@ -40,7 +39,7 @@ def diagonal(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-@rule("diag_embed", static_args=_STATICS, repeatable=True)
+@rule("diag_embed", "x | offset=0 dim1=-2 dim2=-1", repeatable=True)
 def diag_embed(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Matrices that have the last dimension of x as a diagonal, and zeros elsewhere."""
     x, offset = shapes[0], static_args[0]

@@ -8,14 +8,14 @@ from hyper_parallel.core.layouts.memory_order import ones_like_whole
 from hyper_parallel.core.rules import counter
 from hyper_parallel.core.rules.batch_parts import own_place, place_of
 from hyper_parallel.core.rules.labels import named, unary
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.core.rules.random import is_held_alike, synchronize, take_part
 from hyper_parallel.core.rules.registry import rule
 
 
 @rule(
     "dropout",
-    static_args="p, training, maybe a seed, a stream of numbers of its own, and whether of channels",
+    "x | p=0.5 training=True seed=None stream=None channels=False",
     memory="ordered",
 )
 def dropout(shapes: tuple, static_args: tuple) -> OpSharding | None:
@@ -25,19 +25,18 @@ def dropout(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return unary(labels, labels, shapes[0], terms=((0,),), call=_drop)
 
 
-def _drop(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
+def _drop(call: LocalCall) -> Any:
     """Every rank draws the noise of the whole tensor from its generator and uses its part of it. All generators are in
     the same state. That costs memory of the global size for a moment and keeps the generators in step. Ranks with the
     same part take it from the first of them. They need not where the noise comes from a generator that serves nothing
     else.
 
     On request, noise of single elements is drawn by counter: each rank draws its part only."""
-    x, layout = operands[0], operand_layouts[0]
-    p, training, *more = static_args
+    platform = call.platform
+    x, layout = call.operands[0], call.operand_layouts[0]
+    p, training, *more = call.static_args
     if not training:
-        return native(operands, static_args)
+        return call.run()
     synchronize(layout.mesh)
     drops, of_channels = 0 < p < 1, any(more[2:])
     place = place_of(layout, "dropout") if drops else own_place(layout)
@@ -46,5 +45,7 @@ def _drop(
         return x * (platform.to_dtype(kept, platform.dtype_of(x)) * (1 / (1 - p)))
     shared = drops and is_held_alike(layout) and not any(stream is not None for stream in more[1:2])
     if not shared and tuple(layout.local_shape) == place.shape:
-        return native(operands, static_args)
-    return x * take_part(native((ones_like_whole(x, layout, place.shape),), static_args), layout, shared, place)
+        return call.run()
+    return x * take_part(
+        call.native((ones_like_whole(x, layout, place.shape),), call.static_args), layout, shared, place
+    )

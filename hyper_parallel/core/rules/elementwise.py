@@ -38,45 +38,45 @@ def _sum_terms(shapes: tuple) -> tuple[tuple[int, ...], ...]:
     return () if None in shapes else tuple((i,) for i in range(len(shapes)))
 
 
-@rule("pointwise", "any number", elementwise=True, memory="ordered")
+@rule("pointwise", "*xs", elementwise=True, memory="ordered")
 def pointwise(shapes: tuple, static_args: Any) -> OpSharding | None:
     """Any element-wise function: relu, pow, where, masked_fill, comparisons, conversion to integers."""
     return _elementwise(shapes)
 
 
-rule("pointwise_", "any number", elementwise=True)(_in_place(pointwise))
+rule("pointwise_", "*xs", elementwise=True)(_in_place(pointwise))
 
 
-@rule("add", "any number", elementwise=True, memory="ordered")
+@rule("add", "*xs", elementwise=True, memory="ordered")
 def add(shapes: tuple, static_args: Any) -> OpSharding | None:
     """A sum of its operands, each with a constant factor."""
     return _elementwise(shapes, _sum_terms(shapes))
 
 
-rule("add_", "any number", elementwise=True)(_in_place(add))
+rule("add_", "*xs", elementwise=True)(_in_place(add))
 
 
-@rule("mul", "any number", elementwise=True, memory="ordered")
+@rule("mul", "*xs", elementwise=True, memory="ordered")
 def mul(shapes: tuple, static_args: Any) -> OpSharding | None:
     """A product of its operands."""
     return _elementwise(shapes, (tuple(i for i, shape in enumerate(shapes) if shape is not None),))
 
 
-@rule("mul_", "any number", elementwise=True)
+@rule("mul_", "*xs", elementwise=True)
 @_in_place
 def mul_(shapes: tuple, static_args: Any) -> OpSharding | None:
     """`mul`, in place. The result is partial exactly if operand 0 is, since it has its placement."""
     return _elementwise(shapes, ((0,),))
 
 
-@rule("div", "a, b", "rounding mode or None", repeatable=True, memory="ordered")
+@rule("div", "x other | rounding_mode=None", repeatable=True, memory="ordered")
 def div(shapes: tuple, static_args: Any) -> OpSharding | None:
     """A quotient: linear in the dividend, unless it is rounded."""
     rounding = static_args[0] if static_args else None
     return _elementwise(shapes, ((0,),) if rounding is None and shapes[0] is not None else ())
 
 
-rule("div_", "a, b", "rounding mode or None", repeatable=True)(_in_place(div))
+rule("div_", "x other | rounding_mode=None", repeatable=True)(_in_place(div))
 
 
 @rule("contiguous", elementwise=True, memory="contiguous", view_strides=contiguous_only)
@@ -87,7 +87,7 @@ def linear_unary(shapes: tuple, static_args: Any) -> OpSharding | None:
     return _elementwise(shapes, ((0,),))
 
 
-@rule("linear_", "x, and any number", elementwise=True)
+@rule("linear_", "*xs", elementwise=True)
 @_in_place
 def linear_(shapes: tuple, static_args: Any) -> OpSharding | None:
     """Operand 0 becomes a linear function of itself and the others: ``copy_`` is 0 * self + source."""

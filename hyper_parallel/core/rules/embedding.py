@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.rules.labels import named
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.core.rules.registry import rule
 
 
-@rule("embedding", "ids, weight (vocabulary, features)", "padding_idx or None", repeatable=True, memory="fresh")
+@rule("embedding", "ids weight(vocabulary,features) | padding_idx=None", repeatable=True, memory="fresh")
 def embedding(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``weight[ids]``, which is ``one_hot(ids) @ weight``: linear in the weight, with the vocabulary contracted."""
     ids, weight = shapes
@@ -27,24 +27,23 @@ def embedding(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-def look_up(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
+def look_up(call: LocalCall) -> Any:
     """Look up the ids that this rank has and give zeros for the others. So the results of all ranks add up."""
-    ids, weight = operands
-    vocabulary, size = operand_layouts[1].shape[0], operand_layouts[1].local_shape[0]
+    platform = call.platform
+    ids, weight = call.operands
+    vocabulary, size = call.operand_layouts[1].shape[0], call.operand_layouts[1].local_shape[0]
     if size == vocabulary:
-        return native(operands, static_args)
-    rows = ids - operand_layouts[1].local_offset[0]
+        return call.run()
+    rows = ids - call.operand_layouts[1].local_offset[0]
     elsewhere = (rows < 0) | (rows >= size)
     # Ids outside the whole vocabulary stay as they are: the look-up treats them as on a single device.
     known = (ids >= 0) & (ids < vocabulary)
     if size == 0:
         # A row to look up, which keeps the result connected to the weight: its backward may communicate.
-        weight = platform.cat([weight, platform.zeros((1, operand_layouts[1].local_shape[1]), weight)], 0)
-    found = native(
+        weight = platform.cat([weight, platform.zeros((1, call.operand_layouts[1].local_shape[1]), weight)], 0)
+    found = call.native(
         (platform.masked_fill(rows, elsewhere & known, 0), weight),
-        (_local_padding(static_args[0], operand_layouts[1]), *static_args[1:]),
+        (_local_padding(call.static_args[0], call.operand_layouts[1]), *call.static_args[1:]),
     )
     return platform.masked_fill(found, platform.unsqueeze(elsewhere, -1), 0.0)
 

@@ -10,8 +10,8 @@ from hyper_parallel.core.rules.registry import rule
 
 @rule(
     "flex_attention",
-    "q, k, v (batch, heads, length, features), then any number of tensors that the functions read whole",
-    "which of batch and heads must be whole, number of statistics",
+    "q(batch,heads,length,features) k(batch,heads,length,features) v(batch,heads,length,features) *whole"
+    " | fixed statistics",
 )
 def flex_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Attention with scores that functions change, and statistics of them, independent for each batch element and head.

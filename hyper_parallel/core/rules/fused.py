@@ -7,7 +7,7 @@ from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
 
 
-@rule("glu", static_args="dim")
+@rule("glu", "x | dim=-1")
 def glu(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The first half along ``static_args[0]``, of which some function gates the second half."""
     x = shapes[0]
@@ -20,7 +20,7 @@ def glu(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return unary(labels, labels, replaced(x, dim, x[dim] // 2))
 
 
-@rule("rotary", "x, cosines, sines")
+@rule("rotary", "x r1 r2 | mode='half'")
 def rotary(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Rotary embedding. Cosines and sines broadcast to x; the last dimension, in which pairs are turned, must be
     whole."""
@@ -39,7 +39,7 @@ def rotary(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-@rule("add_rms_norm", "x, x, weight")
+@rule("add_rms_norm", "x1 x2 gamma | epsilon=1e-6")
 def add_rms_norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Norm of the sum of two tensors of one shape, its statistic, and the sum. The norm is over the dimensions of the
     weight, the third operand; the statistic keeps them with size 1."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.rules.labels import Labels, Shape
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.core.rules.random import share_state
 from hyper_parallel.core.rules.registry import rule
 
@@ -18,9 +18,8 @@ _LAYOUTS = ("BNSD", "BSND", "BSH", "SBH", "TND")
 
 @rule(
     "fused_attention",
-    "q, k, v, bias, mask, score, more of q, more of k; all but the first three may be None",
-    "layout of q, k and v, heads, probability to keep, whether something holds an entry for each batch element, "
-    "size of a statistic, whether those of tokens have the tokens first",
+    "q k v bias=None mask=None score(heads)=None more_q=None more_k=None"
+    " | layout heads keep per_batch statistic tokens_first",
 )
 def fused_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Attention and the statistics of its softmax, independent for each batch element and head.
@@ -161,9 +160,7 @@ def _local_heads(static_args: tuple, operand_layouts: tuple, result_layouts: tup
     return (layout, heads * own // whole, *rest)
 
 
-def _draw(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
+def _draw(call: LocalCall) -> Any:
     """Every rank draws the same noise, from generators in the same state."""
-    share_state(operand_layouts[0].mesh)
-    return native(operands, static_args)
+    share_state(call.operand_layouts[0].mesh)
+    return call.run()

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hyper_parallel.core.layouts.strides import FULL_SLICE, without_dots
 from hyper_parallel.core.rules.labels import (
     Labels,
     Shape,
@@ -18,10 +17,11 @@ from hyper_parallel.core.rules.labels import (
     unary,
     whole,
 )
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.core.rules.own_part import Cut, Taking, Writing, whole_along
 from hyper_parallel.core.rules.registry import rule
 from hyper_parallel.core.rules.selection import rows_at_mask
+from hyper_parallel.platform.indexing import FULL_SLICE, Place, region_of
 
 _LINEAR = ((0,),)
 
@@ -31,6 +31,7 @@ class _Indexing:
     """Effect of ``x[index]`` on the dimensions.
 
     Attributes:
+        region: the places of the items of the index in x.
         x: labels of x: None where it is cut.
         tensors: labels of the index tensors.
         labels, shape: of the result.
@@ -39,12 +40,18 @@ class _Indexing:
             size is ``:`` there. Otherwise None.
     """
 
+    region: tuple[Place, ...]
     x: Labels
     tensors: tuple[Labels, ...]
     labels: Labels
     shape: Shape
     behind: int
     local_index: tuple | None
+
+    @property
+    def dims(self) -> tuple[tuple[int, int], ...]:
+        """For each index tensor the dimension of x along which it runs, and its number."""
+        return tuple((p.dim, p.tensor) for p in self.region if p.dim is not None and p.tensor is not None)
 
     def localize(self) -> Any:
         """`OpSharding.localize` for an index that differs on shards, else None."""
@@ -57,10 +64,10 @@ class _Indexing:
 def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
     """Follow an encoded index through the dimensions of ``x``. None for unsupported indices. These are masks, whose
     result has as many elements as are True. So are mixtures of ints and index tensors on which frameworks disagree."""
-    # bool is an int in Python, but x[True] adds a dimension.
-    if any(isinstance(item, bool) or (_is_tensor(item) and item[3]) for item in index):
+    if any(isinstance(item, tuple) and (item[0] == "bool" or (item[0] == "tensor" and item[3])) for item in index):
         return None
-    items = without_dots(index, len(x))
+    region = region_of(index, x)
+    items = tuple(place.item for place in region)
     if Ellipsis in items or len(items) - items.count(None) > len(x):
         return None
     together = broadcast(tensor_shapes, "t")
@@ -77,19 +84,17 @@ def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
     shape: list[int] = []
     local_items = list(items)
     before = 0
-    for position, item in enumerate(items):
+    for position, (_, dim, picked) in enumerate(region):
         if position == place:
             before = len(labels)
             labels += block_labels
             shape += block_shape
-        if item is None:
+        if dim is None:
             labels.append(None)
             shape.append(1)
             continue
-        dim = len(x_labels)
         label = None
-        if isinstance(item, tuple) and item[0] == "slice":
-            picked = range(x[dim])[slice(*item[1:])]
+        if region[position].is_slice and picked is not None:
             if picked == range(x[dim]):
                 label, local_items[position] = f"d{dim}", FULL_SLICE
             labels.append(label)
@@ -97,7 +102,7 @@ def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
         x_labels.append(label)
     local_index = tuple(local_items) if local_items != [*items] else None
     behind = len(labels) - before - len(block_labels)
-    return _Indexing(tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), behind, local_index)
+    return _Indexing(region, tuple(x_labels), tensor_labels, tuple(labels), tuple(shape), behind, local_index)
 
 
 def _is_mask(index: tuple) -> bool:
@@ -134,10 +139,10 @@ def _place_of_block(index: tuple, items: tuple) -> int | None:
 def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tuple | None:
     """An index of ints, slices, None and dots gives a view."""
     index = static_args[0]
-    return None if any(isinstance(item, bool) or _is_tensor(item) for item in index) else (index,)
+    return None if any(isinstance(item, tuple) and item[0] != "slice" for item in index) else (index,)
 
 
-@rule("getitem", "x, index tensors", "index as `encode_index` gives it", memory="shared", view_index=_index_of_view)
+@rule("getitem", "x *tensors | index", memory="shared", view_index=_index_of_view)
 def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index]``: dimensions taken whole and those of the index tensors can be sharded. Where few elements are taken
     of x, those along which index tensors run can be too (see `gather`). Without index tensors, dimensions cut by ints
@@ -149,8 +154,8 @@ def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if found is None:
         return None
     if not found.tensors:
-        return _cut(shapes[0], static_args[0], found)
-    dims = dims_of_tensors(static_args[0], shapes[0])
+        return _cut(shapes[0], found)
+    dims = found.dims
     return OpSharding(
         operands=(labels_along(found.x, dims) if _is_few(found.shape, shapes[0]) else found.x, *found.tensors),
         results=(found.labels,),
@@ -163,9 +168,9 @@ def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-def _cut(x: Shape, index: tuple, found: _Indexing) -> OpSharding:
+def _cut(x: Shape, found: _Indexing) -> OpSharding:
     """Ints and slices."""
-    cut = Cut.of(index, x, found.x) if 0 not in found.shape and _is_few(found.shape, x) else None
+    cut = Cut.of(found.region, found.x) if 0 not in found.shape and _is_few(found.shape, x) else None
     if cut is None:
         return OpSharding((found.x,), (found.labels,), (found.shape,), _LINEAR, localize=found.localize())
     labels = labels_along(found.x, tuple((dim, 0) for dim in cut.dims))
@@ -187,7 +192,7 @@ def _is_few(taken: Shape, x: Shape) -> bool:
     return 2 * math.prod(taken) <= math.prod(x)
 
 
-@rule("setitem_", "x, value, index tensors", "index as `encode_index` gives it")
+@rule("setitem_", "x value=None *tensors | index")
 def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along, or that
     ints and slices cut, may be sharded: each rank then writes the elements of its shard. Those that are cut must be
@@ -225,9 +230,9 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
     cut: Writing | Cut | None
     along: Iterable[int] = ()
     if found.tensors:
-        dims = dims_of_tensors(static_args[0], x)
+        dims = found.dims
         cut, along, labels = Writing(dims, in_place), (dim for dim, _ in dims), labels_along(labels, dims)
-    elif cut := Cut.of(static_args[0], x, found.x):
+    elif cut := Cut.of(found.region, found.x):
         along, labels = cut.dims, tuple(f"c{dim}" if label is None else label for dim, label in enumerate(labels))
     return OpSharding(
         operands=(labels, value_labels, *(whole(labels, range(len(labels))) for labels in found.tensors)),
@@ -238,17 +243,6 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
         call=None if cut is None else cut.write,
         native_if=whole_along(along),
     )
-
-
-def dims_of_tensors(index: tuple, x: Shape) -> tuple[tuple[int, int], ...]:
-    """For each index tensor of an encoded index: the dimension of x along which it runs, and its number."""
-    dims: list[tuple[int, int]] = []
-    dim = 0
-    for item in without_dots(index, len(x)):
-        if _is_tensor(item):
-            dims.append((dim, item[1]))
-        dim += item is not None
-    return tuple(dims)
 
 
 def labels_along(labels: Labels, dims: tuple[tuple[int, int], ...]) -> Labels:
@@ -264,7 +258,7 @@ def _narrowed(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
     return ((*(FULL_SLICE,) * dim, ("slice", start, start + length, None)),)
 
 
-@rule("narrow", static_args="dim, start, length", repeatable=True, memory="shared", view_index=_narrowed)
+@rule("narrow", "x | dim start length", repeatable=True, memory="shared", view_index=_narrowed)
 def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Elements from start to start + length along a dimension, which can be sharded if these are all, or few: see
     `getitem`."""
@@ -293,18 +287,18 @@ def _narrow(x: Shape, dim: int, start: int, length: int) -> OpSharding:
     index = (*(FULL_SLICE,) * dim, ("slice", start, start + length, None))
     found = analyse(x, index, ())
     assert found is not None
-    sharding = replace(_cut(x, index, found), localize=None)
+    sharding = replace(_cut(x, found), localize=None)
     take = sharding.call
     if take is None:
         return sharding
 
-    def call(platform: Any, native: Any, operands: tuple, static_args: tuple, *layouts: tuple) -> Any:
-        return take(platform, _sliced, operands, (index,), *layouts)
+    def run(call: LocalCall) -> Any:
+        return take(call._replace(native=_sliced, static_args=(index,)))
 
-    return replace(sharding, call=call)
+    return replace(sharding, call=run)
 
 
-@rule("gather", "x, index", "dim")
+@rule("gather", "x index | dim")
 def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``result[i][j] = x[index[i][j]][j]`` for dim 0. Where few elements are taken of x, it may be sharded along dim:
     each rank takes its own elements, and the results add up."""
@@ -330,7 +324,7 @@ def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-@rule("index_select", "x, index (1-D)", "dim")
+@rule("index_select", "x index | dim")
 def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[:, index]`` for dim 1 and an index of one dimension. See `gather`."""
     x, index = shapes
@@ -352,7 +346,7 @@ def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-@rule("one_hot", static_args="number of classes", memory="fresh")
+@rule("one_hot", "x | num_classes=-1", memory="fresh")
 def one_hot(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """A new last dimension of the given number of classes, which must not depend on the data."""
     x, classes = shapes[0], static_args[0]

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from hyper_parallel.core.layouts.strides import FULL_SLICE
 from hyper_parallel.core.rules.labels import axis, named, replaced, unary, whole
 from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
+from hyper_parallel.platform.indexing import FULL_SLICE
 
 
-@rule("cat", "any number", "dim", repeatable=True, memory="fresh")
+@rule("cat", "*xs | dim=0", repeatable=True, memory="fresh")
 def cat(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Concatenate."""
     first = shapes[0] if shapes else None
@@ -33,7 +33,7 @@ def cat(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-@rule("stack", "any number", "dim", repeatable=True, memory="fresh")
+@rule("stack", "*xs | dim=0", repeatable=True, memory="fresh")
 def stack(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Join along a new dimension."""
     if not shapes or shapes[0] is None or len(set(shapes)) > 1:
@@ -79,7 +79,7 @@ def _index_of_pieces(static_args: tuple, shape: tuple, result_shapes: list) -> t
     )
 
 
-@rule("split", static_args="size or tuple of sizes, dim", repeatable=True, memory="shared", view_index=_index_of_pieces)
+@rule("split", "x | split_size dim=0", repeatable=True, memory="shared", view_index=_index_of_pieces)
 def split(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Pieces of one size, the last one possibly smaller, or of the sizes given."""
     x, (size, dim) = shapes[0], static_args[:2]
@@ -94,7 +94,7 @@ def split(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return _parts(x, dim, _pieces(x[dim], size) if isinstance(size, int) else tuple(size), localize)
 
 
-@rule("chunk", static_args="chunks, dim", repeatable=True, memory="shared", view_index=_index_of_pieces)
+@rule("chunk", "x | chunks dim=0", repeatable=True, memory="shared", view_index=_index_of_pieces)
 def chunk(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """At most ``chunks`` pieces of one size, the last one possibly smaller."""
     x, (chunks, dim) = shapes[0], static_args[:2]
@@ -115,7 +115,7 @@ def _index_of_slices(static_args: tuple, shape: tuple, result_shapes: list) -> t
     return tuple((*(FULL_SLICE,) * axis(static_args[0], len(shape)), i) for i in range(len(result_shapes)))
 
 
-@rule("unbind", static_args="dim", memory="shared", view_index=_index_of_slices)
+@rule("unbind", "x | dim=0", memory="shared", view_index=_index_of_slices)
 def unbind(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """One result per index of a dimension, without that dimension."""
     x = shapes[0]

@@ -55,8 +55,7 @@ def read_signature(text: str) -> Signature:
 
 @rule(
     "labelled",
-    "any number",
-    "signature, shapes of the results, number of groups (0 where there are none)",
+    "*xs=None | signature results groups=0",
     repeatable=True,
 )
 def labelled(shapes: tuple, static_args: tuple) -> OpSharding | None:

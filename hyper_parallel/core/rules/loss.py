@@ -12,7 +12,7 @@ from typing import Any
 from hyper_parallel.core.communication import collectives
 from hyper_parallel.core.rules.classes import Classes
 from hyper_parallel.core.rules.labels import named, without
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.core.rules.registry import rule
 from hyper_parallel.core.rules.vocab_parallel import vocab_parallel_of
 
@@ -24,8 +24,7 @@ def class_dim(logits: tuple[int, ...]) -> int:
 
 @rule(
     "cross_entropy",
-    "logits (samples, classes, ...) or (classes,), target, class weights or None",
-    "reduction, ignore_index, label_smoothing, dtype of the result or None for that of the logits",
+    "x target weight(classes)=None | reduction='mean' ignore_index=-100 label_smoothing=0.0 dtype=None",
     loss=True,
 )
 def cross_entropy(shapes: tuple, static_args: tuple) -> OpSharding | None:
@@ -35,8 +34,7 @@ def cross_entropy(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule(
     "nll_loss",
-    "log-probabilities (samples, classes, ...) or (classes,), target, class weights or None",
-    "reduction, ignore_index, dtype of the result or None",
+    "x target weight(classes)=None | reduction='mean' ignore_index=-100 dtype=None",
     loss=True,
 )
 def nll_loss(shapes: tuple, static_args: tuple) -> OpSharding | None:
@@ -72,13 +70,11 @@ def _loss(shapes: tuple, reduction: str, call: Any) -> OpSharding | None:
     )
 
 
-def _cross_entropy(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
-    logits = operand_layouts[0]
+def _cross_entropy(call: LocalCall) -> Any:
+    logits = call.operand_layouts[0]
     if Classes.of(logits, class_dim(logits.shape)) is not None:
-        return sharded_cross_entropy(platform, operands, static_args, operand_layouts)
-    return _with_whole_classes(platform, native, operands, static_args, operand_layouts)
+        return sharded_cross_entropy(call.platform, call.operands, call.static_args, call.operand_layouts)
+    return _with_whole_classes(call)
 
 
 def sharded_cross_entropy(
@@ -112,22 +108,21 @@ def sharded_cross_entropy(
     return platform.to_dtype(_reduced(platform, loss, reduction, count), x.dtype if dtype is None else dtype)
 
 
-def _nll_loss(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
-    logits = operand_layouts[0]
+def _nll_loss(call: LocalCall) -> Any:
+    platform = call.platform
+    logits = call.operand_layouts[0]
     classes = Classes.of(logits, class_dim(logits.shape))
     if classes is None:
-        return _with_whole_classes(platform, native, operands, static_args, operand_layouts)
-    x, target, weight = (*operands, None)[:3]
-    reduction, ignore_index, dtype = (*static_args, None)[:3]
+        return _with_whole_classes(call)
+    x, target, weight = (*call.operands, None)[:3]
+    reduction, ignore_index, dtype = (*call.static_args, None)[:3]
     _check_weight(platform, weight)
     functions = vocab_parallel_of(platform)
     loss, weights = functions.nll(x, target, weight, classes, ignore_index)
     count = None
     if reduction == "mean":
         dims = classes.mesh_dims if weight is not None else ()
-        count = _total(platform, weights, operand_layouts[1], dims)
+        count = _total(platform, weights, call.operand_layouts[1], dims)
     # Reduced over samples first: then one number travels.
     loss = functions.summed(_reduced(platform, loss, "none" if reduction == "none" else "sum", None), classes)
     return platform.to_dtype(loss if count is None else loss / count, x.dtype if dtype is None else dtype)
@@ -159,15 +154,16 @@ def _total(platform: Any, weights: Any, layout: Any, more: tuple[int, ...] = ())
     return total
 
 
-def _with_whole_classes(platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple) -> Any:
-    logits, layout = operand_layouts[:2]
-    if static_args[0] != "mean" or not any(placement.is_shard() for placement in layout.placements):
-        return native(operands, static_args)
-    loss = native(operands, ("sum", *static_args[1:]))
+def _with_whole_classes(call: LocalCall) -> Any:
+    platform = call.platform
+    logits, layout = call.operand_layouts[:2]
+    if call.static_args[0] != "mean" or not any(placement.is_shard() for placement in layout.placements):
+        return call.run()
+    loss = call.native(call.operands, ("sum", *call.static_args[1:]))
     if layout.ndim == logits.ndim:  # probabilities
         return loss / math.prod(without(layout.shape, (class_dim(layout.shape),)))
-    _, target, weight = (*operands, None)[:3]
-    ignored = target == static_args[1]
+    _, target, weight = (*call.operands, None)[:3]
+    ignored = target == call.static_args[1]
     # Neither the target nor the weight of a class has a gradient: this may happen outside autograd.
     if weight is None:
         weights = platform.ones(platform.shape_of(target), loss)

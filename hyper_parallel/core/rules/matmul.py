@@ -10,7 +10,7 @@ from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
 
 
-@rule("linear", "x, weight (out, in), bias or None", repeatable=True, memory="fresh")
+@rule("linear", "x(*,in) weight(*,in) bias=None", repeatable=True, memory="fresh")
 def linear(shapes: tuple, static_args: Any) -> OpSharding | None:
     """``x @ weight.T + bias``; a 1-d weight is a single row whose dimension is dropped."""
     x, weight, bias = (*shapes, None)[:3]
@@ -29,7 +29,7 @@ def linear(shapes: tuple, static_args: Any) -> OpSharding | None:
     )
 
 
-@rule("matmul", "a, b", "transpose_a, transpose_b", repeatable=True, memory="fresh")
+@rule("matmul", "x other | transpose_a=False transpose_b=False", repeatable=True, memory="fresh")
 def matmul(shapes: tuple, static_args: Any) -> OpSharding | None:
     """``a @ b`` as NumPy does it: vectors are promoted, batch dimensions broadcast. The flags swap the last two
     dimensions of an operand that has two."""
@@ -57,7 +57,7 @@ def matmul(shapes: tuple, static_args: Any) -> OpSharding | None:
     )
 
 
-@rule("addmm", "c, a, b", memory="fresh")
+@rule("addmm", "x mat1(m,k) mat2(k,n) | beta=1 alpha=1", memory="fresh")
 def addmm(shapes: tuple, static_args: Any) -> OpSharding | None:
     """``c + a @ b`` for matrices a and b; c broadcasts to the result."""
     c, a, b = shapes
@@ -76,7 +76,7 @@ def addmm(shapes: tuple, static_args: Any) -> OpSharding | None:
     )
 
 
-@rule("einsum", "any number", "equation")
+@rule("einsum", "*xs | equation")
 def einsum(shapes: tuple, static_args: Any) -> OpSharding | None:
     """Sums of products. An equation such as ``"bij,bjk->bik"`` already names the dimensions. Diagonals (an index twice
     in one operand) and dimensions that broadcast are left to gathered operands."""

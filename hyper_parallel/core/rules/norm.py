@@ -6,11 +6,9 @@ from hyper_parallel.core.rules.labels import named, whole
 from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
 
-_STATICS = "number of normalised dims, number of statistics returned besides"
 
-
-@rule("rms_norm", "x, weight or None", _STATICS, repeatable=True)
-@rule("layer_norm", "x, weight or None, bias or None", _STATICS, repeatable=True)
+@rule("rms_norm", "x weight=None | normalized statistics=0 eps=None", repeatable=True)
+@rule("layer_norm", "x weight=None bias=None | normalized statistics=0 eps=1e-5", repeatable=True)
 def norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Normalisation over the last dimensions, which weight and bias have, if given. Statistics keep the normalised
     dimensions with size 1."""

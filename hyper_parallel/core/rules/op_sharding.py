@@ -24,9 +24,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Label = Hashable
+
+
+class LocalCall(NamedTuple):
+    """The call of an operation on this rank, as the function that replaces it gets it.
+
+    Attributes:
+        platform: the platform of the tensors.
+        native: ``native(operands, static_args)`` runs the native operation.
+        operands: local tensors, and operands that are no tensors.
+        static_args: static arguments of the local call.
+        operand_layouts: the layouts of the operands; None for one that is no tensor.
+        result_layouts: the layouts of the results.
+    """
+
+    platform: Any
+    native: Callable[[tuple, tuple], Any]
+    operands: tuple
+    static_args: Any
+    operand_layouts: tuple
+    result_layouts: tuple
+
+    def run(self) -> Any:
+        """The native operation on the local tensors."""
+        return self.native(self.operands, self.static_args)
 
 
 @dataclass(frozen=True)
@@ -47,10 +71,8 @@ class OpSharding:
             have the label nevertheless, and are sharded (the places of elements among those that differ).
         localize: ``localize(static_args, operand_layouts, result_layouts) -> static_args`` gives the static arguments
             for the local call, where they speak of global sizes (the shape of a reshape). None: they stay.
-        call: ``call(platform, native, operands, static_args, operand_layouts, result_layouts) -> result`` replaces the
-            local call where it is not the native operation on the locals (a masked embedding look-up). ``native(
-            operands, static_args)`` runs the native operation, ``operands`` are local tensors. None: the native call.
-            ``operand_layouts`` has None for operands that are no tensors.
+        call: ``call(local) -> result`` replaces the local call, a `LocalCall`, where it is not the native operation on
+            the locals (a masked embedding look-up). None: the native call.
         native_if: ``native_if(operand_layouts)`` says whether the native operation is right for these layouts, so that
             ``call`` is not needed; the same on all ranks. None: it never is.
         unread: indices of operands of which only shape and dtype matter: a partial one counts as replicated, so that

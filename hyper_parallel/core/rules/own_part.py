@@ -16,13 +16,13 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.memory_order import UNKNOWN, strides_of
 from hyper_parallel.core.layouts.placement_types import Partial
 from hyper_parallel.core.layouts.strides import (
-    FULL_SLICE,
     indexed_strides,
     is_contiguous,
     spaced_strides,
-    without_dots,
 )
-from hyper_parallel.core.rules.labels import Labels, Shape, replaced
+from hyper_parallel.core.rules.labels import Labels, replaced
+from hyper_parallel.core.rules.op_sharding import LocalCall
+from hyper_parallel.platform.indexing import FULL_SLICE, Place
 
 
 def whole_along(dims: Iterable[int]) -> Callable[[tuple], bool]:
@@ -47,19 +47,12 @@ class Taking:
     behind: int
     signed: bool = False
 
-    def take(
-        self,
-        platform: Any,
-        native: Any,
-        operands: tuple,
-        static_args: Any,
-        operand_layouts: tuple,
-        result_layouts: tuple,
-    ) -> Any:
+    def take(self, call: LocalCall) -> Any:
         """Take the elements in this rank's part, even if there are none: the result stays connected to x on every
         rank."""
-        x, *tensors = operands
-        layout = operand_layouts[0]
+        platform = call.platform
+        x, *tensors = call.operands
+        layout = call.operand_layouts[0]
         absent: Any = None
         for dim, number in self.dims:
             if not layout.shard_mesh_dims(dim):
@@ -75,7 +68,7 @@ class Taking:
             # An index that no rank has stays out of range: the native operation may refuse it.
             tensors[number] = platform.masked_fill(places, unknown, size + 1)
             absent = elsewhere if absent is None else absent | elsewhere
-        found = native((x, *tensors), static_args)
+        found = call.native((x, *tensors), call.static_args)
         return platform.masked_fill(found, absent.reshape((*platform.shape_of(absent), *(1,) * self.behind)), 0)
 
 
@@ -91,29 +84,24 @@ class Writing:
     dims: tuple[tuple[int, int], ...]
     in_place: bool
 
-    def write(
-        self,
-        platform: Any,
-        native: Any,
-        operands: tuple,
-        static_args: tuple,
-        operand_layouts: tuple,
-        result_layouts: tuple,
-    ) -> Any:
+    def write(self, call: LocalCall) -> Any:
         """Write the elements of this rank's part, even if there are none: the value stays part of the graph on every
         rank."""
-        x, value, *tensors = operands
-        layout, new = operand_layouts[0], x
+        platform = call.platform
+        x, value, *tensors = call.operands
+        layout, new = call.operand_layouts[0], x
         cut = [(dim, number) for dim, number in self.dims if layout.shard_mesh_dims(dim)]
         for dim, number in cut:
             new = _between_zeros(platform, new, dim, 0, 1)
             places, elsewhere, _, unknown = _places(platform, tensors[number], layout, dim)
             places = platform.masked_fill(places, elsewhere, layout.local_shape[dim])
             tensors[number] = platform.masked_fill(places, unknown, layout.local_shape[dim] + 1)
-        new = native((new, value, *tensors), static_args)
+        new = call.native((new, value, *tensors), call.static_args)
         for dim, _ in cut:
             new = platform.narrow(new, dim, 0, layout.local_shape[dim])
-        return native((x, new), ((Ellipsis,), *static_args[1:])) if self.in_place else platform.contiguous(new)
+        return (
+            call.native((x, new), ((Ellipsis,), *call.static_args[1:])) if self.in_place else platform.contiguous(new)
+        )
 
 
 @dataclass(frozen=True)
@@ -131,43 +119,22 @@ class Cut:
     kept: tuple[int | None, ...]
 
     @staticmethod
-    def of(index: tuple, x: Shape, labels: Labels) -> Cut | None:
-        """The index into x, where ``labels`` are None for the dimensions that are cut. None where no dimension is cut,
+    def of(region: tuple[Place, ...], labels: Labels) -> Cut | None:
+        """The region of x, where ``labels`` are None for the dimensions that are cut. None where no dimension is cut,
         or a step is negative."""
         dims = tuple(dim for dim, label in enumerate(labels) if label is None)
-        if not dims:
-            return None
-        ranges: list[range] = []
-        kept: list[int | None] = []
-        for item in without_dots(index, len(x)):
-            dim = len(ranges)
-            if item is None:
-                kept.append(None)
-            elif isinstance(item, tuple):
-                kept.append(dim)
-                ranges.append(range(x[dim])[slice(*item[1:])])
-            else:
-                if not -x[dim] <= item < x[dim]:
-                    return None  # the native operation words the error
-                ranges.append(range(item % x[dim], item % x[dim] + 1))
-        if any(picked.step < 1 for picked in ranges):
-            return None
-        return Cut(tuple(ranges), dims, tuple(kept))
+        ranges = [place.picked for place in region if place.dim is not None]
+        if not dims or any(picked is None or picked.step < 1 for picked in ranges):
+            return None  # the native operation words the error for an int that is out of range
+        kept = tuple(place.dim for place in region if place.dim is None or place.is_slice)
+        return Cut(tuple(ranges), dims, kept)  # type: ignore[arg-type]
 
-    def write(
-        self,
-        platform: Any,
-        native: Any,
-        operands: tuple,
-        static_args: tuple,
-        operand_layouts: tuple,
-        result_layouts: tuple,
-    ) -> Any:
+    def write(self, call: LocalCall) -> Any:
         """Write the elements of this rank's shard, even if there are none: the value stays part of the graph on every
         rank."""
-        x, value = operands[:2]
-        layout = operand_layouts[0]
-        if operand_layouts[1] is not None:
+        x, value = call.operands[:2]
+        layout = call.operand_layouts[0]
+        if call.operand_layouts[1] is not None:
             value = value.reshape(self._shape_for_x(tuple(value.shape)))
         index: list[tuple] = []
         for dim, picked in enumerate(self.ranges):
@@ -178,23 +145,16 @@ class Cut:
                 index.append(FULL_SLICE)
                 continue
             first, last = self._own(layout, dim)
-            if operand_layouts[1] is not None and value.shape[dim] == len(picked) != last - first:
-                value = platform.narrow(value, dim, first, last - first)
+            if call.operand_layouts[1] is not None and value.shape[dim] == len(picked) != last - first:
+                value = call.platform.narrow(value, dim, first, last - first)
             index.append(self._own_slice(layout, dim))
-        return native((x, value, *operands[2:]), (tuple(index), *static_args[1:]))
+        return call.native((x, value, *call.operands[2:]), (tuple(index), *call.static_args[1:]))
 
-    def take(
-        self,
-        platform: Any,
-        native: Any,
-        operands: tuple,
-        static_args: tuple,
-        operand_layouts: tuple,
-        result_layouts: tuple,
-    ) -> Any:
+    def take(self, call: LocalCall) -> Any:
         """``x[index]``, the same on all ranks that share the dimensions that are cut: the sum of the ranks' elements,
         and zeros. In memory it has the order of the single device's view."""
-        (x,), layout, result = operands, operand_layouts[0], result_layouts[0]
+        platform = call.platform
+        (x,), layout, result = call.operands, call.operand_layouts[0], call.result_layouts[0]
         strides = strides_of(x, layout)
         cut = [dim for dim in self.dims if layout.shard_mesh_dims(dim)]
         own = {dim: self._own(layout, dim) for dim in cut}
@@ -212,7 +172,7 @@ class Cut:
             else ("slice", picked.start, picked.stop, picked.step)
             for dim, picked in enumerate(self.ranges)
         )
-        y = native((x,), (index, *static_args[1:]))
+        y = call.native((x,), (index, *call.static_args[1:]))
         sizes = platform.shape_of(y)
         shape = tuple(1 if dim is None else sizes[dim] for dim in self.kept)
         y = y if shape == sizes else y.reshape(shape)
@@ -227,7 +187,7 @@ class Cut:
         y = redistribute_local(y, result.with_placements(tuple(parts)), result)
         if strides is UNKNOWN:
             return y
-        strides = indexed_strides(layout.shape, strides, static_args[0])
+        strides = indexed_strides(layout.shape, strides, call.static_args[0])
         behind = platform.copies_offsets and any(picked.start for picked in self.ranges)
         if is_contiguous(result.shape, strides) and not behind:
             return y

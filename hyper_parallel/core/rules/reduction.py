@@ -16,11 +16,10 @@ from hyper_parallel.core.communication.transitions import differs
 from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.rules.labels import axes, named, unary, whole, without
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.core.rules.registry import rule
 
-_DIMS = "dims (tuple or None), keepdim"
-_EXTREME = f'{_DIMS}, `"whole"` where NaNs share the gradient'
+_TAKES = "x | dims=None keepdim=False"
 
 
 def _reduction(x: tuple[int, ...], dims: Any, keepdim: bool, **how: Any) -> OpSharding:
@@ -28,46 +27,46 @@ def _reduction(x: tuple[int, ...], dims: Any, keepdim: bool, **how: Any) -> OpSh
     return unary(labels, without(labels, reduced, keepdim), without(x, reduced, keepdim, 1), **how)
 
 
-@rule("sum", static_args=_DIMS, repeatable=True, memory="fresh")
+@rule("sum", f"{_TAKES} dtype=None", repeatable=True, memory="fresh")
 def sum_(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Sum."""
     return _reduction(shapes[0], static_args[0], static_args[1], terms=((0,),), reduce="sum")
 
 
-@rule("mean", static_args=_DIMS, repeatable=True, memory="fresh")
+@rule("mean", f"{_TAKES} dtype=None", repeatable=True, memory="fresh")
 def mean(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Mean: over a sharded dimension the local sum divided by the global count."""
     return _reduction(shapes[0], static_args[0], static_args[1], terms=((0,),), reduce="sum", call=_mean)
 
 
-def _mean(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
-    layout = operand_layouts[0]
-    reduced = axes(static_args[0], layout.ndim)
+def _mean(call: LocalCall) -> Any:
+    layout = call.operand_layouts[0]
+    reduced = axes(call.static_args[0], layout.ndim)
     local = math.prod(layout.local_shape[d] for d in reduced)
     everywhere = math.prod(layout.shape[d] for d in reduced)
     if local == everywhere:
-        return native(operands, static_args)
-    x = operands[0]
+        return call.run()
+    x = call.operands[0]
     if local == 0:
         # The mean of no elements is NaN. Their sum is 0, and x is part of its graph: backward of x may communicate.
         for dim in reduced:
-            x = platform.sum_along(x, dim)
+            x = call.platform.sum_along(x, dim)
         kept = [
-            1 if d in reduced else n for d, n in enumerate(layout.local_shape) if static_args[1] or d not in reduced
+            1 if d in reduced else n
+            for d, n in enumerate(layout.local_shape)
+            if call.static_args[1] or d not in reduced
         ]
         return x.reshape(tuple(kept))
-    return native((x,), static_args) * (local / everywhere)
+    return call.native((x,), call.static_args) * (local / everywhere)
 
 
-@rule("amax", static_args=_EXTREME)
+@rule("amax", f"{_TAKES} nans=None")
 def amax(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Largest element. A rank without elements has none, so it cannot take part."""
     return _extreme(shapes[0], static_args, "max")
 
 
-@rule("amin", static_args=_EXTREME)
+@rule("amin", f"{_TAKES} nans=None")
 def amin(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Smallest element; see `amax`."""
     return _extreme(shapes[0], static_args, "min")
@@ -90,31 +89,30 @@ def _extreme(x: tuple[int, ...], static_args: tuple, op: str) -> OpSharding:
 def _extreme_of_part(
     op: str,
     dims: list[int],
-    platform: Any,
-    native: Any,
-    operands: tuple,
-    static_args: tuple,
-    operand_layouts: tuple,
-    result_layouts: tuple,
+    call: LocalCall,
 ) -> Any:
     """The extreme value of this rank's elements, which `ReduceExtreme` compares with those of other ranks. Two more
     facts are needed. One is whether there is NaN among them, where a kernel does not say so itself. The other is how
     many tie for the value: all that do share the gradient evenly, whichever rank they are on."""
-    (x,), y = operands, native(operands, static_args)
+    platform = call.platform
+    (x,), y = call.operands, call.run()
     if not platform.is_floating_point(x):
         return y
     plain = platform.detach(x)
     if not platform.extremes_keep_nan:
         zeros = platform.zeros(platform.shape_of(plain), plain)
-        has_nan = native((platform.masked_fill(zeros, plain != plain, 1.0 if op == "max" else -1.0),), static_args) != 0
+        has_nan = (
+            call.native((platform.masked_fill(zeros, plain != plain, 1.0 if op == "max" else -1.0),), call.static_args)
+            != 0
+        )
         y = platform.masked_fill(y, has_nan, math.nan)
     if platform.requires_grad(x):
-        found, keepdim = platform.detach(y), static_args[1]
+        found, keepdim = platform.detach(y), call.static_args[1]
         for dim in () if keepdim else dims:
             found = platform.unsqueeze(found, dim)
         ones = platform.ones(platform.shape_of(plain), plain)
         # Whether NaNs tie with each other, or the gradient is NaN where there is one.
-        others = differs(plain, found) if "whole" in static_args[2:] else plain != found
+        others = differs(plain, found) if "whole" in call.static_args[2:] else plain != found
         ties = platform.masked_fill(ones, others, 0.0)
         for dim in dims:
             ties = platform.sum_along(ties, dim)
@@ -126,13 +124,13 @@ def _only(x: tuple[int, ...], dims: Any) -> tuple[str, ...]:
     return tuple(label for i, label in enumerate(named(x)) if i in dims)
 
 
-@rule("reduce_whole", static_args=_DIMS)
+@rule("reduce_whole", _TAKES)
 def reduce_whole(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """A reduction whose results for parts do not combine: argmax, var, all. The dims reduced must be whole."""
     return _reduce_whole(shapes[0], static_args, results=1)
 
 
-@rule("reduce_pair", static_args=_DIMS)
+@rule("reduce_pair", _TAKES)
 def reduce_pair(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Like `reduce_whole`, with two results: values and indices, variance and mean."""
     return _reduce_whole(shapes[0], static_args, results=2)
@@ -145,7 +143,7 @@ def _reduce_whole(x: tuple[int, ...], static_args: tuple, results: int) -> OpSha
     return unary(labels, without(labels, reduced, keepdim), without(x, reduced, keepdim, 1), results)
 
 
-@rule("vector_norm", static_args=f"p, {_DIMS}")
+@rule("vector_norm", "x | p=2.0 dims=None keepdim=False dtype=None")
 def vector_norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The p-norm. For p = 0 and 1 the norms of the parts add up. Otherwise the norms of all parts are gathered, and the
     result is the norm of these. So no value overflows that would not on one device: the native operation raises the
@@ -158,12 +156,10 @@ def vector_norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return _reduction(x, dims, keepdim, reduce="call", call=_norm_of_norms, nonempty=nonempty)
 
 
-def _norm_of_norms(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
-    layout, (result,) = operand_layouts[0], result_layouts
-    norm = native(operands, static_args)
-    reduced = axes(static_args[1], layout.ndim)
+def _norm_of_norms(call: LocalCall) -> Any:
+    layout, (result,) = call.operand_layouts[0], call.result_layouts
+    norm = call.run()
+    reduced = axes(call.static_args[1], layout.ndim)
     split = [mesh_dim for dim in reduced for mesh_dim in layout.shard_mesh_dims(dim)]
     if not split:
         return norm
@@ -173,10 +169,10 @@ def _norm_of_norms(
     scattered = tuple(Shard(0) if i in split else p for i, p in enumerate(gathered))
     shape = (parts, *result.shape)
     norms = redistribute_local(
-        platform.unsqueeze(norm, 0),
+        call.platform.unsqueeze(norm, 0),
         get_layout(layout.mesh, scattered, shape),
         get_layout(layout.mesh, gathered, shape),
     )
     # A framework's call may have a dtype besides. It is left out: the norms have it, and those of complex numbers are
     # real.
-    return native((norms,), (static_args[0], (0,), False, *(None for _ in static_args[3:])))
+    return call.native((norms,), (call.static_args[0], (0,), False, *(None for _ in call.static_args[3:])))

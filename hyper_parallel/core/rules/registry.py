@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from hyper_parallel.core.layouts.strides import Strides
 from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.signature import Signature
 
 Rule: TypeAlias = Callable[[tuple, tuple], "OpSharding | None"]
 
@@ -19,8 +20,7 @@ class CanonicalOp:
     Attributes:
         name: its name. One that ends in an underscore writes its result over the first operand.
         rule: its sharding rule.
-        operands: for the documentation: the tensors that it takes, in order.
-        static_args: for the documentation: the other arguments that the rule reads, in order.
+        signature: its operands and static arguments, in order, with their dimensions and defaults.
         elementwise: whether operands broadcast and the static arguments make no difference to the plan, which is then
             kept under the layouts alone. Python scalars are operands too.
         repeatable: whether operands and static arguments follow from the arguments of the native call, and from no mode
@@ -46,8 +46,7 @@ class CanonicalOp:
 
     name: str
     rule: Rule
-    operands: str = "x"
-    static_args: str = ""
+    signature: Signature = field(default_factory=lambda: Signature.of("x"))
     elementwise: bool = False
     repeatable: bool = False
     gathers: bool = False
@@ -66,9 +65,9 @@ class CanonicalOp:
 OPERATIONS: dict[str, CanonicalOp] = {}
 
 
-def rule(name: str, operands: str = "x", static_args: str = "", **facts: Any) -> Callable[[Rule], Rule]:
-    """Register the decorated function as the rule of the canonical operation ``name``; see `CanonicalOp` for the other
-    arguments.
+def rule(name: str, takes: str = "x", **facts: Any) -> Callable[[Rule], Rule]:
+    """Register the decorated function as the rule of the canonical operation ``name``, which takes the arguments of the
+    text: see `signature`. `CanonicalOp` has the other facts.
 
     Raises:
         ValueError: when the operation has a rule already.
@@ -77,7 +76,7 @@ def rule(name: str, operands: str = "x", static_args: str = "", **facts: Any) ->
     def register(function: Rule) -> Rule:
         if name in OPERATIONS:
             raise ValueError(f"operation {name!r} already has a rule: {OPERATIONS[name].rule.__qualname__}")
-        OPERATIONS[name] = CanonicalOp(name, function, operands, static_args, **facts)
+        OPERATIONS[name] = CanonicalOp(name, function, Signature.of(takes), **facts)
         return function
 
     return register

@@ -8,7 +8,7 @@ from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
 
 
-@rule("replicate", "any number", gathers=True)
+@rule("replicate", "*xs", gathers=True)
 def replicate(shapes: tuple, static_args: Any) -> OpSharding | None:
     """Results that are no tensors, or of unknown number and type (``item``, ``tolist``): there is nothing to say."""
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.rules.indexing import analyse, assigned, dims_of_tensors, labels_along
+from hyper_parallel.core.rules.indexing import analyse, assigned, labels_along
 from hyper_parallel.core.rules.labels import Labels, axis, named, replaced, whole
 from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.own_part import Writing, whole_along
@@ -16,7 +16,6 @@ from hyper_parallel.core.rules.registry import rule
 
 #: How written elements combine with the old ones -> operands 0 and 2 as terms.
 _TERMS = {"add": ((0,), (2,)), "replace": ((0,), (2,))}
-_STATICS = "dim, `add`, `replace` or another word"
 
 
 def _written(shapes: tuple, labels: Labels, index: Labels, source: Labels | None, how: str) -> OpSharding:
@@ -34,7 +33,7 @@ def _written(shapes: tuple, labels: Labels, index: Labels, source: Labels | None
     )
 
 
-@rule("scatter", "x, index, source or None", _STATICS)
+@rule("scatter", "x index source=None | dim how='replace'")
 def scatter(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index[i][j]][j] = source[i][j]`` for dim 0, or added. Where the index is shorter than x or the source, it
     goes with their beginnings. Then shards would not match."""
@@ -52,7 +51,7 @@ def scatter(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return _written(shapes, whole(labels, (dim,)), labels, None if source is None else labels, how)
 
 
-@rule("index_write", "x, index (1-D), source or None", _STATICS)
+@rule("index_write", "x index(n) source=None | dim how='replace'")
 def index_write(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[:, index] = source`` for dim 1, or added, or combined in another way."""
     x, index, source = (*shapes, None)[:3]
@@ -68,13 +67,13 @@ def index_write(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return _written(shapes, labels, ("t",), replaced(labels, dim, "t"), how)
 
 
-@rule("setitem", "x, value, index tensors", "index as `encode_index` gives it")
+@rule("setitem", "x value *tensors | index")
 def setitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """A copy with ``x[index] = value``; see `setitem_`."""
     return assigned(shapes, static_args, in_place=False)
 
 
-@rule("index_add", "x, value, index tensors", "index as `encode_index` gives it")
+@rule("index_add", "x value *tensors | index")
 def index_add(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index] += value``, each time that an element is named. Dimensions along index tensors may be sharded, as in
     `setitem_`."""
@@ -86,7 +85,7 @@ def index_add(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if any(size not in (1, full) for size, (full, _) in zip(value, target, strict=True)):
         return None
     own = tuple(label if size == full else None for size, (full, label) in zip(value, target, strict=True))
-    dims = dims_of_tensors(static_args[0], x)
+    dims = found.dims
     labels = labels_along(found.x, dims)
     return OpSharding(
         operands=(labels, own, *(tuple(n if n in own else None for n in labels) for labels in found.tensors)),
@@ -100,7 +99,7 @@ def index_add(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-@rule("take", "x, index")
+@rule("take", "x index")
 def take(shapes: tuple, static_args: Any) -> OpSharding | None:
     """``x.reshape(-1)[index]``: x is whole, the index need not be."""
     x, index = shapes
@@ -108,7 +107,7 @@ def take(shapes: tuple, static_args: Any) -> OpSharding | None:
     return OpSharding(((None,) * len(x), labels), (labels,), (tuple(index),), terms=((0,),))
 
 
-@rule("put", "x, index, source", "`add` or `replace`")
+@rule("put", "x index source | how='replace'")
 def put(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x.reshape(-1)[index] = source``, or added."""
     x, index, source = shapes

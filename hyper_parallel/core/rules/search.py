@@ -9,7 +9,7 @@ from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
 
 
-@rule("by_table", "x, tables", memory="ordered")
+@rule("by_table", "x table=None", memory="ordered")
 def by_table(shapes: tuple, static_args: Any) -> OpSharding | None:
     """A result for each element of x, which depends on it and on whole tables: bucketize, isin."""
     x, labels = shapes[0], named(shapes[0])
@@ -17,7 +17,7 @@ def by_table(shapes: tuple, static_args: Any) -> OpSharding | None:
     return OpSharding((labels, *tables), (labels,), (tuple(x),))
 
 
-@rule("searchsorted", "sorted sequences, values, sorters")
+@rule("searchsorted", "sequences values sorters=None")
 def searchsorted(shapes: tuple, static_args: Any) -> OpSharding | None:
     """The place of each value in its sequence, which must be whole. One sequence serves all values. Several sequences
     are in the last dimension, and each serves the values at the same leading index."""
@@ -27,10 +27,11 @@ def searchsorted(shapes: tuple, static_args: Any) -> OpSharding | None:
         return None
     labels = named(values)
     own = (*labels[:count], None)
-    return OpSharding((own, labels, own)[: len(shapes)], (labels,), (tuple(values),))
+    operands = tuple(None if s is None else n for s, n in zip(shapes, (own, labels, own), strict=False))
+    return OpSharding(operands, (labels,), (tuple(values),))
 
 
-@rule("count", "x, weights or None", "number of bins", memory="fresh")
+@rule("count", "x weights=None | bins", memory="fresh")
 def count(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The number of elements of x, or their weight, in each bin: the results of the shards add up."""
     x, weights = (*shapes, None)[:2]

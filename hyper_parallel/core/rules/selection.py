@@ -14,7 +14,7 @@ import numpy as np
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.rules.labels import Labels, axis, broadcast, named, whole
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.core.rules.picks import Picks
 from hyper_parallel.core.rules.registry import rule
 
@@ -44,12 +44,14 @@ def _by_mask(shape: tuple, labels: Labels, operands: tuple, results: Labels, siz
         sizes: of the result, None for the first.
     """
 
-    def call(platform: Any, native: Any, given: tuple, static_args: Any, layouts: tuple, _: tuple) -> Any:
-        picked = native(given, static_args)
-        common = _common(layouts, operands, labels, shape)
+    def run(call: LocalCall) -> Any:
+        picked = call.run()
+        common = _common(call.operand_layouts, operands, labels, shape)
         if not _is_cut(common):
             return picked
-        return Picks(common, given[1], platform.shape_of(picked)[0], lambda: given[1]).gathered(picked)
+        return Picks(common, call.operands[1], call.platform.shape_of(picked)[0], lambda: call.operands[1]).gathered(
+            picked
+        )
 
     return OpSharding(
         operands=operands,
@@ -57,12 +59,12 @@ def _by_mask(shape: tuple, labels: Labels, operands: tuple, results: Labels, siz
         result_shapes=(sizes,),
         terms=((0,),),
         combined=labels,
-        call=call,
+        call=run,
         native_if=lambda layouts: not _is_cut(_common(layouts, operands, labels, shape)),
     )
 
 
-@rule("masked_select", "x, mask")
+@rule("masked_select", "x mask")
 def masked_select(shapes: tuple, static_args: Any) -> OpSharding | None:
     """The elements at a mask, in one dimension; both operands broadcast."""
     together = broadcast(shapes)
@@ -83,7 +85,7 @@ def rows_at_mask(shapes: tuple) -> OpSharding | None:
     return _by_mask(tuple(mask), taken, (labels, taken), (None, *kept), (None, *x[count:]))
 
 
-@rule("masked_scatter", "x, mask, source")
+@rule("masked_scatter", "x mask source")
 def masked_scatter(shapes: tuple, static_args: Any) -> OpSharding | None:
     """A copy of x with the elements of the source, in a row, at the places of the mask. x and the mask are broadcast.
     Each rank, which has the whole source, takes its part of it, behind the parts of the ranks before."""
@@ -93,24 +95,26 @@ def masked_scatter(shapes: tuple, static_args: Any) -> OpSharding | None:
         return None
     shape, labels, operands = together
 
-    def call(platform: Any, native: Any, given: tuple, static_args: Any, layouts: tuple, _: tuple) -> Any:
-        picks = Picks(_common(layouts[:2], operands, labels, shape), given[1], None, lambda: given[1])
+    def run(call: LocalCall) -> Any:
+        picks = Picks(
+            _common(call.operand_layouts[:2], operands, labels, shape), call.operands[1], None, lambda: call.operands[1]
+        )
         available = math.prod(source)
         if picks.total > available:
             raise ValueError(f"masked_scatter: the mask selects {picks.total} elements, and the source has {available}")
-        own, values = picks.own, given[2].reshape((available,))
+        own, values = picks.own, call.operands[2].reshape((available,))
         if not len(own) or own[-1] - own[0] == len(own) - 1:
-            part = platform.narrow(values, 0, int(own[0]) if len(own) else 0, len(own))
+            part = call.platform.narrow(values, 0, int(own[0]) if len(own) else 0, len(own))
         else:
-            part = values[platform.places(own, values)]
-        return native((given[0], given[1], part), static_args)
+            part = values[call.platform.places(own, values)]
+        return call.native((call.operands[0], call.operands[1], part), call.static_args)
 
     return OpSharding(
         operands=(*operands, (None,) * len(source)),
         results=(labels,),
         result_shapes=(shape,),
         terms=((0,), (2,)),
-        call=call,
+        call=run,
         native_if=lambda layouts: not _is_cut(_common(layouts[:2], operands, labels, shape)),
     )
 
@@ -120,18 +124,20 @@ def nonzero(shapes: tuple, static_args: Any) -> OpSharding | None:
     """The places of elements that are not zero, as rows of indices."""
     x, labels = tuple(shapes[0]), named(shapes[0])
 
-    def call(platform: Any, native: Any, given: tuple, static_args: Any, layouts: tuple, _: tuple) -> Any:
-        rows = native(given, static_args)
-        if any(layouts[0].local_offset):
-            rows = rows + platform.places(np.array([layouts[0].local_offset]), rows)
-        return Picks(layouts[0], rows, platform.shape_of(rows)[0], lambda: given[0] != 0).gathered(rows)
+    def run(call: LocalCall) -> Any:
+        rows = call.run()
+        if any(call.operand_layouts[0].local_offset):
+            rows = rows + call.platform.places(np.array([call.operand_layouts[0].local_offset]), rows)
+        return Picks(
+            call.operand_layouts[0], rows, call.platform.shape_of(rows)[0], lambda: call.operands[0] != 0
+        ).gathered(rows)
 
     return OpSharding(
         operands=(labels,),
         results=((None, None),),
         result_shapes=((None, len(x)),),
         combined=labels,
-        call=call,
+        call=run,
         native_if=lambda layouts: not _is_cut(layouts[0]),
     )
 
@@ -149,11 +155,12 @@ def _differing(x: tuple, labels: Labels, static_args: tuple) -> OpSharding:
     places = [(labels, x) if dim is None else ((labels[along],), (x[along],))] if with_places else []
     results = [(found, size), *places, *([((None,), (None,))] if with_counts else [])]
 
-    def call(platform: Any, native: Any, given: tuple, static_args: tuple, layouts: tuple, _: tuple) -> Any:
-        local = _several(native(given, static_args))
-        picks = Picks(layouts[0], given[0], platform.shape_of(local[0])[along], None)
-        again = (dim, with_places or with_counts, False, *static_args[3:])
-        values, *where = _several(native((picks.gathered(local[0], along),), again))
+    def run(call: LocalCall) -> Any:
+        platform = call.platform
+        local = _several(call.run())
+        picks = Picks(call.operand_layouts[0], call.operands[0], platform.shape_of(local[0])[along], None)
+        again = (dim, with_places or with_counts, False, *call.static_args[3:])
+        values, *where = _several(call.native((picks.gathered(local[0], along),), again))
         results = [values]
         if with_places:
             own = picks.own
@@ -169,7 +176,7 @@ def _differing(x: tuple, labels: Labels, static_args: tuple) -> OpSharding:
         results=tuple(labels for labels, _ in results),
         result_shapes=tuple(shape for _, shape in results),
         combined=tuple(label for label in labels if label is not None),
-        call=call,
+        call=run,
         native_if=lambda layouts: not _is_cut(layouts[0]),
     )
 
@@ -178,10 +185,10 @@ def _several(results: Any) -> list[Any]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
-_DIFFERING = "dim or None for all elements, whether to tell places, whether to count"
+_DIFFERING = "x | dim=None places=False counts=False"
 
 
-@rule("unique", static_args=_DIFFERING)
+@rule("unique", _DIFFERING)
 def unique(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The elements that differ, in ascending order, or the slices along a dimension; the other dimensions are whole."""
     x, dim = tuple(shapes[0]), static_args[0]
@@ -191,7 +198,7 @@ def unique(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return _differing(x, labels, static_args)
 
 
-@rule("unique_in_order", static_args=_DIFFERING)
+@rule("unique_in_order", _DIFFERING)
 def unique_in_order(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Select elements that differ from the one before, or from all before, in order. All dimensions are whole, but
     for the one along which elements are compared."""

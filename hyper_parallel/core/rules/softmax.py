@@ -7,11 +7,11 @@ from typing import Any
 
 from hyper_parallel.core.rules.classes import Classes
 from hyper_parallel.core.rules.labels import axes, axis, named, unary, whole, without
-from hyper_parallel.core.rules.op_sharding import OpSharding
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.core.rules.registry import rule
 from hyper_parallel.core.rules.vocab_parallel import VocabParallel, vocab_parallel_of
 
-_STATICS = "dim, dtype to convert x to first or None"
+_TAKES = "x | dim=-1 dtype=None"
 
 
 def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[tuple, tuple], OpSharding | None]:
@@ -22,30 +22,24 @@ def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[
             return unary((), (), ())
         dim = axis(dim, len(x))
 
-        def call(
-            platform: Any,
-            native: Any,
-            operands: tuple,
-            static_args: tuple,
-            operand_layouts: tuple,
-            result_layouts: tuple,
-        ) -> Any:
-            classes = Classes.along(operand_layouts[0], dim)
-            dtype = static_args[1] if len(static_args) > 1 else None
-            local = operands[0] if dtype is None else platform.to_dtype(operands[0], dtype)
+        def run(call: LocalCall) -> Any:
+            platform = call.platform
+            classes = Classes.along(call.operand_layouts[0], dim)
+            dtype = call.static_args[1] if len(call.static_args) > 1 else None
+            local = call.operands[0] if dtype is None else platform.to_dtype(call.operands[0], dtype)
             return platform.to_dtype(function(vocab_parallel_of(platform), local, classes), local.dtype)
 
         labels = named(x)
-        return unary(labels, labels, x, call=call, native_if=lambda layouts: Classes.of(layouts[0], dim) is None)
+        return unary(labels, labels, x, call=run, native_if=lambda layouts: Classes.of(layouts[0], dim) is None)
 
     return softmax
 
 
-rule("softmax", static_args=_STATICS, repeatable=True)(_along(VocabParallel.softmax))
-rule("log_softmax", static_args=_STATICS, repeatable=True)(_along(VocabParallel.log_softmax))
+rule("softmax", _TAKES, repeatable=True)(_along(VocabParallel.softmax))
+rule("log_softmax", _TAKES, repeatable=True)(_along(VocabParallel.log_softmax))
 
 
-@rule("logsumexp", static_args="dims (tuple or None), keepdim")
+@rule("logsumexp", "x | dims=None keepdim=False")
 def logsumexp(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Logarithm of the sum of exponentials, over one dimension, which may be sharded, or several whole ones."""
     x, (dims, keepdim) = shapes[0], static_args[:2]
@@ -61,11 +55,9 @@ def logsumexp(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-def _log_sum_exp(
-    platform: Any, native: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, result_layouts: tuple
-) -> Any:
-    (dim,) = axes(static_args[0], operand_layouts[0].ndim)
-    classes = Classes.along(operand_layouts[0], dim)
-    (x,) = operands
-    y = platform.to_dtype(vocab_parallel_of(platform).log_sum_exp(x, classes), x.dtype)
-    return y.reshape(result_layouts[0].local_shape)
+def _log_sum_exp(call: LocalCall) -> Any:
+    (dim,) = axes(call.static_args[0], call.operand_layouts[0].ndim)
+    classes = Classes.along(call.operand_layouts[0], dim)
+    (x,) = call.operands
+    y = call.platform.to_dtype(vocab_parallel_of(call.platform).log_sum_exp(x, classes), x.dtype)
+    return y.reshape(call.result_layouts[0].local_shape)

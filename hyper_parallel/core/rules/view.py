@@ -25,7 +25,7 @@ from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
 
 _LINEAR = ((0,),)
-_SHAPE = "shape (may contain -1)"
+_TAKES = "x | *sizes"
 _RESHAPED: dict[str, Any] = {"repeatable": True, "view_index": all_elements, "view_strides": reshaped_strides}
 
 
@@ -34,9 +34,9 @@ def _local_shape(static_args: tuple, operand_layouts: tuple, result_layouts: tup
     return (tuple(result_layouts[0].local_shape), *static_args[1:])
 
 
-@rule("reshape_copy", static_args=_SHAPE, repeatable=True, memory="fresh")
-@rule("view", static_args=_SHAPE, memory="shared", **_RESHAPED)
-@rule("reshape", static_args=_SHAPE, memory="viewable", **_RESHAPED)
+@rule("reshape_copy", _TAKES, repeatable=True, memory="fresh")
+@rule("view", _TAKES, memory="shared", **_RESHAPED)
+@rule("reshape", _TAKES, memory="viewable", **_RESHAPED)
 def reshape(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The same elements in another shape. Dimensions fall into groups with the same number of elements before and
     after. For example, ``(4, 8, 6) -> (32, 2, 3)`` falls into ``4, 8 -> 32`` and ``6 -> 2, 3``. Sharding the outermost
@@ -95,7 +95,7 @@ def _outermost_pairs(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[i
     return pairs
 
 
-@rule("permute", static_args="dims", repeatable=True, memory="shared", view_strides=permuted_strides)
+@rule("permute", "x | *order", repeatable=True, memory="shared", view_strides=permuted_strides)
 def permute(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Dimensions in another order."""
     x = shapes[0]
@@ -106,7 +106,7 @@ def permute(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return unary(labels, tuple(labels[d] for d in order), tuple(x[d] for d in order), terms=_LINEAR)
 
 
-@rule("expand", static_args="shape (-1 keeps a size)", repeatable=True, memory="shared", view_strides=expanded_strides)
+@rule("expand", _TAKES, repeatable=True, memory="shared", view_strides=expanded_strides)
 def expand(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Dimensions of size 1 are stretched and new ones added in front; these are whole."""
     x, wanted = shapes[0], static_args[0]
@@ -120,7 +120,7 @@ def expand(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return unary(labels, (None,) * new + labels, shape, terms=_LINEAR, localize=_local_shape)
 
 
-@rule("squeeze", static_args="dims (tuple or None)", memory="shared", **_RESHAPED)
+@rule("squeeze", "x | removed=None", memory="shared", **_RESHAPED)
 def squeeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Drop dimensions of size 1. The local call gets them as a tuple, possibly an empty one: a shard of a larger
     dimension may happen to have size 1."""
@@ -139,7 +139,7 @@ def squeeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
     )
 
 
-@rule("unsqueeze", static_args="dim", memory="shared", **_RESHAPED)
+@rule("unsqueeze", "x | dim", memory="shared", **_RESHAPED)
 def unsqueeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Add a dimension of size 1."""
     x = shapes[0]
@@ -147,7 +147,7 @@ def unsqueeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return unary(labels, (*labels[:dim], None, *labels[dim:]), (*x[:dim], 1, *x[dim:]), terms=_LINEAR)
 
 
-@rule("repeat", static_args="repeats")
+@rule("repeat", "x | *tiles")
 def repeat(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The whole tensor several times, as tiles. Dimensions that are not repeated can be sharded. New dimensions come in
     front."""
@@ -161,7 +161,7 @@ def repeat(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return unary(labels, (None,) * new + labels, shape, terms=_LINEAR)
 
 
-@rule("repeat_interleave", static_args="repeats (an int), dim")
+@rule("repeat_interleave", "x | repeats repeated_dim/dim=None")
 def repeat_interleave(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Every element along a dimension ``repeats`` times in a row, so that shards stay contiguous."""
     x, (repeats, dim) = shapes[0], static_args[:2]
@@ -171,7 +171,7 @@ def repeat_interleave(shapes: tuple, static_args: tuple) -> OpSharding | None:
     return unary(labels, labels, replaced(x, dim, x[dim] * repeats), terms=_LINEAR)
 
 
-@rule("pad", static_args="(before, after) for each dim, mode or nothing for `constant`")
+@rule("pad", "x | pairs mode='constant'")
 def pad(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Elements added (or, if negative, cut off) before and after; such dimensions must be whole. The added elements may
     be a constant, which is no partial sum: not linear. Where they are copies of existing elements, there must be
@@ -192,7 +192,7 @@ def _strides_of_windows(static_args: tuple, shape: Shape, strides: Strides, resu
     return (*replaced(strides, dim, strides[dim] * step), strides[dim]) if shape else strides
 
 
-@rule("windows", static_args="dim, size, step", repeatable=True, memory="shared", view_strides=_strides_of_windows)
+@rule("windows", "x | dim size step", repeatable=True, memory="shared", view_strides=_strides_of_windows)
 def windows(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Windows that slide along a dimension, which is whole, and become the last dimension (torch: ``unfold``)."""
     x, (dim, size, step) = shapes[0], static_args[:3]

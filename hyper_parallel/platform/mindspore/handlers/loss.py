@@ -44,12 +44,12 @@ def _on_device(func: Any, on_cpu: Any) -> Any:
 
 
 def _cross_entropy(func: Any, xs: tuple, static_args: tuple) -> Any:
-    reduction, ignore, smoothing = static_args
+    reduction, ignore, smoothing, _ = static_args
     return _on_device(func, ops.cross_entropy)(*xs, ignore, reduction, smoothing)
 
 
 def _nll_loss(func: Any, xs: tuple, static_args: tuple) -> Any:
-    reduction, ignore = static_args
+    reduction, ignore = static_args[:2]
     return _on_device(func, ops.nll_loss)(*xs, ignore, reduction)
 
 
@@ -58,13 +58,12 @@ LOSSES: dict[str, NativeOp] = by_name(
     {
         "cross_entropy cross_entropy_ext": row(
             "cross_entropy",
-            "x target weight=None ignore_index=-100 reduction='mean' label_smoothing=0.0"
-            " -> x target weight | reduction ignore_index label_smoothing",
+            "x target weight=None ignore_index=-100 reduction='mean' label_smoothing=0.0",
             _cross_entropy,
         ),
         "nll_loss nll_loss_ext": row(
             "nll_loss",
-            "x target weight=None ignore_index=-100 reduction='mean' -> x target weight | reduction ignore_index",
+            "x target weight=None ignore_index=-100 reduction='mean'",
             _nll_loss,
         ),
         "logsumexp": row("logsumexp", "x dims keepdim=False"),

@@ -1,33 +1,34 @@
-"""Rows of the op table: how a native call is brought into canonical form, and how the canonical form runs natively.
+"""Rows of MindSpore's op table: primitives, and what they take otherwise than the signature of the operation.
 
 The same primitive arrives in several shapes: ``mint.sum(x, 1)`` gives ``SumExt`` with all arguments by position,
-``x.sum(dim=1)`` the arguments as the user wrote them. A row names the arguments and their use in one text. The text
-evens the shapes out, see `platform.row_text`. A function decorated with `binds` computes further values from the
-arguments.
+``x.sum(dim=1)`` the arguments as the user wrote them. The text of a row evens the shapes out, see
+`core.rules.signature` for its language.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mindspore import Tensor, mint
 
+from hyper_parallel.platform.arguments import call_again, call_by_position, call_elementwise, ints, placed
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.contract.dispatch import Bind, Bound, Call, Words
 from hyper_parallel.platform.mindspore.basics.empty_shards import safe_when_empty
 from hyper_parallel.platform.mindspore.processes.collectives import is_dense
-from hyper_parallel.platform.row_text import Bind, Bound, Call, RowText, call_again, call_by_position, dims_of, ints
 
 __all__ = [
-    "Bind",
+    "WORDS",
+    "Adjust",
     "Bound",
     "Call",
     "Choose",
     "Function",
-    "arguments",
-    "binds",
     "by_name",
     "elementwise",
+    "given_again",
     "instead",
     "repeated",
     "row",
@@ -35,6 +36,8 @@ __all__ = [
 
 #: Picks the row by (args, kwargs) where one primitive is several operations; None for a call without a rule.
 Choose = Callable[[tuple, dict], NativeOp | None]
+#: `NativeOp.adjust`.
+Adjust = Callable[[Any, tuple, tuple], Bound]
 
 
 class Function:
@@ -57,46 +60,91 @@ class Function:
 #: How generated code and the attributes of primitives count them.
 _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 
-_TEXTS = RowText(
-    {
+
+@dataclass(frozen=True)
+class _Held:
+    """A tensor of sizes, dimensions and the like: no operand. Every rank has it, or a DTensor of it."""
+
+    values: Any
+    dtype: Any
+
+    def tensor(self) -> Tensor:
+        return Tensor(self.values, self.dtype)
+
+
+def _told(value: Any) -> Any:
+    """A number, or several as a tuple, which may come in a tensor."""
+    if isinstance(value, _Held):
+        value = value.values
+    return tuple(map(_told, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_kept, value))
+    if isinstance(value, Tensor):
+        values = value.asnumpy().tolist()
+        return _Held(_told(values), value.dtype)
+    return value
+
+
+def given_again(value: Any) -> Any:
+    """Return the value of which `WORDS` has kept a form."""
+    if isinstance(value, tuple):
+        return tuple(map(given_again, value))
+    return value.tensor() if isinstance(value, _Held) else value
+
+
+def _one_dim(dim: Any) -> int | None:
+    """A dimension, which may come alone in a tuple."""
+    return None if dim is None or dim == () else int(dim[0] if isinstance(dim, (tuple, list)) else dim)
+
+
+WORDS = Words(
+    tensor=Tensor,
+    spellings={
         "x": "input inputs self tensor input_x",
-        "other": "mat2 tensor2",
+        "other": "mat2 tensor2 y",
         "dim": "axis",
         "dim0": "axis0",
         "dim1": "axis1",
         "dims": "dim axis axes",
+        "removed": "dim axis axes",
         "eps": "epsilon",
         "p": "ord",
         "keepdim": "keepdims keep_dims",
         "split_size": "split_size_or_sections split_size_int split_size_sections",
     },
-    #: ``dim`` is one dimension, ``dims`` are several, or None for all.
-    {
-        **dict.fromkeys(("start", "length", "chunks", "k", "depth", "ignore_index"), int),
+    conversions={
+        **dict.fromkeys(("start", "length", "chunks", "k", "num_classes", "ignore_index"), int),
         **dict.fromkeys(("eps", "p", "label_smoothing"), float),
-        **dict.fromkeys(("keepdim", "training", "transpose_a", "transpose_b"), bool),
-        "dim": lambda dim: None if dim is None else int(dim),
-        "dims": dims_of,
-        "sizes": ints,
+        **dict.fromkeys(("dim", "repeated_dim"), _one_dim),
         "split_size": lambda size: ints(size) if isinstance(size, (tuple, list)) else int(size),
         "reduction": lambda reduction: _REDUCTIONS.get(reduction, reduction),
     },
     drops=True,
+    kept=_kept,
+    told=_told,
 )
-arguments, binds = _TEXTS.arguments, _TEXTS.binds
 
 
 # -------------------------------------------------------------------- rows
-def row(name: str, bind: str | Bind, call: Call = call_by_position, by_function: bool = False) -> NativeOp:
+def row(
+    name: str,
+    takes: str | Bind = "",
+    call: Call = call_by_position,
+    by_function: bool = False,
+    adjust: Adjust | None = None,
+) -> NativeOp:
     """A row of the canonical operation ``name``.
 
     Args:
         name: the canonical operation.
-        bind: as a text, or see `NativeOp`.
-        call: see `NativeOp`.
-        by_function: whether ``bind`` looks at the function.
+        takes: the arguments of the primitive, where they are not the operation's signature: see `NativeOp`.
+        call, adjust: see `NativeOp`.
+        by_function: whether ``adjust``, or ``takes``, looks at the function.
     """
-    return safe_when_empty(NativeOp(name, arguments(bind), call, by_function))
+    return safe_when_empty(NativeOp(name, takes, call, by_function, words=WORDS, adjust=adjust))
 
 
 def instead(function: Callable) -> Call:
@@ -105,9 +153,9 @@ def instead(function: Callable) -> Call:
     return lambda func, operands, static_args: function(*operands, *static_args)
 
 
-def repeated(name: str, bind: str | Bind, by_function: bool = False) -> NativeOp:
-    """A row of one operand whose native call is made again as it was: which arguments it takes differs too much."""
-    return row(name, _TEXTS.repeated(bind), call_again, by_function)
+def repeated(name: str, takes: str, by_function: bool = False, adjust: Adjust | None = None) -> NativeOp:
+    """A row whose native call is made again as it was: which arguments it takes differs too much."""
+    return row(name, f"{takes} ...", call_again, by_function, adjust)
 
 
 def by_name(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,66 +164,42 @@ def by_name(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- element-wise operations
-def _call_elementwise(func: Any, operands: tuple, static_args: Any) -> Any:
-    if static_args is None or (others := static_args[-1]) is None:
+def _call_anywhere(func: Any, operands: tuple, static_args: Any) -> Any:
+    if static_args is None:
         return func(*operands)
-    args, kwargs, places = list(others[0]), dict(others[1]), others[2]
-    for place, operand in zip(places, operands, strict=True):
-        if isinstance(place, int):
-            args[place] = operand
-        else:
-            kwargs[place] = operand
-    return func(*args, **kwargs)
+    args, kwargs = placed(operands, static_args)
+    return func(*[given_again(x) for x in args], **{name: given_again(x) for name, x in kwargs.items()})
 
 
-def _call_inplace(func: Any, operands: tuple, static_args: Any) -> Any:
-    """Run a primitive that writes in place. On CPU most of these return a new tensor and write nothing. Those that do
-    write lose a write to a view."""
-    target = operands[0]
-    if not is_dense(target):
-        value = _call_inplace(func, (mint.add(target, 0), *operands[1:]), static_args)
-        Tensor.__setitem__(target, (slice(None),) * target.ndim, value)
+def _inplace(call: Call) -> Call:
+    """A ``call`` of a primitive that writes in place. On CPU most of these return a new tensor and write nothing. Those
+    that do write lose a write to a view."""
+
+    def write(func: Any, operands: tuple, static_args: Any) -> Any:
+        target = operands[0]
+        if not is_dense(target):
+            value = write(func, (mint.add(target, 0), *operands[1:]), static_args)
+            Tensor.__setitem__(target, (slice(None),) * target.ndim, value)
+            return target
+        result = call(func, operands, static_args)
+        if result._data_ptr() != target._data_ptr():
+            target.copy_(result)
         return target
-    result = _call_elementwise(func, operands, static_args)
-    if result._data_ptr() != target._data_ptr():
-        target.copy_(result)
-    return target
+
+    return write
 
 
-def elementwise(
-    name: str, count: int | None = None, flat: bool | tuple[int, ...] = False, inside: float = 9
-) -> NativeOp:
+def elementwise(name: str, takes: str = "*", flat: bool | tuple[int, ...] = False, inside: float = 9) -> NativeOp:
     """A row for an element-wise primitive.
 
     Args:
-        name: the canonical operation. The static arguments of a division begin with the rounding mode.
-        count: how many arguments, counted by position, are operands, be they tensors or scalars. None: the tensors
-            are, wherever they stand.
+        name: the canonical operation.
+        takes: the first arguments, which are operands, be they tensors or scalars. A star: the tensors are, wherever
+            they stand. Empty: those of the signature.
         flat: whether MindSpore gives the operands no gradient, where other frameworks give zeros; or the places of
             those to which it gives none.
         inside: a number for which the function is defined.
     """
-    divides = name in ("div", "div_")
-
-    def bind(func: Any, args: tuple, kwargs: dict) -> Bound:
-        head = (kwargs.get("rounding_mode", args[2] if len(args) > 2 else None),) if divides else ()
-        if not kwargs and (len(args) == count or (count is None and all(isinstance(a, Tensor) for a in args))):
-            return args, (*head, None) if head else None
-        if count is None:
-            places: tuple = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
-            places += tuple(k for k, a in kwargs.items() if isinstance(a, Tensor))
-        else:
-            by_keyword = [k for k in kwargs if k in _OPERAND_KEYWORDS]
-            positional = min(count, len(args))
-            places = (*range(positional), *by_keyword[: count - positional])
-        operands = tuple(args[p] if isinstance(p, int) else kwargs[p] for p in places)
-        # Not the operands themselves: plans of divisions are kept under this.
-        others = tuple(None if i in places else a for i, a in enumerate(args))
-        named = tuple((k, None if k in places else a) for k, a in kwargs.items())
-        return operands, (*head, (others, named, places))
-
-    call = _call_inplace if name.endswith("_") else _call_elementwise
-    return safe_when_empty(NativeOp(name, bind, call, False), flat, inside)
-
-
-_OPERAND_KEYWORDS = ("input", "other", "x", "y", "exponent", "mask", "value", "tensor")
+    call: Call = _call_anywhere if takes == "*" else call_again if takes.endswith("...") else call_elementwise
+    call = _inplace(call) if name.endswith("_") else call
+    return safe_when_empty(NativeOp(name, takes, call, False, words=WORDS), flat, inside)

@@ -70,7 +70,7 @@ def _reduced_by_attribute(function: Callable, row: NativeOp) -> Composition:
     return run
 
 
-_EACH_MARGIN = labelled("x target weight -> x target weight", "n.,n,.->n")
+_EACH_MARGIN = labelled("x target weight", "n.,n,.->n")
 
 
 def _divergence(prim: Any, *args: Any) -> Any:
@@ -125,7 +125,7 @@ def _size(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 # -------------------------------------------------------------------- counts
-_HISTOGRAM = as_called("count", "x -> x", lambda given: (given.func.prim.bins,))
+_HISTOGRAM = as_called("count", "x", lambda given: (given.func.prim.bins,))
 
 
 def _histogram(func: Any, args: tuple, kwargs: dict) -> Any:

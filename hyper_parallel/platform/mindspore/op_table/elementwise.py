@@ -10,7 +10,7 @@ from mindspore import Tensor
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.basics.dtypes import DIFFERENTIABLE
 from hyper_parallel.platform.mindspore.basics.private import type_id_to_type
-from hyper_parallel.platform.mindspore.op_table.binding import Call, Choose, by_name, elementwise, instead, row
+from hyper_parallel.platform.mindspore.op_table.binding import WORDS, Call, Choose, by_name, elementwise, row
 from hyper_parallel.platform.mindspore.processes.collectives import copied
 
 __all__ = ["OPS", "VARIANTS"]
@@ -48,11 +48,22 @@ _FLAT = "Ceil FloorDiv FloorDivScalar Round Sign TruncateDiv"
 
 
 def _like(value: float) -> Call:
-    return lambda func, operands, static_args: _full(operands[0], value, *static_args)
+    """Static arguments are the others of the call."""
+
+    def call(func: Any, operands: tuple, static_args: Any) -> Any:
+        args, named = static_args or ((), ())
+        return _full(operands[0], value, *args[:1], **dict(named))
+
+    return call
 
 
-def _full(x: Any, value: float, dtype: Any) -> Any:
-    return ms.ops.full(tuple(x.shape), value, dtype=x.dtype if dtype is None else _dtype(dtype))
+def _call_full(func: Any, operands: tuple, static_args: Any) -> Any:
+    args, named = static_args
+    return _full(operands[0], *args[:2], **dict(named))
+
+
+def _full(x: Any, fill_value: float, dtype: Any = None, **_: Any) -> Any:
+    return ms.ops.full(tuple(x.shape), fill_value, dtype=x.dtype if dtype is None else _dtype(dtype))
 
 
 def _dtype(dtype: Any) -> Any:
@@ -60,9 +71,9 @@ def _dtype(dtype: Any) -> Any:
     return type_id_to_type(dtype) if isinstance(dtype, int) else dtype
 
 
-_LINEAR_UNARY = elementwise("linear_unary", 1)
-_POINTWISE_UNARY = elementwise("pointwise", 1)
-_ADD = elementwise("add", 2)
+_LINEAR_UNARY = elementwise("linear_unary", "x")
+_POINTWISE_UNARY = elementwise("pointwise", "x")
+_ADD = elementwise("add", "x other/exponent/value/mask")
 
 OPS: dict[str, NativeOp] = by_name(
     {
@@ -71,23 +82,25 @@ OPS: dict[str, NativeOp] = by_name(
         "Zeta": elementwise("pointwise", flat=(0,)),
         _POINTWISE_INPLACE: elementwise("pointwise_"),
         "Neg Identity Load Real Imag RealView ImagView Conj Positive": _LINEAR_UNARY,
-        "Contiguous": elementwise("contiguous", 1),
-        "Clone": row("linear_unary", _LINEAR_UNARY.bind, lambda func, operands, static_args: copied(operands[0])),
+        "Contiguous": elementwise("contiguous", ""),
+        "Clone": row("linear_unary", "", lambda func, operands, static_args: copied(operands[0])),
         # Not checked for empty operands: the result is not connected to them on any rank.
         "StopGradient": NativeOp(
-            "alias", _LINEAR_UNARY.bind, lambda func, operands, static_args: ms.ops.stop_gradient(operands[0]), False
+            "alias", "", lambda func, operands, static_args: ms.ops.stop_gradient(operands[0]), False, words=WORDS
         ),
         "Add AddExt AddScalar Sub SubExt SubScalar AddV2": _ADD,
-        "Mul Muls MulNoNan": elementwise("mul", 2),
-        "Div Divs RealDiv DivNoNan DivMod DivMods": elementwise("div", 2),
-        "InplaceDiv InplaceDivs InplaceDivMod InplaceDivMods": elementwise("div_", 2),
-        "InplaceMul InplaceMuls": elementwise("mul_", 2),
-        "InplaceCopy Assign": elementwise("linear_", 2),
-        "InplaceZero": elementwise("linear_", 1),
-        "InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub": elementwise("add_", 2),
-        "ZerosLike ZerosLikeExt EmptyLike": row("like", "x dtype=None", _like(0)),
-        "OnesLike OnesLikeExt": row("like", "x dtype=None", _like(1)),
-        "FullLike": row("like", "x fill_value dtype=None", instead(_full)),
+        "Mul Muls MulNoNan": elementwise("mul", "x other"),
+        "Div Divs RealDiv DivNoNan DivMod DivMods": elementwise("div", "..."),
+        "InplaceDiv InplaceDivs InplaceDivMod InplaceDivMods": elementwise("div_", "..."),
+        "InplaceMul InplaceMuls": elementwise("mul_", "x other"),
+        "InplaceCopy Assign": elementwise("linear_", "x other/value"),
+        "InplaceZero": elementwise("linear_", "x"),
+        "InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar AssignAdd AssignSub": elementwise(
+            "add_", "x other/value"
+        ),
+        "ZerosLike ZerosLikeExt EmptyLike": row("like", "", _like(0)),
+        "OnesLike OnesLikeExt": row("like", "", _like(1)),
+        "FullLike": row("like", "", _call_full),
     }
 )
 

@@ -163,9 +163,7 @@ def _convolution(dims: int) -> Sign:
 
 
 def _conv_rows(make: Callable, dims: int) -> NativeOp:
-    return labelled(
-        "x weight -> x weight", _convolution(dims), _convolve(make), groups=lambda given: given.func.prim.group
-    )
+    return labelled("x weight", _convolution(dims), _convolve(make), groups=lambda given: given.func.prim.group)
 
 
 def _transposed(dims: int) -> Sign:
@@ -217,7 +215,7 @@ def _normalised(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
 
 
 #: The first result of BatchNorm with statistics that are given; `composed` makes the others.
-GIVEN_STATISTICS = labelled("x weight bias mean variance -> x weight bias mean variance", _statistics, _normalised)
+GIVEN_STATISTICS = labelled("x weight bias mean variance", _statistics, _normalised)
 
 
 # -------------------------------------------------------------------- others
@@ -297,47 +295,45 @@ OPS: dict[str, NativeOp] = by_name(
     {
         "Conv2D": _conv_rows(_conv2d, 2),
         "Conv3D": _conv_rows(_conv3d, 3),
-        "Conv2DBackpropInput Conv2DTranspose": labelled("x weight sizes -> x weight", _transposed(2), _call_transposed),
-        "Conv3DTranspose": labelled("x weight -> x weight", _transposed(3), _call_transposed3d),
-        "AvgPool MaxPool MaxPoolWithArgmaxV2 AdaptiveAvgPool2D AdaptiveMaxPool2D Im2Col": labelled("x -> x", _WINDOWS2),
-        "AvgPool3D MaxPool3D MaxPool3DWithArgmax AdaptiveAvgPool3D": labelled("x -> x", _WINDOWS3),
-        "AdaptiveMaxPool3D": labelled("x sizes -> x", _WINDOWS3),
-        "FractionalMaxPoolWithFixedKsize": labelled("x samples -> x samples", "nc..,nc.->nc.."),
-        "MaxUnpool2D": labelled("x indices -> x indices", "nc..,nc..->nc..", _call_unpool, fresh=True),
-        "UpsampleNearest1D UpsampleLinear1D ResizeLinear1D": labelled("x size -> x", "nc.->nc."),
+        "Conv2DBackpropInput Conv2DTranspose": labelled("x weight -sizes", _transposed(2), _call_transposed),
+        "Conv3DTranspose": labelled("x weight", _transposed(3), _call_transposed3d),
+        "AvgPool MaxPool MaxPoolWithArgmaxV2 AdaptiveAvgPool2D AdaptiveMaxPool2D Im2Col": labelled("x", _WINDOWS2),
+        "AvgPool3D MaxPool3D MaxPool3DWithArgmax AdaptiveAvgPool3D": labelled("x", _WINDOWS3),
+        "AdaptiveMaxPool3D": labelled("x -sizes", _WINDOWS3),
+        "FractionalMaxPoolWithFixedKsize": labelled("x samples", "nc..,nc.->nc.."),
+        "MaxUnpool2D": labelled("x indices", "nc..,nc..->nc..", _call_unpool, fresh=True),
+        "UpsampleNearest1D UpsampleLinear1D ResizeLinear1D": labelled("x -size", "nc.->nc."),
         "UpsampleNearest2D UpsampleBilinear2D UpsampleBicubic2D ResizeNearestNeighborV2 ResizeBilinearV2 ResizeBicubic"
-        " ResizeNearestNeighbor Col2Im": labelled("x size -> x", _WINDOWS2),
-        "UpsampleNearest3D UpsampleTrilinear3D": labelled("x size -> x", _WINDOWS3),
-        "GridSampler2D": labelled("x grid -> x grid", "nc..,n...->nc.."),
-        "GridSampler3D": labelled("x grid -> x grid", "nc...,n....->nc..."),
+        " ResizeNearestNeighbor Col2Im": labelled("x -size", _WINDOWS2),
+        "UpsampleNearest3D UpsampleTrilinear3D": labelled("x -size", _WINDOWS3),
+        "GridSampler2D": labelled("x grid", "nc..,n...->nc.."),
+        "GridSampler3D": labelled("x grid", "nc...,n....->nc..."),
         "AffineGrid": labelled(
-            "theta size -> theta",
+            "theta -size",
             lambda given: {4: "n..->n...|0", 5: "n..->n....|0"}.get(len(given.values["size"])),
             _size_of_batch,
         ),
-        "CropAndResize": labelled("x boxes places size -> x boxes places", "...c,b.,b->b..c"),
-        "SpaceToBatchND BatchToSpaceND": labelled("x -> x", ".c..->.c..|0"),
-        "ChannelShuffle": labelled("x -> x", lambda given: _kept_but(lambda _: (1,), "|0")(given)),
-        "LRN": labelled("x -> x", _kept_but(lambda _: (1,)), fresh=True),
+        "CropAndResize": labelled("x boxes places -size", "...c,b.,b->b..c"),
+        "SpaceToBatchND BatchToSpaceND": labelled("x", ".c..->.c..|0"),
+        "ChannelShuffle": labelled("x", lambda given: _kept_but(lambda _: (1,), "|0")(given)),
+        "LRN": labelled("x", _kept_but(lambda _: (1,)), fresh=True),
         "GroupNorm": labelled(
-            "x groups weight bias eps -> x weight bias",
+            "x -groups weight bias -eps",
             lambda given: "ng{0},g,g->ng{0},ng,ng".format("." * (_ndim(given) - 2)),
             _group_norm,
             groups=lambda given: given.values["groups"],
         ),
-        "PReLU": labelled("x weight -> x weight", _prelu),
-        "Cross LinalgCross": labelled("x other dim -> x other", _crossed, _cross),
-        "Renorm": labelled("x -> x", _kept_but(_not_of_renorm)),
-        "Padding": labelled("x -> x", _kept_but(lambda _: (-1,), "|0")),
-        "ReverseSequence": labelled("x lengths -> x lengths", _reversed),
-        "IOU": labelled("x other -> x other", "n.,m.->mn"),
-        "BoundingBoxEncode BoundingBoxDecode": labelled("x other -> x other", "n.,n.->n."),
-        "CheckValid": labelled("x sizes -> x sizes", "n.,.->n"),
-        "InTopK": labelled("x targets k -> x targets", "n.,n->n"),
-        "LSTM": labelled("x h c weights -> x h c weights", ".n.,.n.,.n.,...->.n.,.n.,.n.", shapes=_states),
-        "Ger Outer": labelled("x other -> x other", "i,j->ij|01"),
-        "CTCLossV2": labelled(
-            "x targets lengths lengths_of_targets -> x targets lengths lengths_of_targets", ".n.,n.,n,n->n,n.."
-        ),
+        "PReLU": labelled("x weight", _prelu),
+        "Cross LinalgCross": labelled("x other -dim", _crossed, _cross),
+        "Renorm": labelled("x", _kept_but(_not_of_renorm)),
+        "Padding": labelled("x", _kept_but(lambda _: (-1,), "|0")),
+        "ReverseSequence": labelled("x lengths", _reversed),
+        "IOU": labelled("x other", "n.,m.->mn"),
+        "BoundingBoxEncode BoundingBoxDecode": labelled("x other", "n.,n.->n."),
+        "CheckValid": labelled("x sizes", "n.,.->n"),
+        "InTopK": labelled("x targets -k", "n.,n->n"),
+        "LSTM": labelled("x h c weights", ".n.,.n.,.n.,...->.n.,.n.,.n.", shapes=_states),
+        "Ger Outer": labelled("x other", "i,j->ij|01"),
+        "CTCLossV2": labelled("x targets lengths lengths_of_targets", ".n.,n.,n,n->n,n.."),
     }
 )

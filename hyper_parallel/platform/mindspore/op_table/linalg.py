@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from mindspore import ops
 
+from hyper_parallel.platform.arguments import dims_of
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.op_table.as_called import Facts, Given, as_called, shapes_of
 from hyper_parallel.platform.mindspore.op_table.binding import by_name, instead, repeated, row
 from hyper_parallel.platform.mindspore.op_table.layers import labelled
-from hyper_parallel.platform.row_text import dims_of
 
 __all__ = ["OPS"]
 
@@ -17,12 +17,10 @@ _OF_ONE = """
 Cholesky CholeskyInverse MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixInverseExt MatrixPower Svd Qr
 LinalgQr Eig Geqrf Pdist
 """
-#: Functions of several tensors: their names -> number of dimensions that each has behind its batch.
+#: Functions of several tensors: their names -> what they take, with the dimensions behind the batch.
 _OF_SEVERAL = {
-    "CholeskySolve MatrixSolve TriangularSolve": (2, 2),
-    "Lstsq": (2, 2),
-    "Orgqr": (2, 1),
-    "MatrixSetDiagV3": (2, 1),
+    "CholeskySolve MatrixSolve TriangularSolve Lstsq": "x(n,n) other(n,k)",
+    "Orgqr MatrixSetDiagV3": "x(m,n) other(k)",
 }
 #: Fourier transforms, with the dimensions that they take when none are given: how many, None for all.
 _TRANSFORMS = {
@@ -32,18 +30,14 @@ _TRANSFORMS = {
 }
 
 
-def _behind(*counts: int) -> Facts:
-    """The static arguments of ``batched``, for operands of which each has that many dimensions behind its batch."""
-
-    def facts(given: Given) -> tuple:
-        shapes = given.shapes
-        found = None
-        if all(len(shape) >= count for shape, count in zip(shapes, counts, strict=True)):
-            behind = tuple(shape[len(shape) - count :] for shape, count in zip(shapes, counts, strict=True))
-            found = shapes_of(given, behind)
-        return ((), ()) if found is None else (counts, found)
-
-    return facts
+def _behind(given: Given) -> tuple:
+    """The static arguments of ``batched``."""
+    shapes, counts = given.shapes, given.behind
+    found = None
+    if all(len(shape) >= count for shape, count in zip(shapes, counts, strict=True)):
+        behind = tuple(shape[len(shape) - count :] for shape, count in zip(shapes, counts, strict=True))
+        found = shapes_of(given, behind)
+    return ((), ()) if found is None else (counts, found)
 
 
 def _behind_lu(given: Given) -> tuple:
@@ -79,22 +73,21 @@ def _shifted(given: Given) -> tuple:
 
 
 def _table() -> dict[str, NativeOp]:
-    table = {_OF_ONE: as_called("batched", "x -> x", _behind(2))}
-    for names, counts in _OF_SEVERAL.items():
-        operands = " ".join(f"x{i}" for i in range(len(counts)))
-        table[names] = as_called("batched", f"{operands} -> {operands}", _behind(*counts))
+    table = {_OF_ONE: as_called("batched", "x(m,n)", _behind)}
+    for names, takes in _OF_SEVERAL.items():
+        table[names] = as_called("batched", takes, _behind)
     for names, count in _TRANSFORMS.items():
-        table[names] = as_called("along_linear", "x sizes dims -> x", _transformed(count))
+        table[names] = as_called("along_linear", "x sizes dims", _transformed(count))
     return {
         **table,
-        "LuSolve": as_called("batched", "x factors pivots -> x factors pivots", _behind_lu),
-        "Cdist": as_called("pairs", "x y -> x y", lambda given: ()),
-        "Diag": labelled("x -> x", lambda given: f"{'.' * len(given.shapes[0])}->{'..' * len(given.shapes[0])}|0"),
-        "Diagonal": row("diagonal", "x offset=0 dim1=0 dim2=1 -> x | offset dim1 dim2", instead(ops.diagonal)),
-        "MatrixDiagV3": as_called("batched", "x -> x", _behind(1)),
-        "MatrixDiagPartV3": as_called("batched", "x -> x", _behind(2)),
-        "FFTShift IFFTShift": as_called("along_linear", "x dims -> x", _shifted),
-        "MatrixBandPart": repeated("along_linear", "x -> x | (-2,-1) None"),
+        "LuSolve": as_called("batched", "x factors pivots", _behind_lu),
+        "Cdist": as_called("pairs", "x y", lambda given: ()),
+        "Diag": labelled("x", lambda given: f"{'.' * len(given.shapes[0])}->{'..' * len(given.shapes[0])}|0"),
+        "Diagonal": row("diagonal", "", instead(ops.diagonal)),
+        "MatrixDiagV3": as_called("batched", "x(n)", _behind),
+        "MatrixDiagPartV3": as_called("batched", "x(m,n)", _behind),
+        "FFTShift IFFTShift": as_called("along_linear", "x dims", _shifted),
+        "MatrixBandPart": repeated("along_linear", "x dims:=(-2,-1)"),
     }
 
 

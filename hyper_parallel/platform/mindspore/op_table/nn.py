@@ -8,7 +8,7 @@ from typing import Any
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.op_table.binding import Bound, Choose, binds, by_name, instead, row
+from hyper_parallel.platform.mindspore.op_table.binding import Bound, Choose, by_name, instead, row
 from hyper_parallel.platform.mindspore.processes.launch import device_target
 
 __all__ = ["OPS", "RESULTS", "VARIANTS"]
@@ -33,19 +33,9 @@ def _addmm(c: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Any:
 
 
 # -------------------------------------------------------------------- norms
-@binds("x weight bias begin_norm begin_params eps")
-def _bind_layer_norm_old(x: Any, weight: Any, bias: Any, begin: int, _: int, eps: float) -> Bound:
-    return (x, weight, bias), (x.ndim - begin % x.ndim, 2, eps)
-
-
 def _layer_norm_old(func: Any, xs: tuple, static_args: tuple) -> Any:
     begin = xs[0].ndim - static_args[0]
     return func(*xs, begin, begin, static_args[2])
-
-
-@binds("x normalized_shape weight=None bias=None eps=1e-5")
-def _bind_layer_norm(x: Any, shape: tuple, weight: Any, bias: Any, eps: float) -> Bound:
-    return (x, weight, bias), (len(shape), 2, eps)
 
 
 def _layer_norm(func: Any, xs: tuple, static_args: tuple) -> Any:
@@ -53,9 +43,8 @@ def _layer_norm(func: Any, xs: tuple, static_args: tuple) -> Any:
     return func(x, tuple(x.shape[x.ndim - static_args[0] :]), weight, bias, static_args[2])
 
 
-@binds("x gamma eps=1e-6")
-def _bind_rms_norm(x: Any, weight: Any, eps: float) -> Bound:
-    return (x, weight), (weight.ndim, 1, eps)
+def _rms_norm(func: Any, xs: tuple, static_args: tuple) -> Any:
+    return func(*xs, static_args[2])
 
 
 # -------------------------------------------------------------------- embeddings
@@ -76,9 +65,9 @@ def _embedding(func: Any, xs: tuple, static_args: tuple) -> Any:
     return ops.select(keep.broadcast_to(rows.shape), rows, ops.stop_gradient(rows))
 
 
-_GATHERED_ROWS = row("embedding", "weight ids -> ids weight | None", instead(_look_up))
-_INDEX_SELECT = row("index_select", "x index dim -> x index | dim", instead(ops.gather))
-_EMBEDDING = row("embedding", "x weight padding_idx=None -> x weight | padding_idx", _embedding)
+_GATHERED_ROWS = row("embedding", "weight ids", instead(_look_up))
+_INDEX_SELECT = row("index_select", "", instead(ops.gather))
+_EMBEDDING = row("embedding", "ids/x/input weight padding_idx=None", _embedding)
 
 
 def _choose_gather(args: tuple, kwargs: dict) -> NativeOp | None:
@@ -141,30 +130,29 @@ def _cross_entropy(func: Any, xs: tuple, static_args: tuple) -> Any:
     return ops.cross_entropy(*xs, ignore, reduction, smoothing)
 
 
+_OLD_NORM = "x weight bias begin_norm begin_params eps"
+_NORM = "x normalized/normalized_shape weight=None bias=None eps=1e-5 statistics:=2"
+
 OPS: dict[str, NativeOp] = by_name(
     {
-        "Dense": row("linear", "x weight bias=None -> x weight bias |", instead(mint.nn.functional.linear)),
+        "Dense": row("linear", "", instead(mint.nn.functional.linear)),
         "MatMul MatMulExt BatchMatMul BatchMatMulExt Mm MatMulV2 BatchMatMulV2 Bmm": row(
             "matmul",
-            "x other transpose_a=False transpose_b=False -> x other | transpose_a transpose_b",
+            "",
             instead(_matmul),
         ),
-        "Addmm": row("addmm", "x mat1 mat2 beta=1 alpha=1 -> x mat1 mat2 | beta alpha", instead(_addmm)),
-        "LayerNorm LayerNormV3": row("layer_norm", _bind_layer_norm_old, _layer_norm_old),
-        "LayerNormExt": row("layer_norm", _bind_layer_norm, _layer_norm),
-        "RmsNorm": row("rms_norm", _bind_rms_norm, lambda func, xs, static_args: func(*xs, static_args[2])),
+        "Addmm": row("addmm", "", instead(_addmm)),
+        "LayerNorm LayerNormV3": row("layer_norm", f"from_dim: {_OLD_NORM}", _layer_norm_old),
+        "LayerNormExt": row("layer_norm", _NORM, _layer_norm),
+        "RmsNorm": row("rms_norm", "by_weight: x weight/gamma eps=1e-6", _rms_norm),
         "NLLLoss": row(
             "nll_loss",
-            "x target weight=None reduction='mean' ignore_index=-100 -> x target weight | reduction ignore_index",
+            "x target weight=None reduction='mean' ignore_index=-100",
             _nll,
         ),
         # these know no options
-        "SoftmaxCrossEntropyWithLogits": row(
-            "cross_entropy", "x target -> x target None | 'none' -100 0.0", _cross_entropy
-        ),
-        "SparseSoftmaxCrossEntropyWithLogits": row(
-            "cross_entropy", "x target -> x target None | 'mean' -100 0.0", _cross_entropy
-        ),
+        "SoftmaxCrossEntropyWithLogits": row("cross_entropy", "x target reduction:='none'", _cross_entropy),
+        "SparseSoftmaxCrossEntropyWithLogits": row("cross_entropy", "x target", _cross_entropy),
     }
 )
 

@@ -16,9 +16,9 @@ __all__ = ["COMPOSED", "OPS", "is_mask", "without_masks"]
 
 OPS: dict[str, NativeOp] = by_name(
     {
-        "NonZero ArgWhere": row("nonzero", "x -> x"),
-        "MaskedSelect": row("masked_select", "x mask -> x mask"),
-        "MaskedScatter": row("masked_scatter", "x mask source -> x mask source"),
+        "NonZero ArgWhere": row("nonzero"),
+        "MaskedSelect": row("masked_select"),
+        "MaskedScatter": row("masked_scatter"),
         # In the order in which they come first; with the place of each.
         "Unique": row(
             "unique_in_order", lambda func, args, kwargs: (args, (None, True, False)), lambda func, xs, how: func(*xs)

@@ -31,9 +31,9 @@ def _dropout(func: Any, xs: tuple, static_args: tuple) -> Any:
     return ops.dropout(xs[0], p, training, seed) if stream is None else stream(xs[0])
 
 
-def _bind_channels_primitive(func: Any, args: tuple, kwargs: dict) -> Bound:
+def _of_channels(func: Any, xs: tuple, static_args: tuple) -> Bound:
     """``Dropout2D`` and ``Dropout3D`` keep their probability in the primitive."""
-    return args[:1], (1.0 - float(func.prim.keep_prob), True, None, None, True)
+    return xs, (1.0 - float(func.prim.keep_prob), *static_args[1:])
 
 
 def _dropout_of_channels(func: Any, xs: tuple, static_args: tuple) -> Any:
@@ -44,9 +44,11 @@ def _dropout_of_channels(func: Any, xs: tuple, static_args: tuple) -> Any:
 OPS: dict[str, NativeOp] = by_name(
     {
         "Dropout": row("dropout", _bind_primitive, _dropout, by_function=True),
-        "FuncDropoutExt DropoutExt": row("dropout", "x p=0.5 training=True -> x | p training None None", _dropout),
-        "Dropout2D Dropout3D": row("dropout", _bind_channels_primitive, _dropout_of_channels, by_function=True),
-        "Dropout2dExt": row("dropout", "x p=0.5 training=True -> x | p training None None True", _dropout_of_channels),
+        "FuncDropoutExt DropoutExt": row("dropout", "x p=0.5 training=True", _dropout),
+        "Dropout2D Dropout3D": row(
+            "dropout", "x channels:=True", _dropout_of_channels, by_function=True, adjust=_of_channels
+        ),
+        "Dropout2dExt": row("dropout", "x p=0.5 training=True channels:=True", _dropout_of_channels),
     }
 )
 

@@ -7,19 +7,18 @@ from typing import Any
 
 from mindspore import mint, ops
 
+from hyper_parallel.platform.arguments import dims_of
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.mindspore.op_table.as_called import as_called
 from hyper_parallel.platform.mindspore.op_table.binding import (
     Bound,
     Call,
     Choose,
-    binds,
     by_name,
     repeated,
     row,
 )
 from hyper_parallel.platform.mindspore.processes.launch import device_target
-from hyper_parallel.platform.row_text import dims_of
 
 __all__ = ["OPS", "VARIANTS"]
 
@@ -51,24 +50,22 @@ def _vector_norm(func: Any, xs: tuple, static_args: tuple) -> Any:
     return mint.pow(mint.sum(mint.pow(x, p), dims, keepdim), 1 / p)
 
 
-def _bind_lp_norm(func: Any, args: tuple, kwargs: dict) -> Bound:
+def _of_lp_norm(func: Any, xs: tuple, static_args: tuple) -> Bound:
     """``LpNorm`` keeps everything in the primitive."""
     prim = func.prim
-    return args[:1], (float(prim.p), dims_of(prim.axis), bool(prim.keep_dims), None)
+    return xs, (float(prim.p), dims_of(prim.axis), bool(prim.keep_dims), None)
 
 
-def _bind_median(func: Any, args: tuple, kwargs: dict) -> Bound:
+def _of_median(func: Any, xs: tuple, static_args: tuple) -> Bound:
     """``Median`` keeps everything in the primitive. Of all elements it gives no place that counts."""
     prim = func.prim
-    return args[:1], (None if prim.global_median else dims_of(prim.axis), bool(prim.keep_dims))
+    dims = None if prim.global_median else dims_of(prim.axis)
+    return xs, (dims, bool(prim.keep_dims), *static_args[2:])
 
 
 #: the declarations that several rows share
 _REDUCED = "x dims=None keepdim=False"
-_WITH_DTYPE = "x dims=None keepdim=False dtype=None"
-_KEEPDIM_LATER = "x dims=None other=None keepdim=False -> x | dims keepdim"
-_ALONG, _SORTED = "x dims=-1 -> x | dims 1", "x dims=-1 -> x | dims 2"
-_LINEAR_ALONG = "x dims=-1 -> x | dims None"
+_KEEPDIM_LATER = "x dims=None other=None keepdim=False"
 
 #: As CPU has it: along the last dimension, where none is given.
 _MEDIAN = repeated("reduce_pair", "x dims=-1 keepdim=False")
@@ -80,17 +77,17 @@ def _choose_median(args: tuple, kwargs: dict) -> NativeOp | None:
 
 
 _REDUCTIONS: dict[str, NativeOp] = {
-    "SumExt": row("sum", _WITH_DTYPE, _total(mint.sum)),
+    "SumExt": row("sum", "", _total(mint.sum)),
     # ``x.sum(axis, dtype, keepdims)``, the signature of NumPy
-    "DeprecatedSum": row("sum", "x dims=None dtype=None keepdim=False -> x | dims keepdim dtype", _total(mint.sum)),
-    "ReduceSum": row("sum", _REDUCED, lambda func, xs, static_args: mint.sum(xs[0], *static_args)),
-    "MeanExt": row("mean", _WITH_DTYPE, _total(mint.mean)),
-    "ReduceMean DeprecatedMean": row("mean", _REDUCED, lambda func, xs, static_args: mint.mean(xs[0], *static_args)),
+    "DeprecatedSum": row("sum", "x dims=None dtype=None keepdim=False", _total(mint.sum)),
+    "ReduceSum": row("sum", _REDUCED, _total(mint.sum)),
+    "MeanExt": row("mean", "", _total(mint.mean)),
+    "ReduceMean DeprecatedMean": row("mean", _REDUCED, _total(mint.mean)),
     "ReduceMax": row("amax", _REDUCED, _extreme(ops.amax)),
     "ReduceMin": row("amin", _REDUCED, _extreme(ops.amin)),
-    "LinalgVectorNorm": row("vector_norm", "x p=2.0 dims=None keepdim=False dtype=None", _vector_norm),
-    "LpNormV2": row("vector_norm", "x p=2.0 dims=None keepdim=False -> x | p dims keepdim None", _vector_norm),
-    "LpNorm": row("vector_norm", _bind_lp_norm, _vector_norm, by_function=True),
+    "LinalgVectorNorm": row("vector_norm", "", _vector_norm),
+    "LpNormV2": row("vector_norm", "x p=2.0 dims=None keepdim=False", _vector_norm),
+    "LpNorm": row("vector_norm", "x", _vector_norm, by_function=True, adjust=_of_lp_norm),
     "LogSumExp": repeated("logsumexp", _REDUCED),
     "Nansum CountNonZero ProdExt ArgMaxExt ArgMinExt ReduceAll ReduceAny Any AnyExt DeprecatedArgmax"
     " DeprecatedArgmin": repeated("reduce_whole", _REDUCED),
@@ -98,7 +95,7 @@ _REDUCTIONS: dict[str, NativeOp] = {
     "MaxDim MinDim MedianDim ArgMaxWithValue ArgMinWithValue": repeated("reduce_pair", _REDUCED),
     "ReduceStd StdMean VarMean": repeated("reduce_pair", _KEEPDIM_LATER),
     "DeprecatedMedian": _MEDIAN,
-    "Median": repeated("reduce_pair", _bind_median, by_function=True),
+    "Median": repeated("reduce_pair", "x", by_function=True, adjust=_of_median),
 }
 
 
@@ -119,30 +116,29 @@ VARIANTS: dict[str, Choose] = by_name(
 
 
 # -------------------------------------------------------------------- along a dimension
-@binds("x dims=-1 dtype=None")
-def _bind_softmax(x: Any, dims: tuple[int, ...] | None, dtype: Any) -> Bound:
-    """MindSpore also gives the dim in a tuple."""
-    return (x,), ((dims or (-1,))[0], dtype)
+def _of_last(func: Any, xs: tuple, static_args: tuple) -> Bound:
+    """The last dim, where none is given."""
+    dim, *others = static_args
+    return xs, (-1 if dim is None else dim, *others)
 
 
-def _bind_sort(func: Any, args: tuple, kwargs: dict) -> Bound:
+def _of_sort(func: Any, xs: tuple, static_args: tuple) -> Bound:
     """``Sort`` keeps its dim in the primitive."""
-    return args[:1], ((func.prim.axis,), 2)
+    return xs, ((func.prim.axis,), *static_args[1:])
 
 
 _ALONG_A_DIM: dict[str, NativeOp] = {
-    "Softmax": repeated("softmax", _bind_softmax),
-    "LogSoftmax LogSoftmaxExt": repeated("log_softmax", _bind_softmax),
-    "CumProd LogCumsumExp": repeated("along_dims", _ALONG),
-    "CumulativeLogsumexp": as_called("along_dims", "x dim -> x", lambda given: ((given.values["dim"],), 1)),
-    "CumSum CumsumExt": repeated("along_linear", _LINEAR_ALONG),
-    "ReverseV2 Flip": repeated("along_linear", "x dims=None -> x | dims None"),
-    "Roll": repeated("along_linear", "x shifts dims=None -> x | dims None"),
-    "SortExt Cummax Cummin CumminExt": repeated("along_dims", _SORTED),
-    "ArgSort": repeated("along_dims", _ALONG),
-    "Sort": repeated("along_dims", _bind_sort, by_function=True),
-    "Tril TrilExt Triu": repeated("along_linear", "x -> x | (-2,-1) None"),
-    "GLU": row("glu", "x dim=-1"),
+    "Softmax": repeated("softmax", "x dim=-1 dtype=None", adjust=_of_last),
+    "LogSoftmax LogSoftmaxExt": repeated("log_softmax", "x dim=-1 dtype=None", adjust=_of_last),
+    "CumProd LogCumsumExp ArgSort": repeated("along_dims", "x dims=-1"),
+    "CumulativeLogsumexp": as_called("along_dims", "x dim", lambda given: ((given.values["dim"],), 1)),
+    "CumSum CumsumExt": repeated("along_linear", "x dims=-1"),
+    "ReverseV2 Flip": repeated("along_linear", "x dims=None"),
+    "Roll": repeated("along_linear", "x shifts dims=None"),
+    "SortExt Cummax Cummin CumminExt": repeated("along_dims", "x dims=-1 results:=2"),
+    "Sort": repeated("along_dims", "x dims:=-1 results:=2", by_function=True, adjust=_of_sort),
+    "Tril TrilExt Triu": repeated("along_linear", "x dims:=(-2,-1)"),
+    "GLU": row("glu"),
     "TopK TopkExt": repeated("topk", "x k dim=-1"),
 }
 

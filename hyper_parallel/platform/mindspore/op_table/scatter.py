@@ -45,7 +45,7 @@ def _at_points(terms: str, adds: bool = False) -> NativeOp:
         labels, times = _BATCH[: len(x) - depth], ("tuvwxyz"[:batch] if adds else "." * batch)
         return f"{'.' * depth}{labels},{times}.,{times}{labels}->{'.' * depth}{labels}{terms and '|'}{terms}"
 
-    return labelled("x index updates -> x index updates", sign, shapes=lambda given: (given.shapes[0],))
+    return labelled("x index updates", sign, shapes=lambda given: (given.shapes[0],))
 
 
 def _gather_points(given: Given) -> str | None:
@@ -86,10 +86,10 @@ def _segments(terms: str) -> NativeOp:
         x, ids = given.shapes
         return ((given.values["count"], *x[len(ids) :]),)
 
-    return labelled("x ids count -> x ids", sign, shapes=shapes)
+    return labelled("x ids -count", sign, shapes=shapes)
 
 
-_SEARCHED = as_called("searchsorted", "x values -> x values", _nothing)
+_SEARCHED = as_called("searchsorted", "sequences/x values", _nothing)
 
 
 def _choose_search(args: tuple, kwargs: dict) -> NativeOp | None:
@@ -102,7 +102,7 @@ def _of_copy(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
     return func(copied(args[0]), *args[1:], **kwargs)
 
 
-_ADDED = as_called("index_write", "x index source -> x index source", _by_attribute, _of_copy)
+_ADDED = as_called("index_write", "x index source", _by_attribute, _of_copy)
 
 
 def _choose_index_add(args: tuple, kwargs: dict) -> NativeOp | None:
@@ -114,18 +114,18 @@ VARIANTS: dict[str, Choose] = {"SearchSorted": _choose_search, "IndexAdd": _choo
 
 OPS: dict[str, NativeOp] = by_name(
     {
-        "Scatter": as_called("scatter", "x dim index source reduce -> x index source", _at()),
-        "ScatterAddExt": as_called("scatter", "x dim index source -> x index source", _at("add")),
-        "TensorScatterElements": as_called("scatter", "x index source dim reduce -> x index source", _at()),
-        "IndexAddExt": as_called("index_write", "x dim index source/src -> x index source", _at("add"), _of_copy),
-        "IndexFill": as_called("index_write", "x dim index value -> x index value", _at("replace")),
-        "Take": as_called("take", "x index -> x index", _nothing),
+        "Scatter": as_called("scatter", "x dim index source reduce", _at()),
+        "ScatterAddExt": as_called("scatter", "x dim index source", _at("add")),
+        "TensorScatterElements": as_called("scatter", "x index source dim reduce", _at()),
+        "IndexAddExt": as_called("index_write", "x dim index source/src", _at("add"), _of_copy),
+        "IndexFill": as_called("index_write", "x dim index source/value", _at("replace")),
+        "Take": as_called("take", "x index", _nothing),
         "TensorScatterAdd": _at_points("0+2", adds=True),
         "TensorScatterUpdate": _at_points("0+2"),
         "TensorScatterSub TensorScatterMul TensorScatterDiv TensorScatterMax TensorScatterMin": _at_points(""),
-        "GatherNd": labelled("x index -> x index", _gather_points, shapes=_shape_of_points),
+        "GatherNd": labelled("x index", _gather_points, shapes=_shape_of_points),
         "ScatterNd": labelled(
-            "index updates shape -> index updates",
+            "index updates -shape",
             _scatter_points,
             _scattered,
             shapes=lambda given: (tuple(given.values["shape"]),),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import mindspore as ms
@@ -15,7 +14,7 @@ from hyper_parallel.platform.indexing import decode_index, encode_index, has_emp
 from hyper_parallel.platform.mindspore.basics.empty_shards import nothing_taken, written_nothing
 from hyper_parallel.platform.mindspore.basics.private import is_recording
 from hyper_parallel.platform.mindspore.op_table.as_called import Given, as_called
-from hyper_parallel.platform.mindspore.op_table.binding import Bound, Choose, binds, by_name, instead, row
+from hyper_parallel.platform.mindspore.op_table.binding import Bound, Choose, by_name, instead, row
 from hyper_parallel.platform.mindspore.op_table.picks import is_mask, without_masks
 from hyper_parallel.platform.mindspore.processes.collectives import copied
 
@@ -23,39 +22,6 @@ __all__ = ["OPS", "VARIANTS"]
 
 
 # -------------------------------------------------------------------- views
-@binds("x other")
-def _bind_shape_of_other(x: Any, other: Any) -> Bound:
-    return (x,), (tuple(other.shape),)
-
-
-@binds("x start_dim=0 end_dim=-1")
-def _bind_flatten(x: Any, start: int, end: int) -> Bound:
-    shape = tuple(x.shape)
-    if not shape:
-        return (x,), ((1,),)
-    start, end = start % len(shape), end % len(shape)
-    return (x,), ((*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]),)
-
-
-@binds("x")
-def _bind_flatten_old(x: Any) -> Bound:
-    """The primitive ``Flatten`` keeps dim 0."""
-    return (x,), ((x.shape[0], -1),)
-
-
-@binds("x *sizes")
-def _bind_permute(x: Any, dims: tuple[int, ...]) -> Bound:
-    """Without dims all of them are reversed."""
-    return (x,), (tuple(d % x.ndim for d in dims or reversed(range(x.ndim))),)
-
-
-@binds("x dim0 dim1")
-def _bind_transpose(x: Any, a: int, b: int) -> Bound:
-    dims = list(range(x.ndim))
-    dims[a], dims[b] = dims[b], dims[a]
-    return (x,), (tuple(dims),)
-
-
 def _squeeze(x: Any, dims: tuple[int, ...] | None) -> Any:
     """Reshape, because a local dim may have size 1 where the global one has not."""
     if dims is None:
@@ -65,31 +31,30 @@ def _squeeze(x: Any, dims: tuple[int, ...] | None) -> Any:
 
 
 _VIEWS: dict[str, NativeOp] = {
-    "Reshape View ReshapeView": row("reshape", "x *sizes", instead(ops.reshape)),
-    "ViewAs ReshapeAs": row("reshape", _bind_shape_of_other, instead(ops.reshape)),
-    "FlattenExt": row("reshape", _bind_flatten, instead(ops.reshape)),
-    "Flatten": row(
-        "reshape_copy", _bind_flatten_old, lambda func, xs, static_args: ops.reshape(copied(xs[0]), *static_args)
-    ),
-    "BroadcastTo BroadcastToView Expand ExpandDimsTo": row("expand", "x *sizes", instead(ops.broadcast_to)),
-    "ExpandAs": row("expand", _bind_shape_of_other, instead(ops.broadcast_to)),
+    "Reshape View ReshapeView": row("reshape", "", instead(ops.reshape)),
+    "ViewAs ReshapeAs": row("reshape", "like: x like/other", instead(ops.reshape)),
+    "FlattenExt": row("reshape", "flatten:", instead(ops.reshape)),
+    "Flatten": row("reshape_copy", "rows:", lambda func, xs, static_args: ops.reshape(copied(xs[0]), *static_args)),
+    "BroadcastTo BroadcastToView Expand ExpandDimsTo": row("expand", "", instead(ops.broadcast_to)),
+    "ExpandAs": row("expand", "like: x like/other", instead(ops.broadcast_to)),
     "Transpose TransposeView DeprecatedTranspose DeprecatedPermute Permute TExt T": row(
-        "permute", _bind_permute, instead(ops.transpose)
+        "permute", "order:", instead(ops.transpose)
     ),
-    "TransposeExt TransposeExtView": row("permute", _bind_transpose, instead(ops.transpose)),
-    "Squeeze SqueezeView DeprecatedSqueeze": row("squeeze", "x dims=None", instead(_squeeze)),
-    "ExpandDims ExpandDimsView Unsqueeze UnsqueezeView": row("unsqueeze", "x dim", instead(ops.expand_dims)),
-    "Narrow NarrowView": row("narrow", "x dim start length", instead(mint.narrow)),
+    "TransposeExt TransposeExtView": row("permute", "transpose:", instead(ops.transpose)),
+    "Squeeze SqueezeView DeprecatedSqueeze": row("squeeze", "", instead(_squeeze)),
+    "ExpandDims ExpandDimsView Unsqueeze UnsqueezeView": row("unsqueeze", "", instead(ops.expand_dims)),
+    "Narrow NarrowView": row("narrow", "", instead(mint.narrow)),
 }
 
 # -------------------------------------------------------------------- repeat, cut and join
-_REPEAT_INTERLEAVE = row("repeat_interleave", "x repeats dim=None", instead(ops.repeat_interleave))
+_REPEAT_INTERLEAVE = row("repeat_interleave", "", instead(ops.repeat_interleave))
 
 
 def _choose_repeat_interleave(args: tuple, kwargs: dict) -> NativeOp | None:
     """Only the same number of repeats along a dim."""
-    _, (repeats, dim) = _REPEAT_INTERLEAVE.bind(None, args, kwargs)
-    return _REPEAT_INTERLEAVE if isinstance(repeats, int) and dim is not None else None
+    given = dict(zip(("repeats", "dim"), args[1:], strict=False)) | kwargs
+    along = given.get("dim", given.get("axis"))
+    return _REPEAT_INTERLEAVE if isinstance(given.get("repeats"), int) and along is not None else None
 
 
 def _split(x: Any, size: Any, dim: int) -> Any:
@@ -97,20 +62,9 @@ def _split(x: Any, size: Any, dim: int) -> Any:
     return ops.split(x, list(size) if isinstance(size, tuple) else size, dim)
 
 
-@binds("x dim=0 output_num=1")
-def _bind_split_old(x: Any, dim: int, number: int) -> Bound:
-    """The primitive ``Split`` cuts into equal parts."""
-    return (x,), (x.shape[dim] // number, dim)
-
-
-def _bind_unstack_old(func: Any, args: tuple, kwargs: dict) -> Bound:
+def _of_unstack(func: Any, xs: tuple, static_args: tuple) -> Bound:
     """``Unstack`` keeps its dim in the primitive."""
-    return args[:1], (func.prim.axis,)
-
-
-@binds("tensors dim=0")
-def _bind_sequence(tensors: Any, dim: int) -> Bound:
-    return tuple(tensors), (dim,)
+    return xs, (func.prim.axis,)
 
 
 def _padded(given: Given) -> tuple:
@@ -124,18 +78,18 @@ def _padded(given: Given) -> tuple:
 
 
 _PARTS: dict[str, NativeOp] = {
-    "Tile Repeat RepeatView": row("repeat", "x *sizes", instead(ops.tile)),
-    "SplitTensor SplitTensorView SplitWithSize SplitWithSizeView": row("split", "x split_size dim=0", instead(_split)),
-    "Pad": as_called("pad", "x -> x", lambda given: (given.func.prim.paddings,)),
-    "MirrorPad": as_called("pad", "x paddings -> x", lambda given: (given.values["paddings"], "mirror")),
-    "PadV3": as_called("pad", "x paddings value -> x", _padded),
-    "Split": row("split", _bind_split_old, instead(_split)),
+    "Tile Repeat RepeatView": row("repeat", "", instead(ops.tile)),
+    "SplitTensor SplitTensorView SplitWithSize SplitWithSizeView": row("split", "", instead(_split)),
+    "Pad": as_called("pad", "x", lambda given: (given.func.prim.paddings,)),
+    "MirrorPad": as_called("pad", "x paddings", lambda given: (given.values["paddings"], "mirror")),
+    "PadV3": as_called("pad", "x paddings value", _padded),
+    "Split": row("split", "equal_parts:", instead(_split)),
     # not mint.unbind, whose gradient has no kernel on CPU
-    "UnstackExt UnstackExtView": row("unbind", "x dim=0", instead(ops.unbind)),
-    "Unstack": row("unbind", _bind_unstack_old, instead(ops.unbind), by_function=True),
-    "Chunk ChunkView": row("chunk", "x chunks dim=0", instead(mint.chunk)),
-    "Concat Cat": row("cat", _bind_sequence, lambda func, xs, static_args: ops.cat(xs, *static_args)),
-    "Stack StackExt": row("stack", _bind_sequence, lambda func, xs, static_args: ops.stack(xs, *static_args)),
+    "UnstackExt UnstackExtView": row("unbind", "", instead(ops.unbind)),
+    "Unstack": row("unbind", "x", instead(ops.unbind), by_function=True, adjust=_of_unstack),
+    "Chunk ChunkView": row("chunk", "", instead(mint.chunk)),
+    "Concat Cat": row("cat", "", lambda func, xs, static_args: ops.cat(xs, *static_args)),
+    "Stack StackExt": row("stack", "", lambda func, xs, static_args: ops.stack(xs, *static_args)),
 }
 
 
@@ -173,7 +127,7 @@ def _replicated(item: Any, x: Any) -> Any:
     return x._core.replicated(Tensor(values), x._layout.mesh)
 
 
-def _getitem(func: Any, operands: tuple, static_args: tuple) -> Any:
+def _call_getitem(func: Any, operands: tuple, static_args: tuple) -> Any:
     if has_empty_slice(static_args[0], operands[0].shape):
         return nothing_taken(_INDEXING["getitem"], func, operands, static_args)  # MindSpore has no gradient of it
     index = decode_index(static_args[0], operands[1:])
@@ -181,7 +135,7 @@ def _getitem(func: Any, operands: tuple, static_args: tuple) -> Any:
     return func(operands[0], index[0] if len(index) == 1 and type(index[0]) is not int else index)
 
 
-def _setitem(func: Any, operands: tuple, static_args: tuple) -> Any:
+def _call_setitem(func: Any, operands: tuple, static_args: tuple) -> Any:
     x, index = operands[0], decode_index(static_args[0], operands[2:])
     # MindSpore gives x new memory for dots or None alone, which a tensor that x is a view of does not see.
     if index == (None,):
@@ -205,44 +159,29 @@ def _is_recorded(*xs: Any) -> bool:
     return is_recording() and any(isinstance(x, Tensor) and x._requires_grad for x in xs)
 
 
-@binds("x dim index")
-def _bind_select(x: Any, dim: int, index: Any) -> Bound:
-    return (x,), ((*(("slice", None, None, None),) * (dim % x.ndim), int(index)),)
-
-
-@binds("x begin end strides")
-def _bind_strided_slice(x: Any, begin: Any, end: Any, strides: Any) -> Bound:
-    return (x,), (tuple(("slice", int(b), int(e), int(s)) for b, e, s in zip(begin, end, strides, strict=True)),)
-
-
-@binds("x begin size")
-def _bind_slice(x: Any, begin: Any, size: Any) -> Bound:
-    return (x,), (tuple(("slice", int(b), int(b) + int(s), None) for b, s in zip(begin, size, strict=True)),)
-
-
 def _basic_index(x: Any, index: tuple) -> Any:
     return Tensor.__getitem__(x, decode_index(index, ()))
 
 
-@binds("ids depth on off")
-def _bind_one_hot(ids: Any, depth: int, on: Any, off: Any) -> Bound:
+def _of_values(func: Any, xs: tuple, static_args: tuple) -> Bound:
     """The on and off values are 0-d tensors that give the dtype."""
-    return (ids,), (depth, on.item(), off.item(), on.dtype)
+    depth, on, off = static_args
+    return xs, (depth, on.item(), off.item(), on.dtype)
 
 
 def _one_hot(ids: Any, depth: int, on: Any, off: Any, dtype: Any) -> Any:
     return ops.one_hot(ids, depth, Tensor(on, dtype), Tensor(off, dtype))
 
 
-_INDEXED = "x dim index -> x index | dim"
-_STRIDED_SLICE = row("getitem", _bind_strided_slice, instead(_basic_index))
-_ONE_HOT = row("one_hot", _bind_one_hot, instead(_one_hot))
+_INDEXED = "x dim index"
+_STRIDED_SLICE = row("getitem", "strided_slice:", instead(_basic_index))
+_ONE_HOT = row("one_hot", "x/ids num_classes/depth +on +off", instead(_one_hot), adjust=_of_values)
 
 _INDEXING: dict[str, NativeOp] = {
-    "getitem": row("getitem", _bind_getitem, _getitem),
-    "setitem_": row("setitem_", _bind_getitem, _setitem),
-    "SelectExt SelectExtView SelectView": row("getitem", _bind_select, instead(_basic_index)),
-    "Slice": row("getitem", _bind_slice, instead(_basic_index)),
+    "getitem": row("getitem", _bind_getitem, _call_getitem),
+    "setitem_": row("setitem_", _bind_getitem, _call_setitem),
+    "SelectExt SelectExtView SelectView": row("getitem", "select:", instead(_basic_index)),
+    "Slice": row("getitem", "slice:", instead(_basic_index)),
     "GatherD GatherElements": row(
         "gather", _INDEXED, lambda func, xs, static_args: ops.gather_elements(xs[0], static_args[0], xs[1])
     ),

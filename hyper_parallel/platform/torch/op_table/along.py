@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.contract.dispatch import Given
 from hyper_parallel.platform.torch.basics.private import any_autocast
-from hyper_parallel.platform.torch.op_table.as_called import Given, as_called
 from hyper_parallel.platform.torch.op_table.binding import (
+    WORDS,
     Bound,
     Table,
     UnboundCallError,
+    as_called,
     autocast_dtype,
-    binds,
     find,
-    global_shape,
     repeated,
     rows,
 )
@@ -26,23 +26,22 @@ __all__ = ["table"]
 
 def table() -> Table:
     """Rows of operations along whole dimensions, and of those whose operands are gathered."""
-    whole = "input {} -> input | dims {}"
     return {
         **_softmax("softmax"),
         **_softmax("log_softmax"),
-        **repeated("cumprod logcumsumexp", "along_dims", whole.format("dims dtype=None", 1)),
-        **repeated("cumsum", "along_linear", whole.format("dims dtype=None", None)),
-        **repeated("cummax cummin", "along_dims", whole.format("dims", 2)),
-        **repeated("sort", "along_dims", whole.format("dims=-1 descending=False stable=False", 2)),
-        **repeated("argsort", "along_dims", whole.format("dims=-1 descending=False stable=False", 1)),
-        **repeated("msort", "along_dims", "input -> input | 0 1"),
-        **repeated("flip", "along_linear", "input *sizes/dims -> input | sizes None"),
-        **repeated("roll", "along_linear", whole.format("shifts dims=None", None)),
-        **repeated("tril triu", "along_linear", "input diagonal=0 -> input | (-2,-1) None"),
-        **repeated("renorm", "along_dims", _bind_renorm),
-        **as_called("linspace logspace", "batched", "start end steps", _spaced, torch),
-        **as_called("quantile nanquantile", "quantile", "input q dim keepdim", _quantiles),
-        **rows("topk", "topk", "input k dim=-1 largest=True sorted=True"),
+        **repeated("cumprod logcumsumexp", "along_dims", "x dims dtype=None"),
+        **repeated("cumsum", "along_linear", "x dims dtype=None"),
+        **repeated("cummax cummin", "along_dims", "x dims results:=2"),
+        **repeated("sort", "along_dims", "x dims=-1 descending=False stable=False results:=2"),
+        **repeated("argsort", "along_dims", "x dims=-1 descending=False stable=False"),
+        **repeated("msort", "along_dims", "x dims:=0"),
+        **repeated("flip", "along_linear", "x *dims"),
+        **repeated("roll", "along_linear", "x shifts dims=None"),
+        **repeated("tril triu", "along_linear", "x diagonal=0 dims:=(-2,-1)"),
+        **repeated("renorm", "along_dims", "all_but: x p dim maxnorm"),
+        **as_called("linspace logspace", "batched", "start end -steps", _spaced, torch),
+        **as_called("quantile nanquantile", "quantile", "x/input q dim keepdim", _quantiles),
+        **rows("topk", "topk"),
         # Conversions to Python values.
         **rows(
             "item tolist numpy is_nonzero __bool__ __int__ __float__ __complex__ __index__ __array__",
@@ -53,18 +52,12 @@ def table() -> Table:
     }
 
 
-@binds("input p dim maxnorm")
-def _bind_renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Bound:
-    ndim = len(global_shape(x))
-    return (x,), (tuple(d for d in range(ndim) if d != dim % ndim), 1)
-
-
 def _spaced(given: Given) -> tuple:
-    return (0,) * len(given.operands), ((given.values[2],),)
+    return (0,) * len(given.operands), ((given.values["steps"],),)
 
 
 def _quantiles(given: Given) -> tuple:
-    return given.values.get(2), bool(given.values.get(3, False))
+    return given.values.get("dim"), bool(given.values.get("keepdim", False))
 
 
 def _softmax(name: str) -> Table:
@@ -73,13 +66,14 @@ def _softmax(name: str) -> Table:
     def call(func: Any, operands: tuple, static_args: tuple) -> Any:
         return kernel(operands[0], *static_args)
 
-    return dict.fromkeys(find(name), NativeOp(name, _bind_softmax, call, binds_by_function=False, varies=any_autocast))
+    row = NativeOp(name, "x dim dtype=None _stacklevel=None", call, False, any_autocast, WORDS, adjust=_of_autocast)
+    return dict.fromkeys(find(name), row)
 
 
-@binds("input dim dtype=None _stacklevel=None")
-def _bind_softmax(x: Any, dim: Any, dtype: Any, _stacklevel: Any) -> Bound:
+def _of_autocast(func: Any, operands: tuple, static_args: tuple) -> Bound:
+    dim, dtype = static_args
     if not isinstance(dim, int):
         raise UnboundCallError
-    if dtype is None and x.device.type != "cpu":  # autocast leaves a softmax as it is on CPU
-        dtype = autocast_dtype(x)
-    return (x,), (dim, dtype)
+    if dtype is None and operands[0].device.type != "cpu":  # autocast leaves a softmax as it is on CPU
+        dtype = autocast_dtype(operands[0])
+    return operands, (dim, dtype)

@@ -1,43 +1,40 @@
-"""Tools for rows of the op table, which bring native calls into canonical form.
+"""Rows of torch's op table: names of functions, and what they take otherwise than the signature of the operation.
 
-One text names the arguments of the native function, and which of them are operands or static arguments: see
-`platform.row_text`.
+See `core.rules.signature` for the language of the texts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.row_text import (
-    Bind,
-    Bound,
-    Call,
-    RowText,
-    UnboundCallError,
+from hyper_parallel.platform.arguments import (
     call_again,
     call_by_position,
+    call_elementwise,
     dims_of,
     hashable,
     ints,
+    placed,
 )
+from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.contract.dispatch import Bind, Bound, Call, Facts, UnboundCallError, Words
 from hyper_parallel.platform.torch.basics.private import native_functions
 
 __all__ = [
+    "WORDS",
     "Bound",
     "Table",
     "UnboundCallError",
-    "argument_numbers",
-    "arguments",
+    "as_called",
     "autocast_dtype",
-    "binds",
     "call_again",
     "call_by_position",
-    "call_elementwise",
+    "call_placed",
     "dims_of",
     "elementwise",
     "find",
@@ -56,10 +53,6 @@ def global_shape(x: Any) -> tuple[int, ...]:
     """Global shape of a distributed or plain tensor, whether dispatch is on or off."""
     layout = getattr(x, "_layout", None)
     return x.shape if layout is None else layout.shape
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(global_shape(x))
 
 
 def _number(value: Any) -> Any:
@@ -82,20 +75,41 @@ def _number_of_classes(given: int) -> int:
     return given
 
 
-_TEXTS = RowText(
+def _kept(x: Any) -> Any:
+    """Return a form of an argument that can be kept: nothing of a tensor."""
+    if isinstance(x, Tensor):
+        raise UnboundCallError
+    return tuple(map(_kept, x)) if isinstance(x, (list, tuple)) else x
+
+
+WORDS = Words(
+    tensor=Tensor,
     #: Other spellings that torch accepts for an argument.
-    {"input": "self x x1", "other": "x2", "dim": "axis", "dims": "dim axis axes", "keepdim": "keepdims"},
-    {
-        **dict.fromkeys(("keepdim", "is_causal"), bool),
-        **dict.fromkeys(("repeats", "repeated_dim", "start"), _number),
-        "dims": dims_of,
-        "like": _shape,
-        "normalized_shape": lambda shape: 1 if isinstance(shape, int) else len(shape),
-        "num_classes": _number_of_classes,
-        "sizes": sizes_of,
+    spellings={
+        "x": "input self x1",
+        "other": "x2",
+        "dim": "axis",
+        "dims": "dim axis axes",
+        "keepdim": "keepdims",
+        "like": "other",
+        "sizes": "size shape dtype",
+        "order": "dims",
+        "tiles": "repeats dims",
+        "split_size": "split_sizes split_size_or_sections",
+        "dim0": "axis0",
+        "dim1": "axis1",
     },
+    conversions={
+        **dict.fromkeys(("repeats", "repeated_dim", "start"), _number),
+        # An older overload of std and var has ``unbiased`` in the place of dimensions.
+        "dims": lambda dims: None if isinstance(dims, bool) else dims_of(dims),
+        "num_classes": _number_of_classes,
+        "removed": lambda dims: dims if dims is None else () if dims in ((), ((),)) else ints(dims),
+        "sizes": sizes_of,
+        "split_size": lambda size: size if isinstance(size, int) else tuple(size),
+    },
+    kept=_kept,
 )
-arguments, binds, argument_numbers = _TEXTS.arguments, _TEXTS.binds, _TEXTS.places
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
@@ -125,46 +139,48 @@ def find(names: str, *owners: Any) -> list[Any]:
     return found
 
 
-def rows(names: str, canonical: str, bind: str | Bind, call: Call = call_by_position, *owners: Any) -> Table:
+def rows(
+    names: str,
+    canonical: str,
+    takes: str | Bind = "",
+    call: Call = call_by_position,
+    *owners: Any,
+    adjust: Callable[[Any, tuple, tuple], Bound] | None = None,
+) -> Table:
     """One row for all functions of these names.
 
     Args:
         names: the functions, as words, found in ``owners``: see `find`.
         canonical: the canonical operation.
-        bind: as a text, or see `NativeOp`.
-        call: see `NativeOp`.
+        takes: what they take, where that is not the operation's signature: see `NativeOp`.
+        call, adjust: see `NativeOp`.
         owners: where the functions are found.
     """
-    return dict.fromkeys(find(names, *owners), NativeOp(canonical, arguments(bind), call))
+    return dict.fromkeys(find(names, *owners), NativeOp(canonical, takes, call, words=WORDS, adjust=adjust))
 
 
-def repeated(names: str, canonical: str, bind: str | Bind, *owners: Any) -> Table:
-    """As `rows`, of functions of one operand that are called again as they were: their arguments differ too much."""
-    return rows(names, canonical, _TEXTS.repeated(bind), call_again, *owners)
-
-
-def call_elementwise(func: Any, operands: tuple, static_args: Any) -> Any:
-    """Run an element-wise function on locals."""
-    return func(*operands) if static_args is None else func(*operands, *static_args[0], **static_args[1])
+def repeated(names: str, canonical: str, takes: str, *owners: Any) -> Table:
+    """As `rows`, of functions that are called again as they were: their arguments differ too much."""
+    return rows(names, canonical, f"{takes} ...", call_again, *owners)
 
 
 def elementwise(names: str, canonical: str, operands: str, *owners: Any) -> Table:
-    """One row for the element-wise functions of these names, whose first positional arguments are the operands."""
-    count = len(operands.split())
-    positions = _TEXTS.places(operands)
+    """One row for the element-wise functions of these names, whose first arguments are the operands."""
+    return rows(names, canonical, operands, call_elementwise, *owners)
 
-    def bind(func: Any, args: tuple, kwargs: dict) -> Bound:
-        if not kwargs:
-            return (args, None) if len(args) <= count else (args[:count], (args[count:], {}))
-        if kwargs.get("out") is not None:
-            raise UnboundCallError  # `handlers.unknown` copies the result there
-        values, rest = list(args[:count]), dict(kwargs)
-        for key in kwargs:
-            i = positions.get(key)
-            if i is not None:
-                if i > len(values):
-                    values += [None] * (i - len(values))
-                values.insert(i, rest.pop(key))
-        return tuple(values), (args[count:], rest)
 
-    return rows(names, canonical, bind, call_elementwise, *owners)
+def call_placed(func: Any, operands: tuple, static_args: tuple) -> Any:
+    """A ``call`` that makes the native call as it came, with ``operands`` where the operands were."""
+    args, kwargs = placed(operands, static_args)
+    return func(*args, **kwargs)
+
+
+def as_called(names: str, canonical: str, takes: str, facts: Facts, *owners: Any) -> Table:
+    """As `rows`, of functions that are called again as they were, with tensors among their arguments anywhere.
+
+    Args:
+        names, canonical, takes, owners: see `rows`.
+        facts: gives the static arguments that the rule reads.
+    """
+    row = NativeOp(canonical, takes, call_placed, words=WORDS, facts=facts)
+    return dict.fromkeys(find(names, *owners), row)

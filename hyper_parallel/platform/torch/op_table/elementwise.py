@@ -10,8 +10,11 @@ from torch import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.op_table.binding import (
+    WORDS,
+    Bound,
     Table,
-    call_by_position,
+    UnboundCallError,
+    call_elementwise,
     elementwise,
     rows,
 )
@@ -64,12 +67,12 @@ _SECOND = {
 }
 
 _SEVERAL_OPERANDS = {
-    "clamp clip": "input min max",
-    "clamp_min": "input min",
-    "clamp_max": "input max",
-    "lerp": "input end weight",
-    "addcmul addcdiv": "input tensor1 tensor2",
-    "masked_fill": "input mask value",
+    "clamp clip": "x min max",
+    "clamp_min": "x min",
+    "clamp_max": "x max",
+    "lerp": "x end weight",
+    "addcmul addcdiv": "x tensor1 tensor2",
+    "masked_fill": "x mask value",
 }
 
 
@@ -81,40 +84,39 @@ def table() -> Table:
     """Rows of all element-wise operations."""
     table: Table = {}
     for name in _BINARY.split():
-        table |= elementwise(name, "pointwise", f"input {_SECOND.get(name, 'other')}")
+        table |= elementwise(name, "pointwise", f"x {_SECOND.get(name, 'other')}")
     for names, operands in _SEVERAL_OPERANDS.items():
         table |= elementwise(names, "pointwise", operands, torch, Tensor)
         table |= elementwise(_in_place(names), "pointwise_", operands, torch, Tensor)
     return {
         **table,
-        **elementwise(f"{_UNARY} polygamma", "pointwise", "input", Tensor),
-        **elementwise(_UNARY, "pointwise", "input"),
-        **rows("polygamma", "pointwise", "n input -> input | n", _call_polygamma, torch, torch.special),
+        **elementwise(f"{_UNARY} polygamma", "pointwise", "x", Tensor),
+        **elementwise(_UNARY, "pointwise", "x"),
+        **elementwise("polygamma", "pointwise", "n x", torch, torch.special),
         # Without the other two: indices, whose number depends on the data.
-        **rows("where", "pointwise", "condition input other -> condition input other", call_by_position, torch),
-        **elementwise("where", "pointwise", "input condition other", Tensor),
-        **elementwise(_LINEAR, "linear_unary", "input", torch, Tensor),
-        **elementwise("conj detach", "alias", "input", torch, Tensor),
-        **elementwise("__get__", "alias", "input", Tensor.data, Tensor.real, Tensor.imag),
-        **elementwise("real imag", "alias", "input", torch),
-        **elementwise("contiguous", "contiguous", "input", Tensor),
-        **elementwise("add sub subtract rsub __add__ __radd__ __sub__ __rsub__", "add", "input other"),
-        **elementwise("mul multiply __mul__ __rmul__", "mul", "input other"),
-        **rows("div divide true_divide __truediv__ __div__", "div", _DIV, _call_div),
-        **rows("__rdiv__ __rtruediv__", "div", "input other -> other input | None", _call_div, Tensor),
+        **rows("where", "pointwise", "condition x other", call_elementwise, torch, adjust=_of_three),
+        **elementwise("where", "pointwise", "x condition other", Tensor),
+        **elementwise(_LINEAR, "linear_unary", "x", torch, Tensor),
+        **elementwise("conj detach", "alias", "x", torch, Tensor),
+        **elementwise("__get__", "alias", "x", Tensor.data, Tensor.real, Tensor.imag),
+        **elementwise("real imag", "alias", "x", torch),
+        **elementwise("contiguous", "contiguous", "x", Tensor),
+        **elementwise("add sub subtract rsub __add__ __radd__ __sub__ __rsub__", "add", "x other"),
+        **elementwise("mul multiply __mul__ __rmul__", "mul", "x other"),
+        **rows("div divide true_divide __truediv__ __div__", "div", "", _call_div),
+        **rows("__rdiv__ __rtruediv__", "div", "other x rounding_mode:=None", _call_div, Tensor),
         # New tensors of the shape of a distributed one. ``new_*`` of another shape runs as an unknown function.
-        **elementwise("zeros_like ones_like empty_like full_like", "like", "input", torch),
-        **elementwise("float double half bfloat16 cfloat cdouble chalf", "linear_unary", "input", Tensor),
+        **elementwise("zeros_like ones_like empty_like full_like", "like", "x", torch),
+        **elementwise("float double half bfloat16 cfloat cdouble chalf", "linear_unary", "x", Tensor),
         **_conversions(),
         **_written(),
     }
 
 
-_DIV = "input other rounding_mode=None -> input other | rounding_mode"
-
-
-def _call_polygamma(func: Any, operands: tuple, static_args: tuple) -> Any:
-    return operands[0].polygamma(static_args[0])
+def _of_three(func: Any, operands: tuple, static_args: Any) -> Bound:
+    if len(operands) != 3 or static_args is not None:
+        raise UnboundCallError
+    return operands, static_args
 
 
 def _call_div(func: Any, operands: tuple, static_args: tuple) -> Any:
@@ -134,25 +136,24 @@ def _conversions() -> Table:
     """``to`` and its relatives. A handler chooses between these rows: a conversion to integers is not linear, so a
     partial sum must not be rounded piece by piece."""
     for name in ("linear_unary", "pointwise"):
-        CONVERSIONS[name] = NativeOp(name, lambda func, args, kwargs: (args[:1], (args[1:], kwargs)), _call_to)
+        CONVERSIONS[name] = NativeOp(name, "x", _call_to, words=WORDS)
     return dict.fromkeys([Tensor.to, Tensor.type_as], CONVERSIONS["linear_unary"])
 
 
 def _call_to(func: Any, operands: tuple, static_args: Any) -> Any:
-    return operands[0].to(*static_args[0], **static_args[1])
+    args, kwargs = static_args or ((), ())
+    return operands[0].to(*args, **dict(kwargs))
 
 
 def _written() -> Table:
     return {
-        **elementwise(_in_place(f"{_UNARY} polygamma"), "pointwise_", "input", torch, Tensor, F),
-        **elementwise(f"{_in_place(_BINARY)} {_IN_PLACE_BINARY}", "pointwise_", "input other", torch, Tensor, F),
-        **elementwise("pow_", "pointwise_", "input exponent", Tensor),
-        **elementwise("fill_", "pointwise_", "input value", Tensor),
-        **elementwise("add_ sub_ subtract_ __iadd__ __isub__", "add_", "input other", Tensor),
-        **elementwise("mul_ multiply_ __imul__", "mul_", "input other", Tensor),
-        **rows("div_ divide_ true_divide_ __idiv__ __itruediv__", "div_", _DIV, _call_div_in_place, Tensor),
-        **elementwise("neg_ negative_ zero_ conj_physical_", "linear_", "input", torch, Tensor),
-        **rows(
-            "copy_", "linear_", "input src non_blocking=False -> input src | non_blocking", call_by_position, Tensor
-        ),
+        **elementwise(_in_place(f"{_UNARY} polygamma"), "pointwise_", "x", torch, Tensor, F),
+        **elementwise(f"{_in_place(_BINARY)} {_IN_PLACE_BINARY}", "pointwise_", "x other", torch, Tensor, F),
+        **elementwise("pow_", "pointwise_", "x exponent", Tensor),
+        **elementwise("fill_", "pointwise_", "x value", Tensor),
+        **elementwise("add_ sub_ subtract_ __iadd__ __isub__", "add_", "x other", Tensor),
+        **elementwise("mul_ multiply_ __imul__", "mul_", "x other", Tensor),
+        **rows("div_ divide_ true_divide_ __idiv__ __itruediv__", "div_", "", _call_div_in_place, Tensor),
+        **elementwise("neg_ negative_ zero_ conj_physical_", "linear_", "x", torch, Tensor),
+        **elementwise("copy_", "linear_", "x src", Tensor),
     }

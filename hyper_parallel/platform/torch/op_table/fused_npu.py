@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.torch.op_table.binding import (
-    Bound,
-    Table,
-    UnboundCallError,
-    arguments,
-    binds,
-    call_by_position,
-    global_shape,
-)
+from hyper_parallel.platform.torch.op_table.binding import WORDS, Bound, Table, UnboundCallError, call_by_position
 
 __all__ = ["table"]
 
@@ -29,41 +21,37 @@ __all__ = ["table"]
 def table() -> Table:
     """Rows of npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_rotary_mul and the three versions of
     npu_fusion_attention."""
-    attention = ("fused_attention", _bind_attention, _call_attention)
-    operators: dict[str, tuple[Any, ...]] = {
+    attention = NativeOp("fused_attention", _bind_attention, _call_attention)
+    rotary = NativeOp("rotary", f"{_TURNED} +rotate=None", call_by_position, words=WORDS, adjust=_not_rotated)
+    operators = {
         # One statistic: 1 / rms.
-        "npu_rms_norm": (
-            "rms_norm",
-            _bind_rms_norm,
-            lambda func, operands, static_args: func(*operands, static_args[2]),
-        ),
-        "npu_add_rms_norm": (
-            "add_rms_norm",
-            arguments("x1 x2 gamma epsilon=1e-6 -> x1 x2 gamma | epsilon"),
-            _call_add_rms_norm,
-        ),
-        "npu_swiglu": ("glu", arguments("input dim=-1 -> input | dim"), call_by_position),
-        "npu_rotary_mul": ("rotary", _bind_rotary, call_by_position),
+        "npu_rms_norm": NativeOp("rms_norm", _NORM, _call_rms_norm, words=WORDS),
+        "npu_add_rms_norm": NativeOp("add_rms_norm", "", _call_add_rms_norm, words=WORDS),
+        "npu_swiglu": NativeOp("glu", "", call_by_position, words=WORDS),
+        "npu_rotary_mul": rotary,
         **dict.fromkeys(["npu_fusion_attention", "npu_fusion_attention_v2", "npu_fusion_attention_v3"], attention),
     }
     table: Table = {}
     for name, row in operators.items():
         operator = getattr(torch.ops.npu, name, None)
         if operator is not None:  # an older torch_npu lacks some
-            table[operator] = table[operator.default] = NativeOp(*row)
+            table[operator] = table[operator.default] = row
     return table
 
 
-@binds("input gamma epsilon=1e-6")
-def _bind_rms_norm(x: Any, gamma: Any, epsilon: float) -> Bound:
-    return (x, gamma), (len(global_shape(gamma)), 1, epsilon)
+_NORM = "by_weight: x weight/gamma eps/epsilon=1e-6"
+_TURNED = "x r1 r2 mode/rotary_mode='half'"
 
 
-@binds("input r1 r2 rotary_mode='half' rotate=None")
-def _bind_rotary(x: Any, cos: Any, sin: Any, mode: str, rotate: Any) -> Bound:
+def _call_rms_norm(func: Any, operands: tuple, static_args: tuple) -> Any:
+    return func(*operands, static_args[2])
+
+
+def _not_rotated(func: Any, operands: tuple, static_args: tuple) -> Bound:
+    mode, rotate = static_args
     if rotate is not None:
         raise TypeError("npu_rotary_mul(rotate=...) is not supported with distributed tensors: leave it out")
-    return (x, cos, sin), (mode,)
+    return operands, (mode,)
 
 
 class _AddRmsNorm(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.indexing import decode_index, encode_index
 from hyper_parallel.platform.torch.basics.tensor import State, dispatch, is_dtensor
-from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, binds, global_shape, rows
+from hyper_parallel.platform.torch.op_table.binding import Bound, Table, rows
 
 __all__ = ["NONZERO", "encode", "is_mask", "table", "without_masks"]
 
@@ -20,14 +20,14 @@ NONZERO = NativeOp("nonzero", lambda func, args, kwargs: (args, ()), lambda func
 
 def table() -> Table:
     """Rows of getitem, setitem_, gather, index_select and one_hot."""
-    gather = "input dim index sparse_grad=False -> input index | dim"
+    gather = "x dim index sparse_grad=False"
     return {
         **rows("__getitem__", "getitem", _bind_getitem, _call_getitem, Tensor),
         **rows("__setitem__", "setitem_", _bind_setitem, _call_setitem, Tensor),
-        **rows("select", "getitem", _bind_select, _call_getitem),
+        **rows("select", "getitem", "select:", _call_getitem),
         **rows("gather", "gather", gather, _call_gather),
         **rows("index_select", "index_select", gather, _call_gather),
-        **rows("one_hot", "one_hot", "input/tensor num_classes=-1"),
+        **rows("one_hot", "one_hot", "x/tensor num_classes=-1"),
     }
 
 
@@ -76,7 +76,7 @@ def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     tensors, encoded = encode(x, index)
     if tensors:
         for item in encoded:
-            if item.__class__ is tuple and item[-1] is True:  # a mask
+            if item.__class__ is tuple and item[0] == "tensor" and item[3]:  # a mask
                 return _bind_masks(x, index, tensors, encoded)
     return (x, *tensors), (encoded,)
 
@@ -101,13 +101,6 @@ def _bind_setitem(func: Any, args: tuple, kwargs: dict) -> Bound:
 def _call_setitem(func: Any, operands: tuple, static_args: tuple) -> Any:
     operands[0][decode_index(static_args[0], operands[2:])] = operands[1]
     return operands[0]
-
-
-@binds("input dim index")
-def _bind_select(x: Any, dim: Any, index: Any) -> Bound:
-    if isinstance(index, Tensor):
-        raise UnboundCallError
-    return (x,), ((*(("slice", None, None, None),) * (dim % len(global_shape(x))), index),)
 
 
 def _call_gather(func: Any, operands: tuple, static_args: tuple) -> Any:

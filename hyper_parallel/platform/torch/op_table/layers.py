@@ -14,15 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.contract.dispatch import Bound, Given
 from hyper_parallel.platform.torch.basics.private import native_functions
 from hyper_parallel.platform.torch.op_table.binding import (
-    Bound,
     Table,
     UnboundCallError,
-    arguments,
-    call_again,
-    find,
+    as_called,
+    call_placed,
     global_shape,
     hashable,
     rows,
@@ -52,50 +50,47 @@ def unary(names: str, sign: Callable[[int], str | None], *owners: Any) -> Table:
         owners: where the functions are found.
     """
 
-    def bind(func: Any, args: tuple, kwargs: dict) -> Bound:
-        x = args[0] if args else kwargs.get("input")
-        if not isinstance(x, Tensor) or kwargs.get("out") is not None:
-            raise UnboundCallError
-        signature = sign(len(global_shape(x)))
+    def facts(given: Given) -> tuple:
+        signature = sign(len(given.shapes[0]))
         if signature is None:
             raise UnboundCallError
-        rest = (hashable(args[1:]), tuple((k, hashable(v)) for k, v in kwargs.items() if v is not x))
-        shapes = _shapes(call_again, func, (x,), rest)
-        return (x,), (_repeated(signature, len(shapes)), shapes, 0, *rest)
+        shapes = _shapes(call_placed, given.func, given.operands, (given.places, given.rest, given.named))
+        return _repeated(signature, len(shapes)), shapes, 0
 
-    return dict.fromkeys(find(names, *(owners or _OWNERS)), NativeOp("labelled", bind, call_again))
+    return as_called(names, "labelled", "input", facts, *(owners or _OWNERS))
 
 
-def several(names: str, text: str, sign: Sign, *owners: Any, call: Callable | None = None, groups: int = -1) -> Table:
+def several(
+    names: str, takes: str, sign: Sign, *owners: Any, call: Callable | None = None, groups: int | None = None
+) -> Table:
     """A row for functions of several operands.
 
     Args:
         names: the functions, as words.
-        text: their operands and other arguments, see `platform.row_text`.
+        takes: their operands, and marked with a plus their other arguments.
         sign: makes the signature.
         owners: where the functions are found.
         call: ``call(func, operands, others)`` makes the native call; None: by position, in the order of the text.
         groups: place of the number of groups among the other arguments.
     """
-    sort = arguments(text)
     native = call or (lambda func, operands, others: func(*operands, *others))
 
-    def bind(func: Any, args: tuple, kwargs: dict) -> Bound:
-        operands, others = sort(func, args, kwargs)
-        others = hashable(others)
+    def adjust(func: Any, operands: tuple, static_args: tuple) -> Bound:
+        others = hashable(static_args[3:])
         signature = sign(tuple(tuple(global_shape(x)) if isinstance(x, Tensor) else None for x in operands), others)
         if signature is None:
             raise UnboundCallError
-        count = others[groups] if groups >= 0 else 0
+        count = 0 if groups is None else others[groups]
         return operands, (signature, _shapes(native, func, operands, others), count, *others)
 
     def run(func: Any, operands: tuple, static_args: tuple) -> Any:
         count, *others = static_args[2:]
-        if groups >= 0:
+        if groups is not None:
             others[groups] = count
         return native(func, operands, others)
 
-    return rows(names, "labelled", bind, run, *(owners or _OWNERS))
+    takes = f"{takes} signature:=None results:=None"
+    return rows(names, "labelled", takes, run, *(owners or _OWNERS), adjust=adjust)
 
 
 def _repeated(signature: str, results: int) -> str:
@@ -134,8 +129,7 @@ def _pools() -> Table:
         found |= unary(f"{names} {means} lp_pool{{0}}d".format(k), functools.partial(_windows, k))
         found |= several(
             f"max_unpool{k}d",
-            "input indices kernel_size stride=None padding=0 output_size=None"
-            " -> input indices | kernel_size stride padding output_size",
+            "input indices +kernel_size +stride=None +padding=0 +output_size=None",
             functools.partial(_unpooled, k),
             F,
         )
@@ -153,15 +147,13 @@ def _convolutions() -> Table:
     for k in (1, 2, 3):
         found |= several(
             f"conv{k}d",
-            "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
-            " -> input weight bias | stride padding dilation groups",
+            "input weight bias=None +stride=1 +padding=0 +dilation=1 +groups=1",
             functools.partial(_convolution, k, "o{i}"),
             groups=3,
         )
         found |= several(
             f"conv_transpose{k}d",
-            "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"
-            " -> input weight bias | stride padding output_padding groups dilation",
+            "input weight bias=None +stride=1 +padding=0 +output_padding=0 +groups=1 +dilation=1",
             functools.partial(_convolution, k, "{i}o"),
             groups=3,
         )
@@ -198,14 +190,13 @@ def _resampling() -> Table:
         **unary("fold", lambda ndim: {3: "nc.->nc..|0", 2: "c.->c..|0"}.get(ndim), F),
         **several(
             "grid_sample",
-            "input grid mode='bilinear' padding_mode='zeros' align_corners=None"
-            " -> input grid | mode padding_mode align_corners",
+            "input grid +mode='bilinear' +padding_mode='zeros' +align_corners=None",
             lambda shapes, others: _sampled(len(shapes[0]) - 2) if len(shapes[0]) in (4, 5) else None,
             F,
         ),
         **several(
             "affine_grid",
-            "theta size align_corners=None -> theta | size align_corners",
+            "theta +size +align_corners=None",
             lambda shapes, others: {4: "n..->n...|0", 5: "n..->n....|0"}.get(len(others[0])),
             F,
             call=lambda func, operands, others: func(*operands, (len(operands[0]), *others[0][1:]), others[1]),
@@ -230,51 +221,49 @@ def _others() -> Table:
         **unary("local_response_norm", lambda ndim: _kept(f"n.{_BATCH[: ndim - 2]}")[:-2] if ndim > 2 else None, F),
         **several(
             "group_norm",
-            "input num_groups weight=None bias=None eps=1e-5 cudnn_enabled=True -> input weight bias | num_groups eps",
+            "input +num_groups weight=None bias=None +eps=1e-5 -cudnn_enabled=True",
             _group_norm,
             call=lambda func, operands, others: torch.group_norm(operands[0], others[0], *operands[1:], others[1]),
             groups=0,
         ),
         **several(
             "bilinear",
-            "input1 input2 weight bias=None -> input1 input2 weight bias |",
+            "input1 input2 weight bias=None",
             lambda shapes, others: _bilinear(_BATCH[: len(shapes[0]) - 1]),
         ),
         **several(
             "cosine_similarity",
-            "x1 x2 dim=1 eps=1e-8 -> x1 x2 | dim eps",
+            "x1 x2 +dim=1 +eps=1e-8",
             lambda shapes, others: _across(shapes, others[0]),
         ),
-        **several("cross", "input other dim=-1 -> input other | dim", _crossed, torch.linalg, call=_cross),
+        **several("cross", "input other +dim=-1", _crossed, torch.linalg, call=_cross),
         **_statistics("batch_norm"),
         **_statistics("instance_norm"),
         **several(
             "embedding_bag",
-            "input weight offsets=None max_norm=None norm_type=2 scale_grad_by_freq=False mode='mean' sparse=False"
-            " per_sample_weights=None include_last_offset=False padding_idx=None"
-            " -> input weight offsets per_sample_weights | mode include_last_offset padding_idx",
+            "input weight offsets=None -max_norm=None -norm_type=2 -scale_grad_by_freq=False +mode='mean'"
+            " -sparse=False per_sample_weights=None +include_last_offset=False +padding_idx=None",
             lambda shapes, others: "b.,.f,.,b.->bf" if len(shapes[0]) == 2 else ".,.f,.,.->.f",
             F,
             call=_bag,
         ),
         **several(
             "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices",
-            "input kernel_size output_size=None output_ratio=None return_indices=False _random_samples=None"
-            " -> input _random_samples | kernel_size output_size output_ratio return_indices",
+            "input +kernel_size +output_size=None +output_ratio=None +return_indices=False _random_samples=None",
             _sampled_windows,
             F,
             call=lambda func, xs, others: func(xs[0], *others, xs[1]),
         ),
         **several(
             "multi_margin_loss",
-            "input target p=1 margin=1.0 weight=None -> input target weight | p margin",
+            "input target +p=1 +margin=1.0 weight=None",
             lambda shapes, others: "n.,n,.->n" if len(shapes[0]) == 2 else _whole(shapes, len(shapes[1])),
             F,
             call=lambda func, xs, others: func(*xs[:2], *others, xs[2], reduction="none"),
         ),
         **several(
             "multilabel_margin_loss",
-            "input target -> input target |",
+            "input target",
             lambda shapes, others: "n.,n.->n" if len(shapes[0]) == 2 else _whole(shapes, 0),
             F,
             call=lambda func, xs, others: func(*xs, reduction="none"),
@@ -318,8 +307,7 @@ def _statistics(name: str) -> Table:
     """Batch and instance norm. In place of updating running statistics they are results, which the caller writes."""
     return several(
         name,
-        "input weight bias running_mean running_var training/use_input_stats momentum eps cudnn_enabled"
-        " -> input weight bias running_mean running_var | training momentum eps cudnn_enabled",
+        "input weight bias running_mean running_var +training/use_input_stats +momentum +eps +cudnn_enabled",
         functools.partial(_normalised, name == "instance_norm"),
         torch,
         call=_normalise,

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyper_parallel.platform.torch.op_table.as_called import Given, as_called, result_shapes
-from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallError, dims_of, repeated
+from hyper_parallel.platform.contract.dispatch import Given
+from hyper_parallel.platform.torch.op_table.binding import Table, UnboundCallError, as_called, dims_of, repeated
+from hyper_parallel.platform.torch.op_table.result_shapes import result_shapes
 
 __all__ = ["table"]
 
@@ -21,25 +22,24 @@ ldl_factor ldl_factor_ex matrix_exp matrix_power cond polar
 _METHODS = """
 cholesky_inverse logdet det slogdet inverse matrix_exp matrix_power pinverse svd
 """
-#: Functions of several tensors: signature -> number of dimensions that each has behind its batch.
+#: Functions of several tensors: name -> what they take, with the dimensions behind the batch.
 _OF_SEVERAL = {
-    "householder_product": ("A tau", {0: 2, 1: 1}),
-    "ldl_solve": ("LD pivots B", {0: 2, 1: 1, 2: 2}),
-    "lu_solve": ("LU pivots B", {0: 2, 1: 1, 2: 2}),
-    "matrix_rank": ("A tol/atol hermitian rtol", {0: 2, 1: 0, 3: 0}),
-    "pinv": ("A rcond/atol hermitian rtol", {0: 2, 1: 0, 3: 0}),
-    "solve_triangular": ("A B", {0: 2, 1: 2}),
-    "vander": ("x", {0: 1}),
+    "householder_product": "A(m,n) tau(k)",
+    "ldl_solve": "LD(n,n) pivots(n) B(n,k)",
+    "lu_solve": "LU(n,n) pivots(n) B(n,k)",
+    "matrix_rank": "A(m,n) tol/atol -hermitian rtol",
+    "pinv": "A(m,n) rcond/atol -hermitian rtol",
+    "solve_triangular": "A(n,n) B(n,k)",
+    "vander": "x(n)",
 }
 _METHODS_OF_SEVERAL = {
-    "cholesky_solve": ("input input2", {0: 2, 1: 2}),
-    "lu_solve": ("input LU_data LU_pivots", {0: 2, 1: 2, 2: 1}),
-    "lu_unpack": ("input/LU_data LU_pivots", {0: 2, 1: 1}),
-    "orgqr": ("input input2/tau", {0: 2, 1: 1}),
-    "ormqr": ("input input2/tau input3/other", {0: 2, 1: 1, 2: 2}),
-    "triangular_solve": ("input A", {0: 2, 1: 2}),
+    "cholesky_solve": "input(n,k) input2(n,n)",
+    "lu_solve": "input(n,k) LU_data(n,n) LU_pivots(n)",
+    "lu_unpack": "input/LU_data(m,n) LU_pivots(n)",
+    "orgqr": "input(m,n) input2/tau(k)",
+    "ormqr": "input(m,n) input2/tau(k) input3/other(m,k)",
+    "triangular_solve": "input(n,k) A(n,n)",
 }
-_MATRIX_NORM = "A ord='fro' dims=(-2,-1) keepdim=False dtype=None -> A | dims keepdim"
 #: Fourier transforms, with the dimensions that they take when none are given: how many, None for all.
 _TRANSFORMS = {
     "fft ifft rfft irfft hfft ihfft": 1,
@@ -51,32 +51,25 @@ _TRANSFORMS = {
 def table() -> Table:
     """Rows of linear algebra and Fourier transforms."""
     table = {
-        **as_called(_OF_ONE, "batched", "A", _behind({0: 2}), torch.linalg),
-        **as_called(_METHODS, "batched", "input/A", _behind({0: 2}), torch, Tensor),
+        **as_called(_OF_ONE, "batched", "A(m,n)", _behind, torch.linalg),
+        **as_called(_METHODS, "batched", "input/A(m,n)", _behind, torch, Tensor),
         **as_called("solve solve_ex", "batched", "A B", _behind_solve, torch.linalg),
-        **as_called("frexp", "batched", "input", _behind({0: 0})),
+        **as_called("frexp", "batched", "input", _behind),
         **as_called("geqrf", "batched", "input", _behind_geqrf, torch, Tensor),
-        **repeated("matrix_norm", "reduce_whole", _MATRIX_NORM, torch.linalg),
+        **repeated("matrix_norm", "reduce_whole", "x/A ord='fro' dims=(-2,-1) keepdim=False dtype=None", torch.linalg),
     }
-    for name, (taken, counts) in _OF_SEVERAL.items():
-        table |= as_called(name, "batched", taken, _behind(counts), torch.linalg)
-    for name, (taken, counts) in _METHODS_OF_SEVERAL.items():
-        table |= as_called(name, "batched", taken, _behind(counts), torch, Tensor)
+    for name, takes in _OF_SEVERAL.items():
+        table |= as_called(name, "batched", takes, _behind, torch.linalg)
+    for name, takes in _METHODS_OF_SEVERAL.items():
+        table |= as_called(name, "batched", takes, _behind, torch, Tensor)
     for names, count in _TRANSFORMS.items():
-        table |= as_called(names, "along_linear", "input s/n dim", _transformed(count), torch.fft)
+        table |= as_called(names, "along_linear", "x/input sizes/s/n dims/dim", _transformed(count), torch.fft)
     return table
 
 
-def _behind(counts: dict[int, int]) -> Any:
-    """The static arguments of ``batched``. ``counts`` has, for the number of each argument, how many dimensions it has
-    behind its batch."""
-
-    def facts(given: Given) -> tuple:
-        if any(number not in counts for number in given.numbers):
-            raise UnboundCallError
-        return _whole(given, tuple(counts[number] for number in given.numbers))
-
-    return facts
+def _behind(given: Given) -> tuple:
+    """The static arguments of ``batched``."""
+    return _whole(given, given.behind)
 
 
 def _whole(given: Given, counts: tuple[int, ...]) -> tuple:
@@ -89,7 +82,6 @@ def _whole(given: Given, counts: tuple[int, ...]) -> tuple:
 
 def _behind_solve(given: Given) -> tuple:
     """Right sides are vectors where their shape is that of the batch and one more dimension, otherwise matrices."""
-    given.need(0, 1)
     a, b = given.shapes
     vectors = len(b) == 1 or b == a[:-1]
     if not vectors and len(b) == len(a) - 1:
@@ -110,8 +102,7 @@ def _transformed(count: int | None) -> Any:
     None takes them from the call."""
 
     def facts(given: Given) -> tuple:
-        given.need(0)
-        sizes, dims = given.values.get(1), dims_of(given.values.get(2))
+        sizes, dims = given.values.get("sizes"), dims_of(given.values.get("dims"))
         if dims is None and count is None and sizes is not None:
             dims = tuple(range(-len(sizes), 0))
         if dims is None and count is not None:

@@ -8,28 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyper_parallel.platform.torch.op_table.binding import (
-    Bound,
-    Table,
-    UnboundCallError,
-    binds,
-    call_by_position,
-    global_shape,
-    rows,
-)
+from hyper_parallel.platform.torch.op_table.binding import Table, call_by_position, rows
 
 __all__ = ["table"]
 
 
 def table() -> Table:
     """Rows of linear, matmul, addmm and einsum."""
-    names, product = "matmul mm bmm mv dot __matmul__", "input other/mat2/vec/tensor -> input other"
+    names, product = "matmul mm bmm mv dot __matmul__", "x other/mat2/vec/tensor"
     return {
-        **rows("linear", "linear", "input weight bias=None -> input weight bias", call_by_position, F),
+        **rows("linear", "linear", "", call_by_position, F),
         **rows(names, "matmul", product, _call_matmul, torch, Tensor, torch.linalg),
-        **rows("__rmatmul__", "matmul", "input other -> other input", _call_matmul, Tensor),
-        **rows("cdist", "pairs", f"{_CDIST} -> x1 x2 | p compute_mode", call_by_position, torch),
-        **rows("addmm", "addmm", _bind_addmm, _call_addmm),
+        **rows("__rmatmul__", "matmul", "other x", _call_matmul, Tensor),
+        **rows("cdist", "pairs", _CDIST, call_by_position, torch),
+        **rows("addmm", "addmm", "", _call_addmm),
         # Torch brings the forms einsum(equation, [a, b]) and einsum(a, [0, 1], b, [1, 2]) into this one.
         **rows(
             "einsum",
@@ -41,18 +33,11 @@ def table() -> Table:
     }
 
 
-_CDIST = "x1 x2 p=2.0 compute_mode='use_mm_for_euclid_dist_if_necessary'"
+_CDIST = "x y/x2 +p=2.0 +compute_mode='use_mm_for_euclid_dist_if_necessary'"
 
 
 def _call_matmul(func: Any, operands: tuple, static_args: tuple) -> Any:
     return torch.matmul(*operands)
-
-
-@binds("input mat1 mat2 beta=1 alpha=1")
-def _bind_addmm(c: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Bound:
-    if len(global_shape(a)) != 2 or len(global_shape(b)) != 2:
-        raise UnboundCallError
-    return (c, a, b), (beta, alpha)
 
 
 def _call_addmm(func: Any, operands: tuple, static_args: tuple) -> Any:

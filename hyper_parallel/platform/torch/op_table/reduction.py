@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hyper_parallel.platform.torch.op_table.binding import (
-    Bound,
-    Table,
-    UnboundCallError,
-    arguments,
-    binds,
-    repeated,
-    rows,
-)
+from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, repeated, rows
 
 __all__ = ["OF_ALL", "table"]
 
@@ -28,35 +19,30 @@ OF_ALL: Table = {}
 def table() -> Table:
     """Rows of reductions."""
     for median in ("median", "nanmedian"):
-        OF_ALL.update(repeated(median, "reduce_whole", "input -> input | None False"))
+        OF_ALL.update(repeated(median, "reduce_whole", "x"))
     for extremum in ("max", "min"):
         # Not ``amax``, whose gradient is NaN everywhere where there is a NaN; here NaNs share it.
-        OF_ALL.update(repeated(extremum, f"a{extremum}", "input -> input | None False 'whole'"))
+        OF_ALL.update(repeated(extremum, f"a{extremum}", "x nans:='whole'"))
     return {
         **repeated("sum", "sum", _REDUCED),
         **repeated("mean", "mean", _REDUCED),
         **repeated("amax", "amax", _REDUCED),
         **repeated("amin", "amin", _REDUCED),
         **repeated("argmax argmin prod all any count_nonzero nansum nanmean", "reduce_whole", _REDUCED),
-        **repeated("std var", "reduce_whole", _bind_deviation),
-        **repeated("var_mean std_mean", "reduce_pair", _bind_deviation),
+        **repeated("std var", "reduce_whole", _DEVIATION),
+        **repeated("var_mean std_mean", "reduce_pair", _DEVIATION),
         **rows("logsumexp", "logsumexp", _REDUCED, _call_log_sum_exp),
-        **repeated("max min median nanmedian", "reduce_pair", "input dims keepdim=False"),
-        **repeated("mode", "reduce_pair", "input dims=-1 keepdim=False"),
-        **repeated("kthvalue", "reduce_pair", "input k dims=-1 keepdim=False -> input | dims keepdim"),
-        **rows("vector_norm", "vector_norm", _bind_norm("ord=2"), _call_vector_norm, torch.linalg),
-        **rows("norm", "vector_norm", _bind_norm("p='fro'"), _call_vector_norm, torch, Tensor),
+        **repeated("max min median nanmedian", "reduce_pair", "x dims keepdim=False"),
+        **repeated("mode", "reduce_pair", "x dims=-1 keepdim=False"),
+        **repeated("kthvalue", "reduce_pair", "x k dims=-1 keepdim=False"),
+        **rows("vector_norm", "vector_norm", f"x p/ord=2 {_OF_NORM}", _call_norm, torch.linalg, adjust=_by_number),
+        **rows("norm", "vector_norm", f"x p='fro' {_OF_NORM}", _call_norm, torch, Tensor, adjust=_by_number),
     }
 
 
-_REDUCED = "input dims=None keepdim=False dtype=None -> input | dims keepdim"
-_bind_any_deviation = arguments("input dims=None unbiased=True keepdim=False correction=1 -> input | dims keepdim")
-
-
-def _bind_deviation(func: Any, args: tuple, kwargs: dict) -> Bound:
-    if len(args) > 1 and isinstance(args[1], bool):
-        args = (args[0], None, *args[1:])  # the older overload with ``unbiased`` in the place of dimensions
-    return _bind_any_deviation(func, args, kwargs)
+_OF_NORM = "dims=None keepdim=False dtype=None"
+_REDUCED = f"x {_OF_NORM}"
+_DEVIATION = "x dims=None unbiased=True keepdim=False correction=1"
 
 
 def _call_log_sum_exp(func: Any, operands: tuple, static_args: tuple) -> Any:
@@ -64,17 +50,14 @@ def _call_log_sum_exp(func: Any, operands: tuple, static_args: tuple) -> Any:
     return func(x, dims or tuple(range(x.dim())), keepdim)  # torch has no word for all of them
 
 
-def _bind_norm(order: str) -> Callable[..., Bound]:
-    @binds(f"input {order} dims=None keepdim=False dtype=None")
-    def bind(x: Any, p: Any, dims: Any, keepdim: bool, dtype: Any) -> Bound:
-        p = 2.0 if p in ("fro", None) else p
-        if not isinstance(p, (int, float)):
-            raise UnboundCallError
-        return (x,), (float(p), dims, keepdim, dtype)
-
-    return bind
+def _by_number(func: Any, operands: tuple, static_args: tuple) -> Bound:
+    p, *others = static_args
+    p = 2.0 if p in ("fro", None) else p
+    if not isinstance(p, (int, float)):
+        raise UnboundCallError
+    return operands, (float(p), *others)
 
 
-def _call_vector_norm(func: Any, operands: tuple, static_args: tuple) -> Any:
+def _call_norm(func: Any, operands: tuple, static_args: tuple) -> Any:
     p, dims, keepdim, dtype = static_args
     return torch.linalg.vector_norm(operands[0], p, dims, keepdim, dtype=dtype)

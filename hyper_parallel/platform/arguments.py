@@ -1,0 +1,71 @@
+"""Values of arguments, and native calls with them: for the op tables of every backend, and for core's binder.
+
+No framework is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = [
+    "call_again",
+    "call_by_position",
+    "call_elementwise",
+    "dims_of",
+    "hashable",
+    "ints",
+    "placed",
+]
+
+
+def ints(given: Any) -> tuple[int, ...]:
+    """Sizes or dimensions as a tuple of ints: a number, or several, as they come in ``f(2, 3)`` or ``f((2, 3))``.
+    Tensors stand for the numbers in them.
+
+    Example:
+        >>> ints((2, 3)), ints(([2, 3],)), ints(2)
+        ((2, 3), (2, 3), (2,))
+    """
+    if isinstance(given, (tuple, list)) and len(given) == 1:
+        (given,) = given
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    return tuple(int(v) for v in given) if isinstance(given, (tuple, list)) else (int(given),)
+
+
+def dims_of(given: Any) -> tuple[int, ...] | None:
+    """One dimension or several as a tuple. None and an empty tuple give None, which means all dimensions."""
+    return None if given is None else ints(given) or None
+
+
+def hashable(value: Any) -> Any:
+    """``value`` with lists turned into tuples."""
+    return tuple(map(hashable, value)) if isinstance(value, (list, tuple)) else value
+
+
+def call_by_position(func: Any, operands: tuple, static_args: tuple) -> Any:
+    """A ``call`` of the native function with the operands, then the static arguments."""
+    return func(*operands, *static_args)
+
+
+def call_again(func: Any, operands: tuple, static_args: tuple) -> Any:
+    """A ``call`` that makes the native call as it came, for rows whose text ends in dots: the static arguments end
+    with the other arguments, by position and by name."""
+    return func(*operands, *static_args[-2], **dict(static_args[-1]))
+
+
+def call_elementwise(func: Any, operands: tuple, static_args: Any) -> Any:
+    """A ``call`` of an element-wise function, with the other arguments as they came."""
+    return func(*operands) if static_args is None else func(*operands, *static_args[0], **dict(static_args[1]))
+
+
+def placed(operands: Sequence[Any], static_args: tuple) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments by position and by name of a call that `Given` took apart, with ``operands`` in their places. The
+    static arguments end with the places, and with the other arguments by position and by name."""
+    places, rest, named = static_args[-3:]
+    args, kwargs = [*rest], dict(named)
+    for place, x in zip(places, operands, strict=True):
+        if place is not None:
+            (args if isinstance(place, int) else kwargs)[place] = x
+    return args, kwargs
