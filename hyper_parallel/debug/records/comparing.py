@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from hyper_parallel.debug.records import texts
 from hyper_parallel.debug.records.aligning import Key, Names, names_between
-from hyper_parallel.debug.records.culprits import Culprits
+from hyper_parallel.debug.records.culprits import Culprits, Links
 from hyper_parallel.debug.records.files import Record, read_record
 from hyper_parallel.debug.records.picture import picture
 from hyper_parallel.debug.records.rounding import GROWTH, Rounding, roundoff
@@ -158,7 +158,7 @@ def compare(
     if reference is not None:
         there = tensors_of(read_record(reference))
         third = (there, names_between(tensors[0], there, names))
-    made = _Comparing(records[0], tensors[0], tensors[1], found, third)
+    made = _Comparing(records, tensors[0], tensors[1], found, third)
     made.run()
     if not made.rows:
         raise ValueError(
@@ -187,18 +187,21 @@ def _some(tensors: Mapping[Key, Tensor]) -> str:
 class _Comparing:
     def __init__(
         self,
-        record: Record,
+        records: Sequence[Record],
         a: dict[Key, Tensor],
         b: dict[Key, Tensor],
         names: Names,
         third: tuple[dict[Key, Tensor], Names] | None,
     ) -> None:
         self._a, self._b, self._names, self._third = a, b, names, third
-        self._culprits = Culprits(record, a)
+        self._record = records[0]
+        self._links = [Links(record, tensors) for record, tensors in zip(records, (a, b), strict=True)]
+        self._culprits = Culprits(self._record, a)
         self._rounding = Rounding()
         self._wholes: dict[Key, tuple[Whole, Whole]] = {}
         #: Relative differences of the gradients of a parameter so far, element by element.
         self._uncertain: dict[str, np.ndarray] = {}
+        self._drifts: dict[str, float] = {}
         self.rows: list[Row] = []
         self.only_a: list[str] = []
         self.only_b: list[str] = []
@@ -206,16 +209,33 @@ class _Comparing:
 
     def run(self) -> None:
         steps = [{key[1] for key in tensors} for tensors in (self._a, self._b)]
-        seen = set()
+        namesakes = {key: (key[0], key[1], self._names(key[2]), *key[3:]) for key in self._a}
+        backwards = {other: key for key, other in namesakes.items()}
+        paths = {self._names(call.path): call.path for call in self._record.calls}
+        # An input of one record may be the output of a module in the other, where no code lies between.
+        also: dict[Key, list[tuple[Key, Key]]] = {}
+        for other in self._b:
+            if other not in backwards and other[1] in steps[0]:
+                key = (other[0], other[1], paths.get(other[2], other[2]), *other[3:])
+                there = self._links[1].same(other, self._links[0], key)
+                if there is None:
+                    self.only_b.append(_name(other))
+                else:
+                    also.setdefault(there, []).append((key, other))
         for key in sorted(self._a, key=self._order):
-            other = (key[0], key[1], self._names(key[2]), *key[3:])
-            seen.add(other)
-            if other not in self._b:
-                if key[1] in steps[1]:
-                    self.only_a.append(_name(key))
-                continue
-            self._compare(key, self._a[key], self._b[other])
-        self.only_b = [_name(key) for key in self._b if key not in seen and key[1] in steps[0]]
+            namesake: Key | None = namesakes[key]
+            if namesake not in self._b:
+                namesake = self._links[0].same(key, self._links[1], namesakes[key])
+            if namesake is not None:
+                self._compare(key, key, namesake)
+            elif key[0] == "parameter gradient" and self._lacks(namesakes[key]):
+                self._append(
+                    key, self._a[key].entry.local, (self._a[key].entry.dtype, ""), math.inf, 0.0, "B: no gradient"
+                )
+            elif key[1] in steps[1]:
+                self.only_a.append(_name(key))
+            for named, other in also.get(key, ()):
+                self._compare(named, key, other)
 
     def _order(self, key: Key) -> tuple[float, ...]:
         kind, step = key[0], key[1]
@@ -224,10 +244,16 @@ class _Comparing:
             return (step, _PHASES[kind], tensor.order, 0)
         return (step, _PHASES[kind], self._culprits.backward_of(step, key[2]), 1, tensor.order)
 
-    def _compare(self, key: Key, a: Tensor, b: Tensor) -> None:
+    def _compare(self, key: Key, own: Key, other: Key) -> None:
+        """Compare two tensors, and name them ``key``."""
+        a, b = self._a[own], self._b[other]
         pair = _pair(a, b)
+        if pair is None and a.ways() and b.ways():
+            how = f"shapes {_shapes(a)} and {_shapes(b)}"
+            self._append(key, a.ways()[0].shape, (a.entry.dtype, b.entry.dtype), math.inf, 0.0, how)
         if pair is None:
-            self.unfit.append(f"{_name(key)}: {_shapes(a)} and {_shapes(b)}")
+            if not a.ways() or not b.ways():
+                self.unfit.append(f"{_name(key)}: {_shapes(a)} and {_shapes(b)}")
             return
         x, y = pair
         self._wholes[key] = pair
@@ -241,22 +267,32 @@ class _Comparing:
         if third is not None:
             found, bound = third
         how = [text for text in (x.how and f"A: {x.how}", y.how and f"B: {y.how}") if text]
-        for letter, tensor in (("A", a), ("B", b)):
+        for letter, tensor, whole in (("A", a, x), ("B", b, y)):
+            found = max(found, whole.spread)
             stray = tensor.strays()
             if stray is not None:
                 how.append(f"{letter}: the copy of rank {stray[0]} differs by {stray[1]:.1e}")
                 found = max(found, stray[1])
+        departs = self._append(key, x.shape, dtypes, found, bound, "; ".join(how))
+        if not departs:
+            self._rounding.agree(found if key[0] != "update" else self._drift(key, x, y, a.entry.scale))
+
+    def _lacks(self, key: Key) -> bool:
+        """Whether a parameter of the second record has no gradient in a step in which others have one."""
+        others = (other for other in self._b if other[:2] == key[:2])
+        return ("parameter", 0, *key[2:]) in self._b and next(others, None) is not None
+
+    def _append(
+        self, key: Key, shape: tuple[int, ...], dtypes: tuple[str, str], found: float, bound: float, how: str
+    ) -> bool:
+        """Add a row, and return whether it departs."""
         departs = not found <= bound
-        culprit = self._culprits.of(key, self._agreeing()) if departs and not self._departed() else ""
-        self.rows.append(Row(*key, tuple(x.shape), dtypes, found, bound, departs, culprit, "; ".join(how)))
-        if not departs and key[0] != "update":
-            self._rounding.agree(found)
+        culprit = self._culprits.of(key) if departs and not self._departed() else ""
+        self.rows.append(Row(*key, tuple(shape), dtypes, found, bound, departs, culprit, how))
+        return departs
 
     def _departed(self) -> bool:
         return any(row.departs for row in self.rows)
-
-    def _agreeing(self) -> set[Key]:
-        return {(r.kind, r.step, r.path, r.number, r.slot, r.of) for r in self.rows if not r.departs}
 
     def _floor(self, key: Key) -> float:
         """The size that a gradient of a bias has where its summands do not cancel: below it is rounding alone."""
@@ -289,6 +325,15 @@ class _Comparing:
                 bound += 4 * float(np.linalg.norm(np.maximum(np.abs(x.values), np.abs(y.values)) * relative)) / norm
         return bound + self._rounding.bound
 
+    def _drift(self, key: Key, x: Whole, y: Whole, scale: float) -> float:
+        """The relative difference of a parameter after the updates so far, with which the next step begins."""
+        if not x.size or not scale:
+            return 0.0
+        size = math.sqrt(max(x.squares, y.squares) / x.size)
+        drift = self._drifts.get(key[2], 0.0) + difference(x, y) * size / scale
+        self._drifts[key[2]] = drift
+        return drift
+
     def _of_third(
         self, key: Key, x: Whole, y: Whole, floor: float, dtypes: tuple[str, str]
     ) -> tuple[float, float] | None:
@@ -310,7 +355,7 @@ def _pair(a: Tensor, b: Tensor) -> tuple[Whole, Whole] | None:
     found = [(x, y) for x in a.ways() for y in b.ways() if x.shape == y.shape]
     if not found:
         found = [(x, z) for x in a.ways() for y in b.ways() if (z := _squeezed(y, x)) is not None]
-    return min(found, key=lambda pair: difference(*pair), default=None)
+    return min(found, key=lambda pair: max(difference(*pair), pair[0].spread, pair[1].spread), default=None)
 
 
 def _squeezed(y: Whole, x: Whole) -> Whole | None:

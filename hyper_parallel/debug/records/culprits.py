@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hyper_parallel.debug.records.files import Call, Record
 
-__all__ = ["Culprits"]
+__all__ = ["Culprits", "Links"]
 
 Key = tuple[str, int, str, int, str, str]
+
+
+class Links:
+    """Tensors under the names of all calls that gave or took them, and not of the first alone."""
+
+    def __init__(self, record: Record, tensors: Mapping[Key, Any]) -> None:
+        self._calls = {(c.step, c.path, c.number): c for c in record.calls}
+        self._tensors = tensors
+        self._keys: dict[tuple[bool, int], Key] = {}
+        for key, tensor in tensors.items():
+            if tensor.entry.tensor >= 0:
+                self._keys.setdefault((key[0] == "gradient", tensor.entry.tensor), key)
+
+    def same(self, key: Key, other: Links, there: Key) -> Key | None:
+        """The key in ``other`` of the tensor that its call ``there`` gave or took in the place of ``key`` here."""
+        of = key[5] if key[0] == "gradient" else key[0]
+        here, call = self._calls.get((key[1], key[2], key[3])), other._calls.get((there[1], there[2], there[3]))
+        if here is None or call is None or of not in ("input", "output"):
+            return None
+        own, theirs = (here.inputs, call.inputs) if of == "input" else (here.outputs, call.outputs)
+        number = self._tensors[key].entry.tensor
+        if number not in own or len(own) != len(theirs):
+            return None
+        return other._keys.get((key[0] == "gradient", theirs[own.index(number)]))
 
 
 class Culprits:
@@ -34,13 +58,8 @@ class Culprits:
         for i, call in enumerate(self._calls):
             self._of_module.setdefault((call.step, call.path), []).append(i)
 
-    def of(self, key: Key, agreeing: Collection[Key]) -> str:
-        """The module or parameter to which the first departure is charged.
-
-        Args:
-            key: of the tensor that departs first.
-            agreeing: keys of those that agree.
-        """
+    def of(self, key: Key) -> str:
+        """The module or parameter to which the first departure is charged, that of the tensor ``key``."""
         kind, step, path, number, _, of = key
         if kind in ("parameter", "buffer", "parameter gradient", "update"):
             return path
@@ -57,17 +76,12 @@ class Culprits:
         inner = [i for i in takers if not any(self._is_inside(j, i) for j in takers)]
         inner = [i for i in inner if not (of == "output" and i == index)]
         if not inner:
-            around = self._calls[call.parent] if call.parent >= 0 else None
-            return "the loss" if around is None or not self._is_taken_on(index) else self._code(around)
+            # The code that takes it lies around the outermost call that gives the same tensor.
+            around = call.parent
+            while of == "output" and around >= 0 and set(tensors) & set(self._calls[around].outputs):
+                around = self._calls[around].parent
+            return "the loss" if around < 0 else self._code(self._calls[around])
         return ", ".join(dict.fromkeys(self._calls[i].path or self._calls[i].kind for i in sorted(inner)))
-
-    def _is_taken_on(self, index: int) -> bool:
-        """Whether the code around a call goes on with its output: not where that is the output of the model."""
-        call = self._calls[index]
-        top = index
-        while self._calls[top].parent >= 0:
-            top = self._calls[top].parent
-        return not set(call.outputs) & set(self._calls[top].outputs)
 
     def _code(self, call: Call) -> str:
         return call.path or call.kind

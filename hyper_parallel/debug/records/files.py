@@ -83,8 +83,8 @@ class Entry:
         digest: of the bytes; equal ones are equal tensors.
         squares: sum of the squares of the finite elements of the part.
         not_finite: number of elements that are infinite or NaN.
-        sums: `samples.signed_sums` of the whole, this rank's share.
-        own_sums: the same of the part as a tensor of its own.
+        sums: `samples.signed_sums` of the whole, this rank's share, where there are samples alone; else empty.
+        own_sums: the same of the part as a tensor of its own, where other ranks may have copies.
         scale: root of the mean square of the parameter, of an update; else 0.
     """
 
@@ -123,7 +123,6 @@ class Record:
         path: of the folder.
         platform: name of the backend.
         largest: number of elements up to which tensors are whole.
-        ranks: number of ranks.
         root: mesh of all ranks; None where there is none.
         calls: of the first rank, in the order in which they began.
         entries: of each rank, in the order in which they came into being.
@@ -135,22 +134,25 @@ class Record:
     path: str
     platform: str
     largest: int
-    ranks: int
     root: Place | None
     calls: list[Call]
-    entries: list[list[Entry]]
-    places: list[list[Place]]
-    arrays: list[np.ndarray]
+    entries: dict[int, list[Entry]]
+    places: dict[int, list[Place]]
+    arrays: dict[int, np.ndarray]
     notes: list[str] = field(default_factory=list)
 
 
 class Writer:
     """Files of one rank. Values are written as they come, the index at the end."""
 
-    def __init__(self, folder: str | Path, rank: int) -> None:
+    def __init__(self, folder: str | Path, rank: int, ranks: int) -> None:
         self._folder, self._rank, self._count = Path(folder), rank, 0
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / f"rank-{rank}.json").unlink(missing_ok=True)
+        for file in self._folder.glob("rank-*.json"):
+            match = _FILE.fullmatch(file.name)
+            # Its own of an earlier run, and those of ranks that there are none of now.
+            if match and (int(match[1]) == rank or (rank == 0 and int(match[1]) >= ranks)):
+                file.unlink(missing_ok=True)
         self._arrays: IO[bytes] = (self._folder / f"rank-{rank}.bin").open("wb")
 
     def values(self, x: np.ndarray) -> tuple[int, int]:
@@ -189,25 +191,34 @@ def read_record(path: str | Path) -> Record:
             f"{folder} holds no record: there is no file rank-0.json in it. `hyper_parallel.debug.record` writes it "
             "when its context ends"
         )
-    first = found.get(0) or next(iter(found.values()))
-    indexes = {rank: _index(file, rank) for rank, file in found.items()}
-    ranks = indexes[min(indexes)]["ranks"]
-    if missing := [f"rank-{rank}.json" for rank in range(ranks) if rank not in found]:
-        raise RecordError(f"{folder} lacks {', '.join(missing)} of a record of {ranks} ranks, as {first.name} says")
-    entries, places, arrays, calls = [], [], [], []
-    for rank in range(ranks):
-        file, index = found[rank], indexes[rank]
-        calls.append([_make(Call, row, file) for row in index["calls"]])
-        places.append([_make(Place, row, file) for row in index["places"]])
-        own = [_make(Entry, row, file) for row in index["entries"]]
-        arrays.append(_numbers(file.with_suffix(".bin"), index["numbers"]))
-        for entry in own:
-            _check(entry, len(places[-1]), index["numbers"], file)
-        entries.append(own)
-    head = indexes[0]
-    root = None if head["root"] is None else _make(Place, head["root"], found[0])
+    entries, places, arrays = {}, {}, {}
+    indexes = {rank: _index(file, rank) for rank, file in sorted(found.items())}
+    first = min(indexes)
+    head = indexes[first]
+    for rank, index in indexes.items():
+        file = found[rank]
+        if index["ranks"] != head["ranks"]:
+            raise RecordError(
+                f"{file} is of a run of {index['ranks']} ranks, and {found[first].name} of one of {head['ranks']}: "
+                "files of two runs are in one folder; record into an empty one"
+            )
+        places[rank] = [_make(Place, row, file) for row in index["places"]]
+        entries[rank] = [_make(Entry, row, file) for row in index["entries"]]
+        arrays[rank] = _numbers(file.with_suffix(".bin"), index["numbers"])
+        for entry in entries[rank]:
+            _check(entry, len(places[rank]), index["numbers"], file)
+        lacking = sorted({r for place in places[rank] for r in place.ranks} - set(found))
+        if lacking:
+            raise RecordError(
+                f"{folder} lacks rank-{lacking[0]}.json, of a rank that shares tensors with rank {rank}: copy the "
+                "files of all ranks into one folder"
+            )
+    root = None if head["root"] is None else _make(Place, head["root"], found[first])
+    if root is not None and set(root.ranks) != set(found):
+        root = None
+    calls = [_make(Call, row, found[first]) for row in head["calls"]]
     notes = list(dict.fromkeys(note for index in indexes.values() for note in index["notes"]))
-    return Record(str(path), head["platform"], head["largest"], ranks, root, calls[0], entries, places, arrays, notes)
+    return Record(str(path), head["platform"], head["largest"], root, calls, entries, places, arrays, notes)
 
 
 #: Fields of the index of a rank, and their types.

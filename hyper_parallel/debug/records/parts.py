@@ -120,11 +120,13 @@ class Parts:
             whole, boxes = local, (((0,) * len(local), local, (0,) * len(local)),)
         finite = np.isfinite(numbers)
         clean = numbers if finite.all() else np.where(finite, numbers, 0.0)
-        grid, taken = self._taken(numbers, whole, boxes)
-        sums = np.zeros(SUMS)
-        for offsets, sizes, starts in boxes if alone and whole is not None else ():
+        sampled, taken = self._taken(numbers, whole, boxes)
+        sums = np.zeros(SUMS if sampled and whole is not None else 0)
+        for offsets, sizes, starts in boxes if alone and sums.size else ():
             index = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
             sums += signed_sums(clean[index], whole or (), offsets)
+        # Copies have no values in the files, and samples have none of the other elements.
+        own = signed_sums(clean, local, (0,) * len(local)) if place >= 0 or (sampled and whole is None) else np.zeros(0)
         self.entries.append(
             Entry(
                 *key,
@@ -134,13 +136,13 @@ class Parts:
                 whole=whole,
                 place=place,
                 boxes=boxes,
-                sampled=grid,
+                sampled=sampled,
                 values=self._writer.values(taken) if alone else None,
                 digest=hashlib.blake2b(data, digest_size=12).hexdigest(),
                 squares=float(np.square(clean).sum()) if alone else 0.0,
                 not_finite=int(numbers.size - finite.sum()),
                 sums=tuple(sums.tolist()),
-                own_sums=tuple(signed_sums(clean, local, (0,) * len(local)).tolist()),
+                own_sums=tuple(own.tolist()),
                 scale=scale,
             )
         )

@@ -66,7 +66,7 @@ class record:
         world = platform.world() is not None
         self._rank, self._ranks = (platform.rank(), platform.world_size()) if world else (0, 1)
         self._largest_kept = (1 << 62) if self._largest is None else self._largest
-        self._parts = Parts(platform, Writer(self._path, self._rank), self._largest_kept)
+        self._parts = Parts(platform, Writer(self._path, self._rank, self._ranks), self._largest_kept)
         self._writer = self._parts._writer
         self._calls: list[Call] = []
         self._step, self._begun, self._updated = 0, False, False

@@ -9,6 +9,7 @@ square of a sum of numbers with random signs is, on average, the sum of their sq
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,9 +52,13 @@ def signed_sums(x: np.ndarray, shape: Sequence[int], offsets: Sequence[int]) -> 
     """
     sums = np.asarray(x, np.float64)[..., None]
     for dim in reversed(range(len(shape))):
-        rng = np.random.default_rng((dim, shape[dim]))
-        signs = rng.integers(0, 2, (shape[dim], SUMS)) * 2.0 - 1.0
-        own = signs[offsets[dim] : offsets[dim] + x.shape[dim]]
+        own = _signs(dim, shape[dim])[offsets[dim] : offsets[dim] + x.shape[dim]]
         # The last axis is that of the sums, of length 1 before the first dimension.
         sums = (sums[..., 0] @ own) if sums.shape[-1] == 1 else np.einsum("...ik,ik->...k", sums, own)
     return np.broadcast_to(sums, (SUMS,)).copy() if not len(shape) else sums
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(dim: int, size: int) -> np.ndarray:
+    """Signs of the indices along a dimension, for each sum."""
+    return np.random.default_rng((dim, size)).integers(0, 2, (size, SUMS)) * 2.0 - 1.0

@@ -34,10 +34,13 @@ def table(rows: Sequence[Any]) -> str:
 def report(comparison: Any) -> str:
     """Where two runs part, and the tensors around that place."""
     rows, first = comparison.rows, comparison.first
-    worst = max(row.difference for row in rows)
     lines = []
     if first is None:
-        lines.append(f"The runs agree: {len(rows)} tensors, the largest difference {worst:.1e} is rounding.")
+        nearest = max(rows, key=lambda row: row.difference / row.bound if row.bound else 0.0)
+        lines.append(
+            f"The runs agree: no difference of {len(rows)} tensors is above what rounding explains. Nearest to that is the "
+            f"{nearest.name}, by {nearest.difference:.1e} of {nearest.bound:.1e}."
+        )
     else:
         step = f" in step {first.step}" if any(row.step for row in rows) else ""
         lines.append(f"The runs part at {first.culprit}.")
@@ -53,7 +56,7 @@ def report(comparison: Any) -> str:
         place = rows.index(first)
         lines += ["", table(rows[max(place - 4, 0) : place + 5])]
         count = sum(row.departs for row in rows)
-        lines += ["", f"{count} of {len(rows)} tensors depart, the largest difference is {worst:.1e}."]
+        lines += ["", f"{count} of {len(rows)} tensors depart."]
     lines += _left_out(comparison)
     return "\n".join(lines)
 

@@ -26,6 +26,7 @@ class Whole:
         not_finite: number of elements that are infinite or NaN.
         sums: see `samples.signed_sums`; None where they are not those of the whole.
         how: how parts without a known place were put together, for people.
+        spread: largest relative difference of copies that ranks hold, as far as the values tell.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class Whole:
     not_finite: int
     sums: np.ndarray | None
     how: str = ""
+    spread: float = 0.0
 
     @property
     def size(self) -> int:
@@ -107,7 +109,7 @@ class Tensor:
     def like(self, other: Whole) -> Whole | None:
         """The way that has the shape of ``other`` and differs least from it; None where there is none."""
         fitting = [way for way in self.ways() if way.shape == other.shape]
-        return min(fitting, key=lambda way: difference(way, other), default=None)
+        return min(fitting, key=lambda way: max(difference(way, other), way.spread), default=None)
 
     def strays(self) -> tuple[int, float] | None:
         """The rank whose copy differs most from that of the first rank with copies, and by how much. None where all
@@ -188,7 +190,7 @@ class Tensor:
             return self._of_boxes((rank,))
         grid = tuple(grid_of(entry.local, self.record.largest))
         shape = tuple(map(len, grid))
-        sums = np.array(entry.own_sums)
+        sums = np.array(entry.own_sums) if entry.own_sums else None
         return Whole(entry.local, grid, self._values(rank, shape), entry.squares, entry.not_finite, sums)
 
     def _values(self, rank: int, shape: Sequence[int]) -> np.ndarray:
@@ -217,7 +219,7 @@ class Tensor:
                 start += count
             squares, not_finite = squares + entry.squares, not_finite + entry.not_finite
             sums = sums + np.array(entry.sums)
-        return Whole(tuple(shape), grid, values, squares, not_finite, sums)
+        return Whole(tuple(shape), grid, values, squares, not_finite, sums if sums.size else None)
 
     def _folded(self, ones: Sequence[Whole | None], shape: Sequence[int], placements: Sequence[str]) -> Iterator[Whole]:
         """The tensors that pieces on a mesh of ``shape`` may be, the last mesh dimension cutting last."""
@@ -246,7 +248,7 @@ class Tensor:
                 yield replace(made, values=made.values / n, squares=made.squares / n**2, sums=sums, how=how)
 
     def _letters(self, array: np.ndarray, dim: int) -> list[str]:
-        """How pieces may lie along a mesh dimension: as copies where they are equal."""
+        """How pieces may lie along a mesh dimension: equal ones are no summands."""
         rows = np.moveaxis(array, dim, 0).reshape(array.shape[dim], -1)
         same = all(
             a is not None
@@ -256,14 +258,12 @@ class Tensor:
             for row in rows[1:]
             for a, b in zip(rows[0], row, strict=True)
         )
-        if same:
-            return ["R"]
         ndim = max((len(one.shape) for one in array.reshape(-1) if one is not None), default=0)
-        return [*(f"S{d}" for d in range(ndim)), "P", "R"]
+        return ["R", *(f"S{d}" for d in range(ndim)), *(() if same else "P")]
 
 
 def _words(letter: str) -> str:
-    kind = {"P": "summands of ranks added up", "R": "the first of unequal copies"}
+    kind = {"P": "summands of ranks added up", "R": "the first of copies"}
     return kind.get(letter) or f"parts of ranks joined along dimension {letter[1:]}"
 
 
@@ -273,7 +273,8 @@ def _fold_last(array: np.ndarray, letter: str) -> np.ndarray | None:
     for index in np.ndindex(made.shape):
         pieces = list(array[index])
         if letter == "R":
-            made[index] = next((p for p in pieces if p is not None), None)
+            there = [p for p in pieces if p is not None]
+            made[index] = _one_of(there) if there else None
             continue
         if any(p is None for p in pieces):
             made[index] = None
@@ -283,6 +284,13 @@ def _fold_last(array: np.ndarray, letter: str) -> np.ndarray | None:
             return None
         made[index] = found
     return made
+
+
+def _one_of(copies: Sequence[Whole]) -> Whole:
+    """The first of copies, and how far others are from it."""
+    first = copies[0]
+    spread = max((difference(first, p) if p.shape == first.shape else float("inf") for p in copies[1:]), default=0.0)
+    return replace(first, spread=max(spread, *(p.spread for p in copies)))
 
 
 def _added(pieces: Sequence[Whole]) -> Whole | None:
@@ -297,7 +305,8 @@ def _added(pieces: Sequence[Whole]) -> Whole | None:
         squares = float(np.square(values[np.isfinite(values)]).sum()) * first.size / max(values.size, 1)
     else:
         squares = float(np.mean(np.square(sums)))
-    return replace(first, values=values, squares=squares, not_finite=sum(p.not_finite for p in pieces), sums=sums)
+    not_finite, spread = sum(p.not_finite for p in pieces), max(p.spread for p in pieces)
+    return replace(first, values=values, squares=squares, not_finite=not_finite, sums=sums, spread=spread)
 
 
 def _joined(pieces: Sequence[Whole], dim: int) -> Whole | None:
@@ -319,6 +328,7 @@ def _joined(pieces: Sequence[Whole], dim: int) -> Whole | None:
         sum(p.squares for p in pieces),
         sum(p.not_finite for p in pieces),
         None,
+        spread=max(p.spread for p in pieces),
     )
 
 
@@ -327,7 +337,7 @@ def tensors_of(record: Record) -> dict[tuple, Tensor]:
     gradient that came several times, as in a backward that is run again, counts as the last."""
     found: dict[tuple, dict[int, Entry]] = {}
     order: dict[tuple, int] = {}
-    for rank, entries in enumerate(record.entries):
+    for rank, entries in record.entries.items():
         for i, entry in enumerate(entries):
             found.setdefault(entry.key, {})[rank] = entry
             order.setdefault(entry.key, i)

@@ -69,7 +69,7 @@ class ObservationVerbs:
                 self.watching.uninstall()
 
     def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
-        x.register_hook(lambda cotangent: tell(cotangent))
+        x.register_hook(lambda cotangent: None if cotangent is None else tell(cotangent))
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
         """See `Platform.profiler_range`: of MSTX, which MindSpore has on Ascend."""

@@ -99,7 +99,7 @@ class ObservationVerbs(Platform):
 
     def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
         """See `Platform.on_gradient`."""
-        x.register_hook(lambda cotangent: tell(cotangent))
+        x.register_hook(lambda cotangent: None if cotangent is None else tell(cotangent))
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
         """See `Platform.profiler_range`: one of ``torch.profiler``, and of the device where it has its own."""
