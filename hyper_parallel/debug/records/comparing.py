@@ -249,8 +249,8 @@ class _Comparing:
         a, b = self._a[own], self._b[other]
         pair = _pair(a, b)
         if pair is None and a.ways() and b.ways():
-            how = f"shapes {_shapes(a)} and {_shapes(b)}"
-            self._append(key, a.ways()[0].shape, (a.entry.dtype, b.entry.dtype), math.inf, 0.0, how)
+            shapes = f"shapes {_shapes(a)} and {_shapes(b)}"
+            self._append(key, a.ways()[0].shape, (a.entry.dtype, b.entry.dtype), math.inf, 0.0, shapes)
         if pair is None:
             if not a.ways() or not b.ways():
                 self.unfit.append(f"{_name(key)}: {_shapes(a)} and {_shapes(b)}")

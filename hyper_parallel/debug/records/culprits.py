@@ -46,7 +46,7 @@ class Culprits:
     """
 
     def __init__(self, record: Record, tensors: Mapping[Key, Any]) -> None:
-        self._calls = record.calls
+        self._calls, self._tensors = record.calls, tensors
         self._index = {(c.step, c.path, c.number): i for i, c in enumerate(self._calls)}
         self._takers: dict[int, list[int]] = {}
         for i, call in enumerate(self._calls):
@@ -68,7 +68,11 @@ class Culprits:
             return path
         call = self._calls[index]
         if kind == "input":
-            return "the inputs of the run" if call.parent < 0 else self._code(self._calls[call.parent])
+            top = call
+            while top.parent >= 0:
+                top = self._calls[top.parent]
+            tensor = self._tensors[key].entry.tensor
+            return "the inputs of the run" if tensor in top.inputs else self._code(self._calls[call.parent])
         if kind == "output":
             return path or call.kind
         tensors = call.outputs if of == "output" else call.inputs

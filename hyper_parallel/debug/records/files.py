@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -269,16 +270,29 @@ def _frozen(x: Any) -> Any:
 
 
 def _check(entry: Entry, places: int, numbers: int, file: Path) -> None:
-    start, count = entry.values or (0, 0)
-    sizes = (entry.local, *(() if entry.whole is None else (entry.whole,)))
-    right = (
-        entry.kind in KINDS
-        and -1 <= entry.place < places
-        and all(isinstance(n, int) and n >= 0 for shape in sizes for n in shape)
-        and 0 <= start <= start + count <= numbers
-    )
+    """Refuse an entry whose numbers are not where it says."""
+    try:
+        right = _fits(entry, places, numbers)
+    except (TypeError, ValueError):  # of fields that are no numbers, or too few
+        right = False
     if not right:
         raise RecordError(f"{file} is damaged: its entry of {entry.path!r} ({entry.kind}) does not fit the others")
+
+
+def _fits(entry: Entry, places: int, numbers: int) -> bool:
+    start, count = entry.values or (0, 0)
+    whole = entry.local if entry.whole is None else entry.whole
+    if any(not isinstance(n, int) or n < 0 for n in (start, count, *entry.local, *whole)):
+        return False
+    if any(
+        len(offsets) != len(whole)
+        or any(o < 0 or o + n > size for o, n, size in zip(offsets, sizes, whole, strict=True))
+        for offsets, sizes, _ in entry.boxes
+    ):
+        return False
+    sized = entry.values is None or entry.sampled or count == math.prod(entry.local)
+    named = entry.kind in KINDS and isinstance(entry.path, str) and -1 <= entry.place < places
+    return named and sized and start + count <= numbers and entry.squares + entry.scale + entry.not_finite >= 0
 
 
 def _numbers(file: Path, count: int) -> np.ndarray:

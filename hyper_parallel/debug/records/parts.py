@@ -88,18 +88,19 @@ class Parts:
         """
         platform = self._platform
         what = platform.foreign_tensor(x)
+        name = f"{key[0]} of {key[2] or 'the model'}"
         if what is not None or not platform.has_values(x):
-            self.notes[f"{key[2]} ({key[0]}): {what or 'a tensor without values'}"] = None
+            self.notes[f"{name}: {what or 'a tensor without values'}"] = None
             return
         dtype, numbers, data = numbers_of(x, platform)
         if array is not None:
             numbers, data = array, array.tobytes()
         if numbers is None:
-            self.notes[f"{key[2]} ({key[0]}): numbers of {dtype} are not recorded"] = None
+            self.notes[f"{name}: numbers of {dtype} are not recorded"] = None
             return
         local = tuple(numbers.shape)
         if layout is not None and len(local) > len(layout.shape):  # of complex numbers
-            self.notes[f"{key[2]} ({key[0]}): distributed complex numbers are not recorded"] = None
+            self.notes[f"{name}: distributed complex numbers are not recorded"] = None
             return
         place, alone = -1, True
         whole: tuple[int, ...] | None = None

@@ -69,17 +69,17 @@ class record:
         self._parts = Parts(platform, Writer(self._path, self._rank, self._ranks), self._largest_kept)
         self._writer = self._parts._writer
         self._calls: list[Call] = []
-        self._step, self._begun, self._updated = 0, False, False
+        self._step, self._begun, self._updated, self._live = 0, False, False, True
         self._paths: dict[int, str] = {}
         self._roots: list[tuple[str, Any]] = []
         self._open: list[tuple[Any, int]] = []
         self._numbers: dict[tuple[int, str], int] = {}
         self._tensors: dict[int, tuple[Any, int]] = {}
-        self._tensor_count = 0
+        self._tensor_count, self._found_late = 0, -1
         self._before: dict[str, np.ndarray] = {}
         self._handles: list[Any] = []
         self._stack = ExitStack()
-        self._stack.enter_context(platform.watch_steps(self))
+        self._stack.enter_context(platform.watch_steps(self, calls=self._model is None))
         if self._model is not None:
             self._attach(self._model)
         return self
@@ -99,6 +99,7 @@ class record:
             "notes": list(self._parts.notes),
         }
         self._writer.close(index, self._calls, self._parts.entries, self._parts.places)
+        self._live = False
         self._tensors.clear()
         self._before.clear()
 
@@ -116,6 +117,7 @@ class record:
         self._step += 1
         self._begun = self._updated = False
         self._numbers.clear()
+        self._tensors.clear()
 
     # ------------------------------------------------------------------------------------------------- the program
     def called(self, module: Any) -> None:
@@ -123,7 +125,8 @@ class record:
         unknown = self._model is None and not self._open and id(module) not in self._paths
         if unknown and not self._platform.in_backward():
             self._attach(module)
-            self._begin(module)
+            # A framework may not run hooks that come while it calls the module: then the inputs are noted at its end.
+            self._found_late = self._begin(module)
 
     def steps(self, optimizer: Any, gradients: Any) -> None:
         """See `StepWatcher.steps`."""
@@ -189,14 +192,17 @@ class record:
         platform = self._platform
         if platform.is_compiling() or platform.in_backward():
             return
-        if self._open and self._open[-1][0] is module and not self._calls[self._open[-1][1]].inputs:
-            index = self._open[-1][1]  # begun by `called`
+        if self._found_late >= 0 and self._open and self._open[-1] == (module, self._found_late):
+            index, self._found_late = self._found_late, -1
         else:
             index = self._begin(module)
-        with platform.no_dispatch():
+        self._take_inputs(module, index, (*args, *kwargs.values()))
+
+    def _take_inputs(self, module: Any, index: int, values: tuple) -> None:
+        with self._platform.no_dispatch():
             call = self._calls[index]
             numbers = []
-            for slot, x in _slots((*args, *kwargs.values()), platform):
+            for slot, x in _slots(values, self._platform):
                 place = self._placed(module, "input_layouts", slot)
                 numbers.append(self._tensor(x, ("input", call.step, call.path, call.number, slot, ""), place))
             self._calls[index] = _with(call, inputs=tuple(numbers))
@@ -211,6 +217,9 @@ class record:
         if not self._open:
             return
         index = self._open.pop()[1]
+        if index == self._found_late:
+            self._found_late = -1
+            self._take_inputs(module, index, args)
         with platform.no_dispatch():
             call = self._calls[index]
             numbers = []
@@ -225,6 +234,10 @@ class record:
             self._begun = True
             with self._platform.no_dispatch():
                 self._describe_state()
+        if any(module is root for _, root in self._roots):
+            # Calls that are open below an earlier call of the root are left over from one that failed.
+            places = [i for i, (other, _) in enumerate(self._open) if other is module]
+            del self._open[places[0] if places else len(self._open) :]
         path = self._paths[id(module)]
         number = self._numbers.get((self._step, path), 0)
         self._numbers[self._step, path] = number + 1
@@ -248,6 +261,9 @@ class record:
             of = key[0]
 
             def tell(cotangent: Any) -> None:
+                # A leaf of the program keeps the hook, and may be used in later steps.
+                if not self._live or key[1] != self._step:
+                    return
                 with platform.no_dispatch():
                     self._add(
                         ("gradient", *key[1:5], of),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
+from math import prod
 
 import numpy as np
 
@@ -238,14 +239,10 @@ class Tensor:
             told = [c for c, p in zip(chosen, placements, strict=True) if p == "?" and c != "R"]
             made: Whole = found.item()
             yield replace(made, how=", ".join(map(_words, told)))
-            if self.entry.kind == "gradient" and told:
-                # Ranks with a loss of their own: the gradient of the mean of the losses.
-                n = int(
-                    np.prod([s for s, c, p in zip(shape, chosen, placements, strict=True) if p == "?" and c != "R"])
+            if self.entry.kind == "gradient":
+                yield from _averaged(
+                    made, told, [n for n, c, p in zip(shape, chosen, placements, strict=True) if p == "?" and c != "R"]
                 )
-                sums = None if made.sums is None else made.sums / n
-                how = f"{', '.join(map(_words, told))}, over {n} losses"
-                yield replace(made, values=made.values / n, squares=made.squares / n**2, sums=sums, how=how)
 
     def _letters(self, array: np.ndarray, dim: int) -> list[str]:
         """How pieces may lie along a mesh dimension: equal ones are no summands."""
@@ -260,6 +257,20 @@ class Tensor:
         )
         ndim = max((len(one.shape) for one in array.reshape(-1) if one is not None), default=0)
         return ["R", *(f"S{d}" for d in range(ndim)), *(() if same else "P")]
+
+
+def _averaged(whole: Whole, told: Sequence[str], sizes: Sequence[int]) -> Iterator[Whole]:
+    """The same where ranks along some of the mesh dimensions, of these sizes, have losses of their own: the gradient of
+    the mean of the losses."""
+    products = {prod(some) for count in range(1, len(sizes) + 1) for some in combinations(sizes, count)}
+    for n in sorted(products - {1}):
+        yield replace(
+            whole,
+            values=whole.values / n,
+            squares=whole.squares / n**2,
+            sums=None if whole.sums is None else whole.sums / n,
+            how=f"{', '.join(map(_words, told))}, over {n} losses",
+        )
 
 
 def _words(letter: str) -> str:

@@ -88,9 +88,9 @@ class ObservationRole:
         nothing."""
         return nullcontext()
 
-    def watch_steps(self, watcher: StepWatcher) -> AbstractContextManager[Any]:
-        """Inside, ``watcher`` is told of calls of modules, and of steps of optimizers. It must not change computations
-        or communication. A backend that sees neither tells nothing."""
+    def watch_steps(self, watcher: StepWatcher, calls: bool) -> AbstractContextManager[Any]:
+        """Inside, ``watcher`` is told of steps of optimizers, and of calls of modules if it asks for ``calls``. It must
+        not change computations or communication. A backend that sees neither tells nothing."""
         return nullcontext()
 
     def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:

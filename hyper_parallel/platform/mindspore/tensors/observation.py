@@ -35,7 +35,7 @@ _PROCESSES = "hyper_parallel.platform.mindspore.processes"
 #: This backend's own collectives: core has recorded calls from there already.
 _OWN = frozenset({f"{_PROCESSES}.collectives", f"{_PROCESSES}.launch"})
 _OBSERVERS: list[Observer] = []
-_WATCHERS: list[StepWatcher] = []
+_WATCHERS: list[tuple[StepWatcher, bool]] = []
 #: The optimizers whose steps run.
 _STEPPING: list[Any] = []
 
@@ -58,13 +58,13 @@ class ObservationVerbs:
                 self.watching.uninstall()
 
     @contextmanager
-    def watch_steps(self, watcher: StepWatcher) -> Iterator[None]:
-        _WATCHERS.append(watcher)
+    def watch_steps(self, watcher: StepWatcher, calls: bool) -> Iterator[None]:
+        _WATCHERS.append((watcher, calls))
         self.watching.install()
         try:
             yield
         finally:
-            _WATCHERS.remove(watcher)
+            _WATCHERS.remove((watcher, calls))
             if not _OBSERVERS and not _WATCHERS:
                 self.watching.uninstall()
 
@@ -87,8 +87,9 @@ def watched_call(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> An
     """Stands for the call of a cell. Optimizers are cells, too."""
     if _WATCHERS and isinstance(cell, (nn.Optimizer, ExperimentalOptimizer)):
         return watched_step(original, cell, *args, **kwargs)
-    for watcher in tuple(_WATCHERS):
-        watcher.called(cell)
+    for watcher, calls in tuple(_WATCHERS):
+        if calls:
+            watcher.called(cell)
     observers = tuple(_OBSERVERS)
     for observer in observers:
         observer.before_module(cell)
@@ -106,7 +107,7 @@ def watched_step(call: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> A
     """``call(optimizer, ...)``, a step of which watchers are told once."""
     if not _WATCHERS or any(optimizer is other for other in _STEPPING):
         return call(optimizer, *args, **kwargs)
-    watchers = tuple(_WATCHERS)
+    watchers = [watcher for watcher, _ in _WATCHERS]
     given = args[0] if args else next(iter(kwargs.values()), None)
     with NoDispatch():
         gradients = list(tensors_in(given, Tensor)) if isinstance(given, (tuple, list)) else None

@@ -79,7 +79,7 @@ class ObservationVerbs(Platform):
                 hook.remove()
 
     @contextmanager
-    def watch_steps(self, watcher: StepWatcher) -> Iterator[None]:
+    def watch_steps(self, watcher: StepWatcher, calls: bool) -> Iterator[None]:
         """See `Platform.watch_steps`."""
 
         def before(module: Any, args: Any) -> None:
@@ -87,7 +87,7 @@ class ObservationVerbs(Platform):
                 watcher.called(module)
 
         hooks = [
-            register_module_forward_pre_hook(before),
+            *([register_module_forward_pre_hook(before)] if calls else []),
             register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: watcher.steps(optimizer, None)),
             register_optimizer_step_post_hook(lambda optimizer, args, kwargs: watcher.stepped(optimizer)),
         ]
