@@ -313,7 +313,7 @@ def main() -> int:
     parser.add_argument("--save", type=Path, metavar="DIR", help="leave a checkpoint there at the end")
     parser.add_argument("--save-every", type=int, default=sys.maxsize, metavar="N", help="and after every N steps")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with the newest checkpoint there")
-    parser.add_argument("--record", type=Path, metavar="DIR", help="write down there what the first two steps compute")
+    parser.add_argument("--record", type=Path, metavar="DIR", help="write the tensors of the first two steps there")
     parser.add_argument("--out", type=Path, help="JSON file for the losses (default: in runs/)")
     arguments = parser.parse_args()
     run = RunConfig(LlamaConfig(num_local_experts=arguments.experts), steps=arguments.steps)

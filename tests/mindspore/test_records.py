@@ -1,4 +1,4 @@
-"""A run on torch beside one on MindSpore: the same programs agree, and a changed operator is named."""
+"""Runs on torch and on MindSpore: the same programs agree, and a changed operator is named."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def changed(folder: Path, old: str, new: str) -> Path:
     return folder
 
 
-#: What is changed -> the code, that in its place, and the module that is to be named.
+#: name of a change -> the code, that in its place, and the module that is to be named.
 CHANGES: dict[str, tuple[str, str, str]] = {
     "nothing": ("class LlamaMLP(nn.Cell):", "class LlamaMLP(nn.Cell):", ""),
     "activation": (

@@ -450,7 +450,7 @@ def unreduced_gradient(run: Run) -> None:
     run.after = lambda step: weight.grad.mul_(1 + 0.5 * spmd.rank) if not step else None
 
 
-#: The same on two ranks: the way in which the model is spread, what plants the fault, what is to be named.
+#: The same on two ranks: the way in which the model is spread, the function that plants the fault, and the name.
 ON_RANKS: dict[str, tuple[str, Plant, str]] = {
     "scale on one rank": ("tp", on_rank_1("layers.0.mlp.down", lambda y: y * 1.001), "layers.0.mlp.down"),
     "no all-reduce": ("tp", unreduced, "layers.1.mlp.down"),

@@ -128,7 +128,7 @@ def test_two_dimensions_of_ranks(tmp_path: Path) -> None:
 
 
 def test_copies_are_written_once(tmp_path: Path) -> None:
-    """Of copies at a known place one has values, and the digests of the others tell whether they are equal."""
+    """One copy at a known place has values, and the digests of the others tell whether they are equal."""
     one(tmp_path / "one", X)
     for name, factor in (("same", 1.0), ("other", 1.01)):
         made = Made(tmp_path / name, 2)
@@ -222,7 +222,7 @@ def test_a_dimension_of_one_is_no_difference(tmp_path: Path) -> None:
 
 
 def test_culprits(tmp_path: Path) -> None:
-    """What a first departure is charged to, from the calls around a tensor."""
+    """A first departure is charged to a module, from the calls around a tensor."""
 
     def made(name: str, wrong: Any = None) -> Path:
         record = Made(tmp_path / name)
@@ -356,7 +356,7 @@ def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_files_of_two_runs(tmp_path: Path) -> None:
-    """Rank 0 removes those of ranks that there are no longer; what is left is an error."""
+    """Rank 0 removes those of ranks that there are no longer; files of other runs are an error."""
     Made(tmp_path, 3).close()
     Made(tmp_path, 2).close()
     assert not (tmp_path / "rank-2.json").exists() and len(read_record(tmp_path).entries) == 2

@@ -1,4 +1,4 @@
-"""Which tensor of one record is which of another, where modules have other paths."""
+"""Alignment of the tensors of two records whose modules have other paths."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Names:
         return ".".join(filter(None, (self.added, path)))
 
     def as_dict(self) -> dict[str, object]:
-        """What was found out, for people."""
+        """The paths that were found out, for people."""
         return {"stripped": self.stripped, "added": self.added, "by_order": self.found}
 
 

@@ -20,7 +20,7 @@ from hyper_parallel.debug.records.wholes import Tensor, Whole, difference, tenso
 
 __all__ = ["Comparison", "Row", "compare"]
 
-#: The order of kinds within a step: what a module gives comes after what it holds.
+#: The order of kinds within a step: outputs of a module come after its parameters.
 _PHASES = {"parameter": 0, "buffer": 0, "input": 1, "output": 1, "gradient": 2, "parameter gradient": 2, "update": 3}
 
 
@@ -73,7 +73,7 @@ class Comparison:
         only_a, only_b: names of what one record has alone.
         unfit: names of tensors that could not be made whole in the same way, and why.
         names: what was found out about paths.
-        notes: what the records lack.
+        notes: tensors that were not recorded.
     """
 
     a: str
@@ -137,8 +137,8 @@ def compare(
     """Compare two records, which `record` wrote, and find where the runs part. No framework is needed.
 
     A tensor departs where its relative difference (norm over norm) is above what rounding explains: see
-    `rounding.Rounding`. With a reference, such as a run in float64, differences are those of ``b`` from it, and those
-    of ``a`` from it are the measure.
+    `rounding.Rounding`. With a reference, such as a run in float64, the difference is that of ``b`` from it. The bound
+    follows from the difference of ``a`` from it.
 
     Args:
         a: folder of the run that is taken for right.

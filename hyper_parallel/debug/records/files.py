@@ -18,7 +18,7 @@ __all__ = ["KINDS", "Call", "Entry", "Place", "Record", "Writer", "read_record"]
 
 FORMAT = "hyper_parallel record"
 VERSION = 1
-#: What is recorded, in the order within a step in which it comes into being.
+#: Kinds of entries, in the order within a step in which it comes into being.
 KINDS = ("parameter", "buffer", "input", "output", "gradient", "parameter gradient", "update")
 _FILE = re.compile(r"rank-(\d+)\.json")
 
@@ -63,7 +63,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one rank recorded of a tensor.
+    """A tensor, as one rank recorded it.
 
     Attributes:
         kind: one of `KINDS`.
@@ -112,7 +112,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, int, str, int, str, str]:
-        """What makes two entries of several ranks parts of one tensor."""
+        """The name under which entries of several ranks are parts of one tensor."""
         return (self.kind, self.step, self.path, self.number, self.slot, self.of)
 
 

@@ -23,10 +23,11 @@ __all__ = ["record"]
 class record:
     """Context manager that writes what a model computes inside it into a folder, for `hyper-parallel compare`.
 
-    Written are, by module path in the order of calls, the outputs of modules and their gradients; inputs that no
-    module gave; and the gradients and updates of parameters, and parameters and buffers at the beginning. Each rank
-    writes its own part. Nothing is sent, and no number of the program changes. A forward that is computed again in
-    backward does not count. All ranks need the same file system, or their files in one folder afterwards.
+    By module path and in the order of calls, these are the outputs of modules and inputs that no module gave, with
+    their gradients. Parameters are written at the beginning, and buffers in each step. Gradients and updates of
+    parameters are written at its end. Each rank writes its own part. Nothing is sent, and no number of the program
+    changes. A forward that is computed again in backward does not count. Ranks that share no disk need their files
+    copied into one folder afterwards.
 
     A step ends with the step of an optimizer, with `step`, or with the context.
 

@@ -29,9 +29,9 @@ def roundoff(dtype: str) -> float:
 class Rounding:
     """The bound for the next tensor, from those before it.
 
-    A module adds rounding of its own: four units of the coarsest dtype so far, and of sums the square root of their
-    longest length in float32, or in the finer dtype that both have. And it makes the differences of what it is given
-    up to `GROWTH` times larger.
+    A module adds rounding of its own: four units of the coarsest dtype so far. Sums add the square root of their
+    longest length. Its unit is that of float32, or of a finer dtype that both have. The module makes the differences of its
+    inputs up to `GROWTH` times larger.
 
     Source: Higham and Mary, "A new approach to probabilistic rounding error analysis" (2019): errors of sums grow as
     the square root of their length.

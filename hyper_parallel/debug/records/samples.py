@@ -1,7 +1,7 @@
 """Places at which large tensors are recorded, and sums with random signs that stand for all of their elements.
 
-The places follow from the shape alone: every ``stride``-th index of each dimension, where strides are powers of two. So
-two records of one tensor have them in common, and most of those of a part are places of the whole.
+The places follow from the shape alone: every ``stride``-th index of each dimension, where strides are powers of two.
+Two records of one tensor have them in common. Most places of a part are places of the whole.
 
 Source of the sums: Alon, Matias and Szegedy, "The space complexity of approximating the frequency moments" (1996). The
 square of a sum of numbers with random signs is, on average, the sum of their squares.

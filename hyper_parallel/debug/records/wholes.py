@@ -344,7 +344,7 @@ def _joined(pieces: Sequence[Whole], dim: int) -> Whole | None:
 
 
 def tensors_of(record: Record) -> dict[tuple, Tensor]:
-    """The tensors of a record by their keys, in the order in which the first rank that has them recorded them. A
+    """The tensors of a record by their keys, in the order of the first rank that has them. A
     gradient that came several times, as in a backward that is run again, counts as the last."""
     found: dict[tuple, dict[int, Entry]] = {}
     order: dict[tuple, int] = {}
