@@ -205,7 +205,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "epsilon of the optimizer": (lambda run: run.options.update(eps=1e-6), "update"),
 }
 #: Those of the gate: for each event that a backend tells, one.
-GATE = ("no residual", "gradient of a weight halved", "backward of a module halved", "no decay")
+GATE = ("backward of a module halved", "no decay")
 
 
 def test_faults(tmp_path: Path) -> None:

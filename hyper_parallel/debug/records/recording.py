@@ -23,11 +23,10 @@ __all__ = ["record"]
 class record:
     """Context manager that writes what a model computes inside it into a folder, for `hyper-parallel compare`.
 
-    By module path and in the order of calls, these are the outputs of modules and inputs that no module gave, with
-    their gradients. Parameters are written at the beginning, and buffers in each step. Gradients and updates of
-    parameters are written at its end. Each rank writes its own part. Nothing is sent, and no number of the program
-    changes. A forward that is computed again in backward does not count. Ranks that share no disk need their files
-    copied into one folder afterwards.
+    These are outputs of modules in the order of calls, inputs that no module gave, and the gradients of both.
+    Parameters are written at the beginning, and buffers in each step. Gradients and updates of parameters are written
+    at its end. Each rank writes its own part. Nothing is sent, and no number of the program changes. A forward that is
+    computed again in backward does not count. Ranks that share no disk need their files copied into one folder.
 
     A step ends with the step of an optimizer, with `step`, or with the context.
 
@@ -46,6 +45,7 @@ class record:
         >>> from hyper_parallel.debug import compare, record
         >>> model, folder = torch.nn.Linear(4, 2), tempfile.mkdtemp()
         >>> for name in ("a", "b"):
+        ...     model.zero_grad()
         ...     with record(f"{folder}/{name}", model):
         ...         model(torch.ones(3, 4)).sum().backward()
         >>> compare(f"{folder}/a", f"{folder}/b").departs

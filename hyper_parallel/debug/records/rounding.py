@@ -30,8 +30,8 @@ class Rounding:
     """The bound for the next tensor, from those before it.
 
     A module adds rounding of its own: four units of the coarsest dtype so far. Sums add the square root of their
-    longest length. Its unit is that of float32, or of a finer dtype that both have. The module makes the differences of its
-    inputs up to `GROWTH` times larger.
+    longest length. Its unit is that of float32, or of a finer dtype that both have. The module makes the
+    differences of its inputs up to `GROWTH` times larger.
 
     Source: Higham and Mary, "A new approach to probabilistic rounding error analysis" (2019): errors of sums grow as
     the square root of their length.
