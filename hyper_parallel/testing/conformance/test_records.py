@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def train(way: str, folder: str | None, rate: float = 1e-2) -> list[bytes] | Non
     def loss(x: Any) -> tuple[Any, Any]:
         y = adapter.call(spread.model, x)
         y = y.full_tensor() if isinstance(y, DTensor) else y
-        value = (y * y).mean()
+        value = adapter.weighted_sum(y * y, adapter.tensor(np.full(y.shape, 1 / math.prod(y.shape), np.float32)))
         return value, value
 
     def run() -> None:
