@@ -6,6 +6,7 @@
     HYPER_PARALLEL_PLATFORM=mindspore python train.py --dp 2 --tp 2   # MindSpore
     python train.py --until 50 --save run                             # stop there, with a checkpoint
     HYPER_PARALLEL_PLATFORM=mindspore python train.py --tp 4 --resume run    # go on with it, on MindSpore
+    python train.py --until 2 --record run    # for hyper-parallel compare: what each module computes in two steps
 
 Ends with a non-zero status when the sharded model does not train like the whole one, or does not
 predict its validation text better than byte frequencies do.
@@ -21,6 +22,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +32,7 @@ from config import VOCAB_SIZE, LlamaConfig, RunConfig
 from data import Corpus, load_corpus, training_batch, unigram_entropy, validation_windows
 from hyper_parallel import DeviceMesh, get_platform, init_device_mesh
 from hyper_parallel.checkpoint import latest, load, save
+from hyper_parallel.debug import record as written
 from launch import launch, under_launcher
 from progress import Progress
 from weights import write_initial_weights
@@ -40,6 +43,7 @@ PROMPTS = (b"import ", b"def ", b"class ", b"    return ")
 EARLY_STEPS, EARLY_TOLERANCE = 10, 1e-5
 LATE_STEPS, LATE_TOLERANCE = 100, 1e-3
 GRADIENT_TOLERANCE = 1e-5
+RECORDED_STEPS = 2
 
 
 class Trainer(Protocol):
@@ -149,9 +153,11 @@ def train(
     record: Record,
     until: int,
     after: Callable[[int], None] = lambda step: None,
+    recorded: Path | None = None,
 ) -> None:
     """Train both models step by step on the same batches. After each step ``after`` is called with the number of
-    completed steps. Only rank 0 has the unsharded one."""
+    completed steps. Only rank 0 has the unsharded one. The first two steps of the sharded one are written to the folder
+    ``recorded``, if there is one."""
     length = run.model.max_position_embeddings
     show = unsharded is not None
     validation = validation_windows(corpus, run.validation_windows, length)
@@ -159,12 +165,17 @@ def train(
     seconds = 0.0
     first = record.first_step
     steps = Progress(until - first, "train", show)
+    writing = ExitStack()
     for done in steps:
         step = first + done
         batch = training_batch(corpus, step, run.batch_size, length, run.seed)
         learning_rate = run.learning_rate_at(step)
         start = time.perf_counter()
+        if recorded is not None and done == 0:
+            writing.enter_context(written(recorded, sharded.model))
         loss = sharded.step(*batch, learning_rate)
+        if done + 1 == min(RECORDED_STEPS, until - first):
+            writing.close()
         if done > 0:  # the first step warms up
             seconds += time.perf_counter() - start
             record.tokens_per_second = done * batch[0].size / seconds
@@ -283,7 +294,7 @@ def work(run: RunConfig, arguments: argparse.Namespace) -> int:
         if arguments.save is not None and (step == until or step % arguments.save_every == 0):
             save_run(arguments.save, sharded, step)
 
-    train(run, load_corpus(), sharded, unsharded, record, until, save_now)
+    train(run, load_corpus(), sharded, unsharded, record, until, save_now, arguments.record)
     show_bytes(sharded, unsharded, mesh)
     samples = generate(sharded, run, PROMPTS, show=first) if record.complete else []
     kept = report(record, samples, out or RUNS / f"{platform.name}-{name}.json") if first else True
@@ -302,6 +313,7 @@ def main() -> int:
     parser.add_argument("--save", type=Path, metavar="DIR", help="leave a checkpoint there at the end")
     parser.add_argument("--save-every", type=int, default=sys.maxsize, metavar="N", help="and after every N steps")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with the newest checkpoint there")
+    parser.add_argument("--record", type=Path, metavar="DIR", help="write the tensors of the first two steps there")
     parser.add_argument("--out", type=Path, help="JSON file for the losses (default: in runs/)")
     arguments = parser.parse_args()
     run = RunConfig(LlamaConfig(num_local_experts=arguments.experts), steps=arguments.steps)

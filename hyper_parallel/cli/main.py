@@ -81,6 +81,16 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--mixed-precision", action="store_true", help="bfloat16 in forward and backward")
         command.add_argument("--search", action="store_true", help="rank the ways to spread the model over the ranks")
 
+    compared = add("compare", "Show where two recorded runs part: hyper_parallel.debug.record writes records.")
+    compared.add_argument("a", help="folder of the run that is taken for right")
+    compared.add_argument("b", help="folder of the other run")
+    compared.add_argument("--reference", help="folder of a third run, such as one in float64")
+    compared.add_argument(
+        "--name", action="append", default=[], help="PATH=PATH, of modules in A and in B, with * for a part; repeatable"
+    )
+    compared.add_argument("--all", action="store_true", help="list all tensors")
+    compared.add_argument("--svg", help="write a picture to this file")
+
     checkpoint = add("checkpoint", "Show or convert checkpoints, as python -m hyper_parallel.checkpoint does.")
     checkpoint.add_argument("arguments", nargs=argparse.REMAINDER, help="show DIRECTORY, or convert ...")
     return top
@@ -114,6 +124,10 @@ def _run(given: argparse.Namespace) -> int:
         from hyper_parallel.cli import selftest
 
         return selftest.run(given)
+    if given.command == "compare":
+        from hyper_parallel.cli import comparing
+
+        return comparing.run(given)
     if given.command == "checkpoint":
         from hyper_parallel.checkpoint.__main__ import main as look
 

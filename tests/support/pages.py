@@ -32,6 +32,7 @@ PROGRAMS = {
     "mlp_mindspore.py": "tests/conformance/test_readme.py",
     "cross.py": "tests/torch/test_rules_page.py",
     "bilinear.py": "tests/torch/test_rules_page.py",
+    "mlp_recorded.py": "tests/mindspore/test_records.py",
     "low_rank.py": "tests/torch/test_own_style.py",
     "finetune.py": "tests/torch/test_huggingface_trainer.py",
     "loop.py": "tests/torch/test_huggingface_trainer.py",

@@ -43,7 +43,7 @@ def test_every_verb_is_called() -> None:
     paths = [
         *(package / "core").rglob("*.py"),
         *(package / "testing" / "conformance").glob("*.py"),
-        *(path for part in ("checkpoint", "debug", "planning", "cli") for path in (package / part).glob("*.py")),
+        *(path for part in ("checkpoint", "debug", "planning", "cli") for path in (package / part).rglob("*.py")),
         CONTRACT / "tensors.py",
         CONTRACT / "attention.py",
     ]

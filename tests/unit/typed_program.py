@@ -92,6 +92,7 @@ from hyper_parallel import (
     vocab_parallel_cross_entropy,
     zeros,
 )
+from hyper_parallel.debug import compare, record
 from hyper_parallel.mindspore import grad, value_and_grad
 
 STYLES: tuple[ParallelStyle, ...] = (
@@ -175,6 +176,10 @@ def train(model: Any, x: Any) -> None:
     assert_type(explain(model, {"dp": 2, "tp": 4}, None, x).to_json(), str)
     assert_type(dry_run(model, 8, None, x).fits, bool | None)
     assert_type(bool(check_plan(model, 2, None, x)), bool)
+    with record("run-a", model, largest=None) as recorder:
+        assert_type(recorder, record)
+        recorder.step({"up.weight": x})
+    assert_type(compare("run-a", Path("run-b"), "run-c", {"up": "fc1"}).departs, bool)
     with check_plain_code(model) as checked:
         assert_type(bool(checked), bool)
     with coalesce_gradients(), overlap_collectives(chunks=2), check_ranks():

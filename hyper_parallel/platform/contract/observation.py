@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from hyper_parallel.platform.contract.dispatch import NativeOp
 
-__all__ = ["MARKS", "Follower", "ObservationRole", "Observer"]
+__all__ = ["MARKS", "Follower", "ObservationRole", "Observer", "StepWatcher"]
 
 #: Attribute of a plain tensor: the marks that core has put there: the parts that ranks hold.
 MARKS = "_marks_of_plain"
@@ -61,6 +61,24 @@ class Follower(Protocol):
         """
 
 
+class StepWatcher(Protocol):
+    """Receiver of the steps of a program, from `ObservationRole.watch_steps`."""
+
+    def called(self, module: Module) -> None:
+        """The forward of a module begins."""
+
+    def steps(self, optimizer: Any, gradients: Sequence[Tensor] | None) -> None:
+        """A step of an optimizer begins.
+
+        Args:
+            optimizer: as `StateRole.is_optimizer` knows it.
+            gradients: that it is called with, for each of its parameters. None where parameters hold their gradients.
+        """
+
+    def stepped(self, optimizer: Any) -> None:
+        """The step has ended."""
+
+
 class ObservationRole:
     """Events of the program around core that a backend can report."""
 
@@ -69,6 +87,17 @@ class ObservationRole:
         left out: core knows those. It must not change computations or communication. A backend that sees neither tells
         nothing."""
         return nullcontext()
+
+    def watch_steps(self, watcher: StepWatcher, calls: bool) -> AbstractContextManager[Any]:
+        """Inside, ``watcher`` is told of steps of optimizers, and of calls of modules if it asks for ``calls``. It must
+        not change computations or communication. A backend that sees neither tells nothing."""
+        return nullcontext()
+
+    def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
+        """Have ``tell(cotangent)`` called in backward when the cotangent of ``x``, which requires a gradient, is there.
+        The graph stays as it is. Called with interception off: of a DTensor the local tensor is meant. A backend that
+        cannot do so tells nothing."""
+        return
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
         """Begin a range that the framework's profiler, or the device's, shows under ``name``. Returns the function that

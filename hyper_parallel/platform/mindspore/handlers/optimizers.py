@@ -11,11 +11,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from mindspore import Tensor, nn
 
 from hyper_parallel.platform.mindspore.gradients.grad import wrap_gradients
+from hyper_parallel.platform.mindspore.tensors.observation import watched_step
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch, is_dispatching
 
 __all__ = ["optimizer_call", "run_compiled_step"]
@@ -26,6 +28,10 @@ _NEED_WHOLE_PARAMETERS = ("Lamb", "LARS", "thor", "AdaSumByDeltaWeightWrapCell",
 
 def optimizer_call(original: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands for ``__call__`` of MindSpore's two optimizer base classes."""
+    return watched_step(partial(_step, original), optimizer, *args, **kwargs)
+
+
+def _step(original: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     elementwise = _is_elementwise(optimizer)
     if is_dispatching():
         args = tuple(_placed_as_parameters(optimizer, arg) for arg in args)

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mindspore import Tensor
+from mindspore import Tensor, nn
+from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 from mindspore.profiler import mstx
 
-from hyper_parallel.platform.contract.observation import Observer
+from hyper_parallel.platform.contract.observation import Observer, StepWatcher
 from hyper_parallel.platform.mindspore.tensors.tensor import NoDispatch
 from hyper_parallel.platform.patching import PatchSet
 from hyper_parallel.platform.watching import is_called_from, tensors_in
 
-__all__ = ["COLLECTIVES", "ObservationVerbs", "watched_call", "watched_collective"]
+__all__ = ["COLLECTIVES", "ObservationVerbs", "watched_call", "watched_collective", "watched_step"]
 
 #: Function of MindSpore -> core's name for it, and which argument this rank gives.
 COLLECTIVES: dict[str, tuple[str, int]] = {
@@ -34,6 +35,9 @@ _PROCESSES = "hyper_parallel.platform.mindspore.processes"
 #: This backend's own collectives: core has recorded calls from there already.
 _OWN = frozenset({f"{_PROCESSES}.collectives", f"{_PROCESSES}.launch"})
 _OBSERVERS: list[Observer] = []
+_WATCHERS: list[tuple[StepWatcher, bool]] = []
+#: The optimizers whose steps run.
+_STEPPING: list[Any] = []
 
 
 class ObservationVerbs:
@@ -50,8 +54,22 @@ class ObservationVerbs:
             yield
         finally:
             _OBSERVERS.remove(observer)
-            if not _OBSERVERS:
+            if not _OBSERVERS and not _WATCHERS:
                 self.watching.uninstall()
+
+    @contextmanager
+    def watch_steps(self, watcher: StepWatcher, calls: bool) -> Iterator[None]:
+        _WATCHERS.append((watcher, calls))
+        self.watching.install()
+        try:
+            yield
+        finally:
+            _WATCHERS.remove((watcher, calls))
+            if not _OBSERVERS and not _WATCHERS:
+                self.watching.uninstall()
+
+    def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
+        x.register_hook(lambda cotangent: None if cotangent is None else tell(cotangent))
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
         """See `Platform.profiler_range`: of MSTX, which MindSpore has on Ascend."""
@@ -66,7 +84,12 @@ class ObservationVerbs:
 
 
 def watched_call(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the call of a cell."""
+    """Stands for the call of a cell. Optimizers are cells, too."""
+    if _WATCHERS and isinstance(cell, (nn.Optimizer, ExperimentalOptimizer)):
+        return watched_step(original, cell, *args, **kwargs)
+    for watcher, calls in tuple(_WATCHERS):
+        if calls:
+            watcher.called(cell)
     observers = tuple(_OBSERVERS)
     for observer in observers:
         observer.before_module(cell)
@@ -78,6 +101,26 @@ def watched_call(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> An
     finally:
         for observer in reversed(observers):
             observer.after_module(cell)
+
+
+def watched_step(call: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """``call(optimizer, ...)``, a step of which watchers are told once."""
+    if not _WATCHERS or any(optimizer is other for other in _STEPPING):
+        return call(optimizer, *args, **kwargs)
+    watchers = [watcher for watcher, _ in _WATCHERS]
+    given = args[0] if args else next(iter(kwargs.values()), None)
+    with NoDispatch():
+        gradients = list(tensors_in(given, Tensor)) if isinstance(given, (tuple, list)) else None
+    _STEPPING.append(optimizer)
+    try:
+        for watcher in watchers:
+            watcher.steps(optimizer, gradients)
+        output = call(optimizer, *args, **kwargs)
+        for watcher in watchers:
+            watcher.stepped(optimizer)
+    finally:
+        _STEPPING.pop()
+    return output
 
 
 def watched_collective(original: Callable, *args: Any, name: str, **kwargs: Any) -> Any:

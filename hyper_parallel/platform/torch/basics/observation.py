@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
+from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
 from hyper_parallel.platform.contract import Platform
-from hyper_parallel.platform.contract.observation import Observer
+from hyper_parallel.platform.contract.observation import Observer, StepWatcher
 from hyper_parallel.platform.torch.basics.private import DispatchMode, OpOverloadPacket, dispatch_modes
 from hyper_parallel.platform.watching import is_called_from, tensors_in
 
@@ -75,6 +77,29 @@ class ObservationVerbs(Platform):
             active.clear()
             for hook in hooks:
                 hook.remove()
+
+    @contextmanager
+    def watch_steps(self, watcher: StepWatcher, calls: bool) -> Iterator[None]:
+        """See `Platform.watch_steps`."""
+
+        def before(module: Any, args: Any) -> None:
+            if not is_compiling():  # asked first: a compiler traces no more of this
+                watcher.called(module)
+
+        hooks = [
+            *([register_module_forward_pre_hook(before)] if calls else []),
+            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: watcher.steps(optimizer, None)),
+            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: watcher.stepped(optimizer)),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
+        """See `Platform.on_gradient`."""
+        x.register_hook(lambda cotangent: None if cotangent is None else tell(cotangent))
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
         """See `Platform.profiler_range`: one of ``torch.profiler``, and of the device where it has its own."""

@@ -1,0 +1,34 @@
+"""``hyper-parallel compare``: where two recorded runs part."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hyper_parallel.cli.output import UsageError, show
+from hyper_parallel.debug.records.comparing import compare
+from hyper_parallel.debug.records.errors import RecordError
+
+__all__ = ["run"]
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print the comparison; 1 where the runs part.
+
+    Raises:
+        UsageError: for names that are no pairs, and folders without a whole record.
+    """
+    names = {}
+    for pair in given.name:
+        old, equals, new = pair.partition("=")
+        if not equals:
+            raise UsageError(f"--name takes PATH=PATH, a path of A and that of B, got {pair!r}")
+        names[old] = new
+    try:
+        found = compare(given.a, given.b, given.reference, names)
+    except (RecordError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    if given.svg:
+        Path(given.svg).write_text(found.svg(), encoding="utf-8")
+    show(f"{found.table()}\n\n{found}" if given.all else str(found), found.as_dict(), given.json)
+    return int(found.departs)

@@ -1,0 +1,117 @@
+"""Alignment of the tensors of two records whose modules have other paths."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from difflib import SequenceMatcher
+
+from hyper_parallel.debug.records.wholes import Tensor
+
+__all__ = ["Names", "names_between"]
+
+Key = tuple[str, int, str, int, str, str]
+
+
+class Names:
+    """Paths of the first record as those of the second.
+
+    Args:
+        given: paths, or the beginnings of paths, of the first -> those of the second. ``*`` is any one part of a path,
+            and stands for the same on the right.
+        stripped, added: what all paths of the first begin with and the second lack, and the other way round.
+        found: paths of modules that were aligned by their order and shapes.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, str] | None = None,
+        stripped: str = "",
+        added: str = "",
+        found: Mapping[str, str] | None = None,
+    ) -> None:
+        self._given = [(re.compile(_pattern(old)), new) for old, new in (given or {}).items()]
+        self.stripped, self.added, self.found = stripped, added, dict(found or {})
+
+    def __call__(self, path: str) -> str:
+        """The path in the second record."""
+        for pattern, new in self._given:
+            match = pattern.fullmatch(path)
+            if match:
+                parts = iter(match.groups()[:-1])
+                head = ".".join(next(parts) if part == "*" else part for part in new.split(".")) if new else ""
+                return ".".join(filter(None, (head, match.groups()[-1])))
+        for old in sorted(self.found, key=len, reverse=True):
+            if path == old or path.startswith(f"{old}."):
+                return self.found[old] + path[len(old) :]
+        if self.stripped and (path == self.stripped or path.startswith(f"{self.stripped}.")):
+            path = path[len(self.stripped) + 1 :]
+        return ".".join(filter(None, (self.added, path)))
+
+    def as_dict(self) -> dict[str, object]:
+        """The paths that were found out, for people."""
+        return {"stripped": self.stripped, "added": self.added, "by_order": self.found}
+
+
+def _pattern(old: str) -> str:
+    """A regular expression for paths that begin with ``old``: a group for each ``*``, and one for the rest."""
+    parts = [r"([^.]+)" if part == "*" else re.escape(part) for part in old.split(".")] if old else []
+    return rf"{re.escape('.').join(parts)}(?:\.(.*))?" if parts else "(.*)"
+
+
+def names_between(a: Mapping[Key, Tensor], b: Mapping[Key, Tensor], given: Mapping[str, str] | None) -> Names:
+    """Find the names: as given, else the same paths, without a prefix that one record has, and by order."""
+    paths_a, paths_b = _paths(a), _paths(b)
+    best, most = Names(given), _matches(Names(given), paths_a, paths_b)
+    if most < min(len(paths_a), len(paths_b)):
+        for prefix in _prefixes(paths_b):
+            names = Names(given, added=prefix)
+            if (count := _matches(names, paths_a, paths_b)) > most:
+                best, most = names, count
+        for prefix in _prefixes(paths_a):
+            names = Names(given, stripped=prefix)
+            if (count := _matches(names, paths_a, paths_b)) > most:
+                best, most = names, count
+    found = _by_order(a, b, best)
+    return Names(given, best.stripped, best.added, found) if found else best
+
+
+def _paths(tensors: Mapping[Key, Tensor]) -> list[str]:
+    """Paths of modules and parameters."""
+    return list(dict.fromkeys(key[2] for key in tensors if key[0] in ("output", "parameter", "update")))
+
+
+def _matches(names: Names, paths_a: Collection[str], paths_b: Collection[str]) -> int:
+    there = set(paths_b)
+    return sum(names(path) in there for path in paths_a)
+
+
+def _prefixes(paths: Collection[str]) -> list[str]:
+    """Beginnings of paths, of up to three parts."""
+    found: dict[str, None] = {}
+    for path in paths:
+        parts = path.split(".")
+        for count in range(1, min(len(parts), 4)):
+            found[".".join(parts[:count])] = None
+    return list(found)
+
+
+def _by_order(a: Mapping[Key, Tensor], b: Mapping[Key, Tensor], names: Names) -> dict[str, str]:
+    """Modules without a namesake, aligned by the order of their calls and the shapes of their outputs."""
+    there = {key[2] for key in b}
+    taken = {names(key[2]) for key in a}
+    left_a = [key for key in a if key[0] == "output" and key[1:2] == (0,) and names(key[2]) not in there]
+    left_b = [key for key in b if key[0] == "output" and key[1:2] == (0,) and key[2] not in taken]
+    if not left_a or not left_b:
+        return {}
+    shapes_a, shapes_b = [_shape(a[key]) for key in left_a], [_shape(b[key]) for key in left_b]
+    found: dict[str, str] = {}
+    for block in SequenceMatcher(None, shapes_a, shapes_b, autojunk=False).get_matching_blocks():
+        for i in range(block.size):
+            found.setdefault(left_a[block.a + i][2], left_b[block.b + i][2])
+    return found
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    ways = tensor.ways()
+    return ways[0].shape if len(ways) == 1 else tensor.entry.local

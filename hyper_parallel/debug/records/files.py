@@ -1,0 +1,305 @@
+"""Files of a record: an index in JSON and raw arrays for each rank. Nothing in them is run when they are read."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from hyper_parallel.debug.records.errors import RecordError
+
+__all__ = ["KINDS", "Call", "Entry", "Place", "Record", "Writer", "read_record"]
+
+FORMAT = "hyper_parallel record"
+VERSION = 1
+#: Kinds of entries, in the order within a step in which it comes into being.
+KINDS = ("parameter", "buffer", "input", "output", "gradient", "parameter gradient", "update")
+_FILE = re.compile(r"rank-(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The ranks that share a tensor, and how.
+
+    Attributes:
+        names, shape: of the mesh.
+        ranks: of the mesh, in row-major order.
+        placements: for each mesh dimension ``"R"`` for copies, ``"S1"`` for parts along dimension 1, ``"P"`` for
+            summands, ``"?"`` where it is not known.
+    """
+
+    names: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    placements: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a module.
+
+    Attributes:
+        step, path: of the training step, and of the module.
+        kind: class of the module.
+        number: how many calls of the module came before it in the step.
+        parent: index of the call around it, -1 for none.
+        inputs, outputs: numbers of tensors.
+    """
+
+    step: int
+    path: str
+    kind: str
+    number: int
+    parent: int
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor, as one rank recorded it.
+
+    Attributes:
+        kind: one of `KINDS`.
+        step: of the training loop, from 0.
+        path: of the module, or of the parameter.
+        number: of the call of the module in this step.
+        slot: place among the inputs or outputs of the call, empty for one alone.
+        of: ``"input"`` or ``"output"``, of a gradient.
+        tensor: its number, the same as in `Call`; -1 for a parameter.
+        dtype: name of the framework's dtype.
+        local: shape of this rank's part.
+        whole: shape of the whole tensor; None where it is not known.
+        place: index of the `Place`; -1 where no mesh is known.
+        boxes: where the part lies: (offsets, sizes, offsets in the part). Empty where the placements alone tell.
+        sampled: whether only the places of `samples.grid_of` are there.
+        values: index of the first number in the file of arrays, and how many there are; None for a copy of the values
+            of another rank.
+        digest: of the bytes; equal ones are equal tensors.
+        squares: sum of the squares of the finite elements of the part.
+        not_finite: number of elements that are infinite or NaN.
+        sums: `samples.signed_sums` of the whole, this rank's share, where there are samples alone; else empty.
+        own_sums: the same of the part as a tensor of its own, where other ranks may have copies.
+        scale: root of the mean square of the parameter, of an update; else 0.
+    """
+
+    kind: str
+    step: int
+    path: str
+    number: int
+    slot: str
+    of: str
+    tensor: int
+    dtype: str
+    local: tuple[int, ...]
+    whole: tuple[int, ...] | None
+    place: int
+    boxes: tuple[tuple[tuple[int, ...], ...], ...]
+    sampled: bool
+    values: tuple[int, int] | None
+    digest: str
+    squares: float
+    not_finite: int
+    sums: tuple[float, ...]
+    own_sums: tuple[float, ...]
+    scale: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, int, str, int, str, str]:
+        """The name under which entries of several ranks are parts of one tensor."""
+        return (self.kind, self.step, self.path, self.number, self.slot, self.of)
+
+
+@dataclass
+class Record:
+    """All that was recorded of a run, by all ranks.
+
+    Attributes:
+        path: of the folder.
+        platform: name of the backend.
+        largest: number of elements up to which tensors are whole.
+        root: mesh of all ranks; None where there is none.
+        calls: of the first rank, in the order in which they began.
+        entries: of each rank, in the order in which they came into being.
+        places: of each rank.
+        arrays: the numbers of each rank.
+        notes: what could not be recorded.
+    """
+
+    path: str
+    platform: str
+    largest: int
+    root: Place | None
+    calls: list[Call]
+    entries: dict[int, list[Entry]]
+    places: dict[int, list[Place]]
+    arrays: dict[int, np.ndarray]
+    notes: list[str] = field(default_factory=list)
+
+
+class Writer:
+    """Files of one rank. Values are written as they come, the index at the end."""
+
+    def __init__(self, folder: str | Path, rank: int, ranks: int) -> None:
+        self._folder, self._rank, self._count = Path(folder), rank, 0
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for file in self._folder.glob("rank-*.json"):
+            match = _FILE.fullmatch(file.name)
+            # Its own of an earlier run, and those of ranks that there are none of now.
+            if match and (int(match[1]) == rank or (rank == 0 and int(match[1]) >= ranks)):
+                file.unlink(missing_ok=True)
+        self._arrays: IO[bytes] = (self._folder / f"rank-{rank}.bin").open("wb")
+
+    def values(self, x: np.ndarray) -> tuple[int, int]:
+        """Write numbers, and return where they are."""
+        flat = np.ascontiguousarray(x, "<f8").reshape(-1)
+        self._arrays.write(flat.data)
+        self._count += flat.size
+        return self._count - flat.size, flat.size
+
+    def close(self, index: Mapping[str, Any], calls: list[Call], entries: list[Entry], places: list[Place]) -> None:
+        """Write the index, which makes the record whole."""
+        self._arrays.close()
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            "rank": self._rank,
+            **index,
+            "numbers": self._count,
+            "places": [asdict(place) for place in places],
+            "calls": [asdict(call) for call in calls],
+            "entries": [asdict(entry) for entry in entries],
+        }
+        (self._folder / f"rank-{self._rank}.json").write_text(json.dumps(data), encoding="utf-8")
+
+
+def read_record(path: str | Path) -> Record:
+    """Read the record in a folder.
+
+    Raises:
+        RecordError: when there is none, or a file of it is missing, cut short or not of this format.
+    """
+    folder = Path(path)
+    found = {int(m[1]): file for file in sorted(folder.glob("rank-*.json")) if (m := _FILE.fullmatch(file.name))}
+    if not found:
+        raise RecordError(
+            f"{folder} holds no record: there is no file rank-0.json in it. `hyper_parallel.debug.record` writes it "
+            "when its context ends"
+        )
+    entries, places, arrays = {}, {}, {}
+    indexes = {rank: _index(file, rank) for rank, file in sorted(found.items())}
+    first = min(indexes)
+    head = indexes[first]
+    for rank, index in indexes.items():
+        file = found[rank]
+        if index["ranks"] != head["ranks"]:
+            raise RecordError(
+                f"{file} is of a run of {index['ranks']} ranks, and {found[first].name} of one of {head['ranks']}: "
+                "files of two runs are in one folder; record into an empty one"
+            )
+        places[rank] = [_make(Place, row, file) for row in index["places"]]
+        entries[rank] = [_make(Entry, row, file) for row in index["entries"]]
+        arrays[rank] = _numbers(file.with_suffix(".bin"), index["numbers"])
+        for entry in entries[rank]:
+            _check(entry, len(places[rank]), index["numbers"], file)
+        lacking = sorted({r for place in places[rank] for r in place.ranks} - set(found))
+        if lacking:
+            raise RecordError(
+                f"{folder} lacks rank-{lacking[0]}.json, of a rank that shares tensors with rank {rank}: copy the "
+                "files of all ranks into one folder"
+            )
+    root = None if head["root"] is None else _make(Place, head["root"], found[first])
+    if root is not None and set(root.ranks) != set(found):
+        root = None
+    calls = [_make(Call, row, found[first]) for row in head["calls"]]
+    notes = list(dict.fromkeys(note for index in indexes.values() for note in index["notes"]))
+    return Record(str(path), head["platform"], head["largest"], root, calls, entries, places, arrays, notes)
+
+
+#: Fields of the index of a rank, and their types.
+_INDEX: dict[str, Any] = {
+    "rank": int,
+    "ranks": int,
+    "platform": str,
+    "largest": int,
+    "root": (dict, type(None)),
+    "numbers": int,
+    "notes": list,
+    "places": list,
+    "calls": list,
+    "entries": list,
+}
+
+
+def _index(file: Path, rank: int) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise RecordError(f"{file} is no index of a record: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise RecordError(f"{file} is no index of a record: it does not say {FORMAT!r} as its format")
+    if data.get("version") != VERSION:
+        raise RecordError(
+            f"{file} is of version {data.get('version')!r} of the format, and this release reads {VERSION}: record "
+            "the run again"
+        )
+    for name, kind in _INDEX.items():
+        if not isinstance(data.get(name), kind):
+            raise RecordError(f"{file} is damaged: its field {name!r} is {data.get(name)!r:.60}")
+    if data["rank"] != rank or not 0 <= rank < data["ranks"]:
+        raise RecordError(f"{file} is the index of rank {data['rank']} of {data['ranks']}: it was renamed")
+    return data
+
+
+def _make(cls: Any, row: Any, file: Path) -> Any:
+    """An object of lists in JSON, with tuples in place of lists."""
+    names = [f.name for f in fields(cls)]
+    if not isinstance(row, dict) or set(row) != set(names):
+        raise RecordError(f"{file} is damaged: {row!r:.80} is no {cls.__name__.lower()}")
+    return cls(**{name: _frozen(row[name]) for name in names})
+
+
+def _frozen(x: Any) -> Any:
+    return tuple(map(_frozen, x)) if isinstance(x, list) else x
+
+
+def _check(entry: Entry, places: int, numbers: int, file: Path) -> None:
+    """Refuse an entry whose numbers are not where it says."""
+    try:
+        right = _fits(entry, places, numbers)
+    except (TypeError, ValueError):  # of fields that are no numbers, or too few
+        right = False
+    if not right:
+        raise RecordError(f"{file} is damaged: its entry of {entry.path!r} ({entry.kind}) does not fit the others")
+
+
+def _fits(entry: Entry, places: int, numbers: int) -> bool:
+    start, count = entry.values or (0, 0)
+    whole = entry.local if entry.whole is None else entry.whole
+    if any(not isinstance(n, int) or n < 0 for n in (start, count, *entry.local, *whole)):
+        return False
+    if any(
+        len(offsets) != len(whole)
+        or any(o < 0 or o + n > size for o, n, size in zip(offsets, sizes, whole, strict=True))
+        for offsets, sizes, _ in entry.boxes
+    ):
+        return False
+    sized = entry.values is None or entry.sampled or count == math.prod(entry.local)
+    named = entry.kind in KINDS and isinstance(entry.path, str) and -1 <= entry.place < places
+    return named and sized and start + count <= numbers and entry.squares + entry.scale + entry.not_finite >= 0
+
+
+def _numbers(file: Path, count: int) -> np.ndarray:
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise RecordError(f"{file} cannot be read: {error}") from error
+    if size != 8 * count:
+        raise RecordError(f"{file} has {size} bytes, and its index names {8 * count}: the file was cut or written to")
+    return np.memmap(file, "<f8", "r", shape=(count,)) if count else np.zeros(0)

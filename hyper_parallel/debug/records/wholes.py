@@ -1,0 +1,355 @@
+"""Whole tensors, made of the parts that ranks recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from math import prod
+
+import numpy as np
+
+from hyper_parallel.debug.records.files import Entry, Place, Record
+from hyper_parallel.debug.records.samples import grid_of
+
+__all__ = ["Tensor", "Whole", "difference", "tensors_of"]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor, or samples of one.
+
+    Attributes:
+        shape: of the whole tensor.
+        grid: the indices along each dimension of which there are values.
+        values: of these.
+        squares: sum of the squares of all elements.
+        not_finite: number of elements that are infinite or NaN.
+        sums: see `samples.signed_sums`; None where they are not those of the whole.
+        how: how parts without a known place were put together, for people.
+        spread: largest relative difference of copies that ranks hold, as far as the values tell.
+    """
+
+    shape: tuple[int, ...]
+    grid: tuple[np.ndarray, ...]
+    values: np.ndarray
+    squares: float
+    not_finite: int
+    sums: np.ndarray | None
+    how: str = ""
+    spread: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+def difference(a: Whole, b: Whole, floor: float = 0.0) -> float:
+    """The norm of the difference over the larger norm: of the places that both have, or as the sums of all elements
+    estimate it, whichever is larger.
+
+    Args:
+        a, b: of one shape.
+        floor: a root mean square below which norms are not taken, since it is rounding.
+    """
+    if a.not_finite != b.not_finite:
+        return float("inf")
+    if not a.size:
+        return 0.0
+    x, y = _common(a, b)
+    finite = np.isfinite(x) & np.isfinite(y)
+    if (np.isfinite(x) != np.isfinite(y)).any():
+        return float("inf")
+    x, y = x[finite], y[finite]
+    if not x.size:
+        return 0.0
+    norm = max(float(np.linalg.norm(x)), float(np.linalg.norm(y)), floor * x.size**0.5)
+    found = float(np.linalg.norm(x - y)) / norm if norm else 0.0
+    if a.sums is not None and b.sums is not None:
+        whole = max(a.squares, b.squares, floor**2 * a.size) ** 0.5
+        # A sum of half the usual size is left out: an estimate errs to both sides.
+        estimate = float(np.sqrt(np.mean(np.square(a.sums - b.sums)))) / whole if whole else 0.0
+        if x.size < a.size:
+            found = max(found, estimate / 2)
+    return found
+
+
+def _common(a: Whole, b: Whole) -> tuple[np.ndarray, np.ndarray]:
+    """The values at the places that two tensors have in common."""
+    if all(np.array_equal(i, j) for i, j in zip(a.grid, b.grid, strict=True)):
+        return a.values.reshape(-1), b.values.reshape(-1)
+    own, other = [], []
+    for i, j in zip(a.grid, b.grid, strict=True):
+        _, first, second = np.intersect1d(i, j, return_indices=True)
+        own.append(first)
+        other.append(second)
+    return a.values[np.ix_(*own)].reshape(-1), b.values[np.ix_(*other)].reshape(-1)
+
+
+class Tensor:
+    """A tensor of a record, of which ranks have parts.
+
+    Args:
+        record: it is of.
+        parts: entry of each rank that has one, by rank.
+        order: its place in the order in which the first of these ranks recorded.
+    """
+
+    def __init__(self, record: Record, parts: dict[int, Entry], order: int) -> None:
+        self.record, self.parts, self.order = record, parts, order
+        self.entry = parts[min(parts)]
+        self._ways: list[Whole] | None = None
+
+    def ways(self) -> list[Whole]:
+        """The tensors that the parts may be: one, where it is known how they lie."""
+        if self._ways is None:
+            self._ways = list(self._made())
+        return self._ways
+
+    def like(self, other: Whole) -> Whole | None:
+        """The way that has the shape of ``other`` and differs least from it; None where there is none."""
+        fitting = [way for way in self.ways() if way.shape == other.shape]
+        return min(fitting, key=lambda way: max(difference(way, other), way.spread), default=None)
+
+    def strays(self) -> tuple[int, float] | None:
+        """The rank whose copy differs most from that of the first rank with copies, and by how much. None where all
+        copies are equal."""
+        worst: tuple[int, float] | None = None
+        for group in self._copies():
+            first = self.parts[group[0]]
+            for rank in group[1:]:
+                other = self.parts[rank]
+                if other.digest == first.digest:
+                    continue
+                a, b = np.array(first.own_sums), np.array(other.own_sums)
+                norm = max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))
+                found = float(np.linalg.norm(a - b)) / norm if norm else 0.0
+                found = float("inf") if first.not_finite != other.not_finite else found
+                if worst is None or found > worst[1]:
+                    worst = (rank, found)
+        return worst
+
+    def _copies(self) -> Iterator[list[int]]:
+        """The ranks that hold copies of one part."""
+        for ranks, place in self._groups():
+            if place is None:
+                continue
+            array = np.array(ranks).reshape(place.shape)
+            rest = [d for d, letter in enumerate(place.placements) if letter != "R"]
+            same = np.moveaxis(array, rest, range(len(rest))).reshape(*[array.shape[d] for d in rest], -1)
+            for row in same.reshape(-1, same.shape[-1]):
+                if len(row) > 1 and all(int(r) in self.parts for r in row):
+                    yield [int(r) for r in row]
+
+    def _groups(self) -> Iterator[tuple[tuple[int, ...], Place | None]]:
+        """The ranks that share a place, for each such group."""
+        seen: set[tuple[int, ...]] = set()
+        for rank, entry in sorted(self.parts.items()):
+            place = None if entry.place < 0 else self.record.places[rank][entry.place]
+            ranks = (rank,) if place is None else place.ranks
+            if ranks not in seen:
+                seen.add(ranks)
+                yield ranks, place
+
+    def _made(self) -> Iterator[Whole]:
+        pieces: list[list[Whole]] = []
+        names: set[str] = set()
+        for ranks, place in self._groups():
+            if any(rank not in self.parts for rank in ranks):
+                return
+            own = [self.parts[rank] for rank in ranks]
+            names |= set(place.names) if place is not None else set()
+            if place is not None and own[0].whole is not None:
+                if "?" in place.placements:
+                    return
+                pieces.append([self._of_boxes(ranks)])
+            elif place is None:
+                pieces.append([self._one(ranks[0])])
+            else:
+                ones: list[Whole | None] = [
+                    None if self.parts[rank].values is None else self._one(rank) for rank in ranks
+                ]
+                pieces.append(list(self._folded(ones, place.shape, place.placements)))
+        if not pieces or not all(pieces):
+            return
+        if len(pieces) == 1:
+            yield from pieces[0]
+            return
+        root, count = self.record.root, len(pieces)
+        shape: tuple[int, ...] = (count,)
+        if root is not None:
+            rest = tuple(n for n, name in zip(root.shape, root.names, strict=True) if name not in names)
+            shape = rest if np.prod(rest, dtype=int) == count else shape
+        for way in zip(*pieces, strict=False):
+            yield from self._folded(list(way), shape, ("?",) * len(shape))
+
+    def _one(self, rank: int) -> Whole:
+        """The part of one rank as a tensor of its own."""
+        entry = self.parts[rank]
+        if entry.whole is not None:
+            return self._of_boxes((rank,))
+        grid = tuple(grid_of(entry.local, self.record.largest))
+        shape = tuple(map(len, grid))
+        sums = np.array(entry.own_sums) if entry.own_sums else None
+        return Whole(entry.local, grid, self._values(rank, shape), entry.squares, entry.not_finite, sums)
+
+    def _values(self, rank: int, shape: Sequence[int]) -> np.ndarray:
+        start, count = self.parts[rank].values or (0, 0)
+        return np.asarray(self.record.arrays[rank][start : start + count]).reshape(shape)
+
+    def _of_boxes(self, ranks: Sequence[int]) -> Whole:
+        """The tensor of which ranks hold known boxes; those of several are summands."""
+        entries = [self.parts[rank] for rank in ranks]
+        shape = entries[0].whole or ()
+        grid = tuple(grid_of(shape, self.record.largest))
+        values = np.zeros(tuple(map(len, grid)))
+        squares, not_finite, sums = 0.0, 0, np.zeros(len(entries[0].sums))
+        for rank, entry in zip(ranks, entries, strict=True):
+            if entry.values is None:
+                continue
+            start = entry.values[0]
+            for offsets, sizes, _ in entry.boxes:
+                index = tuple(
+                    slice(*np.searchsorted(places, (offset, offset + size)))
+                    for places, offset, size in zip(grid, offsets, sizes, strict=True)
+                )
+                box = values[index]
+                count = box.size
+                values[index] = box + np.asarray(self.record.arrays[rank][start : start + count]).reshape(box.shape)
+                start += count
+            squares, not_finite = squares + entry.squares, not_finite + entry.not_finite
+            sums = sums + np.array(entry.sums)
+        return Whole(tuple(shape), grid, values, squares, not_finite, sums if sums.size else None)
+
+    def _folded(self, ones: Sequence[Whole | None], shape: Sequence[int], placements: Sequence[str]) -> Iterator[Whole]:
+        """The tensors that pieces on a mesh of ``shape`` may be, the last mesh dimension cutting last."""
+        options = []
+        array = np.empty(len(ones), object)
+        array[:] = list(ones)
+        array = array.reshape(shape)
+        for dim, letter in enumerate(placements):
+            options.append([letter] if letter != "?" else self._letters(array, dim))
+        for chosen in product(*options):
+            found: np.ndarray | None = array
+            for letter in reversed(chosen):
+                found = None if found is None else _fold_last(found, letter)
+            if found is None or found.item() is None:
+                continue
+            told = [c for c, p in zip(chosen, placements, strict=True) if p == "?" and c != "R"]
+            made: Whole = found.item()
+            yield replace(made, how=", ".join(map(_words, told)))
+            if self.entry.kind == "gradient":
+                yield from _averaged(
+                    made, told, [n for n, c, p in zip(shape, chosen, placements, strict=True) if p == "?" and c != "R"]
+                )
+
+    def _letters(self, array: np.ndarray, dim: int) -> list[str]:
+        """How pieces may lie along a mesh dimension: equal ones are no summands."""
+        rows = np.moveaxis(array, dim, 0).reshape(array.shape[dim], -1)
+        same = all(
+            a is not None
+            and b is not None
+            and a.shape == b.shape
+            and np.array_equal(a.values, b.values, equal_nan=True)
+            for row in rows[1:]
+            for a, b in zip(rows[0], row, strict=True)
+        )
+        ndim = max((len(one.shape) for one in array.reshape(-1) if one is not None), default=0)
+        return ["R", *(f"S{d}" for d in range(ndim)), *(() if same else "P")]
+
+
+def _averaged(whole: Whole, told: Sequence[str], sizes: Sequence[int]) -> Iterator[Whole]:
+    """The same where ranks along some of the mesh dimensions, of these sizes, have losses of their own: the gradient of
+    the mean of the losses."""
+    products = {prod(some) for count in range(1, len(sizes) + 1) for some in combinations(sizes, count)}
+    for n in sorted(products - {1}):
+        yield replace(
+            whole,
+            values=whole.values / n,
+            squares=whole.squares / n**2,
+            sums=None if whole.sums is None else whole.sums / n,
+            how=f"{', '.join(map(_words, told))}, over {n} losses",
+        )
+
+
+def _words(letter: str) -> str:
+    kind = {"P": "summands of ranks added up", "R": "the first of copies"}
+    return kind.get(letter) or f"parts of ranks joined along dimension {letter[1:]}"
+
+
+def _fold_last(array: np.ndarray, letter: str) -> np.ndarray | None:
+    """Join pieces along the last mesh dimension; None where they do not fit."""
+    made = np.empty(array.shape[:-1], object)
+    for index in np.ndindex(made.shape):
+        pieces = list(array[index])
+        if letter == "R":
+            there = [p for p in pieces if p is not None]
+            made[index] = _one_of(there) if there else None
+            continue
+        if any(p is None for p in pieces):
+            made[index] = None
+            continue
+        found = _added(pieces) if letter == "P" else _joined(pieces, int(letter[1:]))
+        if found is None:
+            return None
+        made[index] = found
+    return made
+
+
+def _one_of(copies: Sequence[Whole]) -> Whole:
+    """The first of copies, and how far others are from it."""
+    first = copies[0]
+    spread = max((difference(first, p) if p.shape == first.shape else float("inf") for p in copies[1:]), default=0.0)
+    return replace(first, spread=max(spread, *(p.spread for p in copies)))
+
+
+def _added(pieces: Sequence[Whole]) -> Whole | None:
+    first = pieces[0]
+    if any(p.shape != first.shape for p in pieces):
+        return None
+    values = np.sum([p.values for p in pieces], axis=0)
+    found = [p.sums for p in pieces if p.sums is not None]
+    sums = np.sum(found, axis=0) if len(found) == len(pieces) else None
+    # Of all elements the squares are known; of samples those of sums with random signs are as large on average.
+    if values.size == first.size or sums is None:
+        squares = float(np.square(values[np.isfinite(values)]).sum()) * first.size / max(values.size, 1)
+    else:
+        squares = float(np.mean(np.square(sums)))
+    not_finite, spread = sum(p.not_finite for p in pieces), max(p.spread for p in pieces)
+    return replace(first, values=values, squares=squares, not_finite=not_finite, sums=sums, spread=spread)
+
+
+def _joined(pieces: Sequence[Whole], dim: int) -> Whole | None:
+    rest = {p.shape[:dim] + p.shape[dim + 1 :] for p in pieces}
+    if len(rest) > 1 or any(len(p.shape) <= dim for p in pieces):
+        return None
+    start, places = 0, []
+    for piece in pieces:
+        places.append(piece.grid[dim] + start)
+        start += piece.shape[dim]
+    grids = [p.grid[:dim] + p.grid[dim + 1 :] for p in pieces]
+    if any(not np.array_equal(i, j) for grid in grids[1:] for i, j in zip(grids[0], grid, strict=True)):
+        return None
+    first = pieces[0]
+    return Whole(
+        (*first.shape[:dim], start, *first.shape[dim + 1 :]),
+        (*first.grid[:dim], np.concatenate(places), *first.grid[dim + 1 :]),
+        np.concatenate([p.values for p in pieces], axis=dim),
+        sum(p.squares for p in pieces),
+        sum(p.not_finite for p in pieces),
+        None,
+        spread=max(p.spread for p in pieces),
+    )
+
+
+def tensors_of(record: Record) -> dict[tuple, Tensor]:
+    """The tensors of a record by their keys, in the order of the first rank that has them. A
+    gradient that came several times, as in a backward that is run again, counts as the last."""
+    found: dict[tuple, dict[int, Entry]] = {}
+    order: dict[tuple, int] = {}
+    for rank, entries in record.entries.items():
+        for i, entry in enumerate(entries):
+            found.setdefault(entry.key, {})[rank] = entry
+            order.setdefault(entry.key, i)
+    return {key: Tensor(record, parts, order[key]) for key, parts in found.items()}

@@ -1,0 +1,87 @@
+"""Runs on torch and on MindSpore: the same programs agree, and a changed operator is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyper_parallel.debug import compare
+from hyper_parallel.testing.extent import in_gate
+from tests.support.programs import ROOT, program_of
+
+
+def run(script: str, folder: Path, platform: str, *arguments: str) -> None:
+    environment = {**os.environ, "HYPER_PARALLEL_PLATFORM": platform, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
+    command = [sys.executable, script, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def without_numbers(line: str) -> str:
+    return re.sub(r"[0-9.]+e-[0-9]+", "", line)
+
+
+@pytest.mark.parametrize("same", in_gate([False, True], [False]))
+def test_program_of_the_page(tmp_path: Path, same: bool) -> None:
+    """The page's MLP: its activation is named, and nothing where both have one activation."""
+    page = ROOT / "docs" / "compare.md"
+    program = program_of(page, "mlp_recorded.py")
+    assert program.count("approximate=True") == 1
+    (tmp_path / "mlp_recorded.py").write_text(program.replace("approximate=True", f"approximate={not same}"))
+    run("mlp_recorded.py", tmp_path, "torch-cpu", "on-torch")
+    run("mlp_recorded.py", tmp_path, "mindspore", "on-mindspore")
+    found = compare(tmp_path / "on-torch", tmp_path / "on-mindspore")
+    assert not (found.only_a or found.only_b or found.unfit or found.notes), str(found)
+    assert found.culprit == (None if same else "act")
+    if not same:
+        (shown,) = re.findall(r"    The runs part at act.\n    (First to depart.*)\n", page.read_text(encoding="utf-8"))
+        assert without_numbers(shown) == without_numbers(str(found).splitlines()[1])
+
+
+def changed(folder: Path, old: str, new: str) -> Path:
+    """The example, with other code in MindSpore's model."""
+    shutil.copytree(ROOT / "examples" / "train_llama", folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    model = folder / "model_mindspore.py"
+    text = model.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    model.write_text(text.replace(old, new), encoding="utf-8")
+    return folder
+
+
+#: name of a change -> the code, that in its place, and the module that is to be named.
+CHANGES: dict[str, tuple[str, str, str]] = {
+    "nothing": ("class LlamaMLP(nn.Cell):", "class LlamaMLP(nn.Cell):", ""),
+    "activation": (
+        "mint.nn.functional.silu(self.gate_proj(x)) * self",
+        "mint.nn.functional.relu(self.gate_proj(x)) * self",
+        "model.layers.0.mlp",
+    ),
+    "epsilon": (
+        "self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)",
+        "self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps * 10)",
+        "model.norm",
+    ),
+}
+
+
+@pytest.mark.nightly
+def test_example(tmp_path: Path) -> None:
+    """train_llama: torch on two ranks of "tp", and MindSpore on one."""
+    folder, out = ROOT / "examples" / "train_llama", str(tmp_path / "losses.json")
+    steps = ("--until", "2", "--out", out, "--record")
+    run("train.py", folder, "torch-cpu", "--tp", "2", *steps, str(tmp_path / "right"))
+    named: dict[str, Any] = {}
+    for i, (name, (old, new, _)) in enumerate(CHANGES.items()):
+        copied = changed(tmp_path / f"example{i}", old, new)
+        run("train.py", copied, "mindspore", "--tp", "1", *steps, str(tmp_path / name))
+        found = compare(tmp_path / "right", tmp_path / name)
+        named[name] = found.culprit or ""
+        assert not (found.only_a or found.unfit), str(found)
+    assert named == {name: culprit for name, (_, _, culprit) in CHANGES.items()}
