@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hyper_parallel import DTensor, Shard, fully_shard, strict
+from hyper_parallel import DTensor, Shard, check_plain_code, fully_shard, strict
 from hyper_parallel.integrations.huggingface import parallelize_model
 from hyper_parallel.testing.spmd import device_mesh, on_mesh
 from tests.support.model_table import TOLERANCE
@@ -61,6 +61,24 @@ def test_gradients_are_those_of_a_single_process(pool: Any) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_models_of_the_table(pool: Any, ranks: int) -> None:
     assert pool.run(ranks, rows, [row.title for row in ROWS])[0] == []
+
+
+@on_mesh()
+def followed(mesh: Any, titles: list[str]) -> list[str]:
+    """The plain code between the layers is right, as far as it is followed; gives the reports of others."""
+    found = []
+    for title in titles:
+        single = row_of(title).make()
+        given = row_of(title).inputs(single)
+        model = parallelize_model(single, mesh)
+        with check_plain_code(model) as report:
+            model(**given).loss.backward()
+        found += [] if report and report.asked else [f"{title}: {report}"]
+    return found
+
+
+def test_plain_code_is_followed(pool: Any) -> None:
+    assert pool.run(2, followed, ["Mamba", "Mamba 2", "gpt-oss"])[0] == []
 
 
 @on_mesh()

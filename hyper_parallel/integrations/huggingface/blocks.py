@@ -17,7 +17,7 @@ from hyper_parallel.core.tensor_parallel.styles.replicated import NoParallel
 from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
 from hyper_parallel.integrations.huggingface.experts import BiasedExpertsParallel
 from hyper_parallel.integrations.huggingface.local import LocalParametersParallel
-from hyper_parallel.integrations.huggingface.mixers import LocalMixer, RowsReadByParts
+from hyper_parallel.integrations.huggingface.mixers import ColumnsOfHeads, LocalMixer, RowsReadByParts
 
 __all__ = ["ARCHITECTURES", "block_plan", "is_known_block"]
 
@@ -98,7 +98,7 @@ def _mamba_2(block: Any, ranks: int) -> BlockPlan:
     sizes = {name: getattr(block, name) // ranks for name in ("num_heads", "n_groups", "intermediate_size", "conv_dim")}
     return {
         "": LocalMixer(placements, sizes),
-        "in_proj": ColwiseParallel(packed=(inner, inner, states, states, heads)),
+        "in_proj": ColumnsOfHeads(packed=(inner, inner, states, states, heads)),
         "out_proj": _ROWS,
     }
 

@@ -9,13 +9,15 @@ from hyper_parallel.core.dtensor.api import distribute_parameter
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Placement
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.following import FOLLOWING
 from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForward
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, mark_applied
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.styles.replicated import read_by_parts
 from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
 from hyper_parallel.platform.contract import CompiledForward
 
-__all__ = ["LocalMixer", "RowsReadByParts"]
+__all__ = ["ColumnsOfHeads", "LocalMixer", "RowsReadByParts"]
 
 
 class LocalMixer(ModuleStyle):
@@ -87,6 +89,19 @@ class _LocalChannels:
             own["training"] = training
             for names, parameter in shown:
                 names.pop(parameter, None)
+
+
+class ColumnsOfHeads(ColwiseParallel):
+    """`ColwiseParallel` of a weight that is several, which the code takes apart into groups of these.
+
+    Rules know a packed tensor that is taken apart into each of its matrices. So the code of the mixer is not followed.
+    """
+
+    def prepare_output(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        given = super().prepare_output(module, y, i, what, mesh)
+        if FOLLOWING:
+            FOLLOWING[-1].lose(given, "a mixer by heads")
+        return given
 
 
 class RowsReadByParts(RowwiseParallel):
