@@ -7,12 +7,16 @@ all that changes. They are resolved when first used, so that ``import hyper_para
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.namesake import refuse_namesake
+from hyper_parallel.platform.rank_messages import VARIABLE, leave_messages
 from hyper_parallel.public_names import HOME_OF
 
 refuse_namesake()
+if VARIABLE in os.environ:
+    leave_messages(os.environ)
 
 if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at run time
     from hyper_parallel import checkpoint as checkpoint
