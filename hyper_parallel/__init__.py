@@ -7,12 +7,16 @@ all that changes. They are resolved when first used, so that ``import hyper_para
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.namesake import refuse_namesake
+from hyper_parallel.platform.rank_messages import VARIABLE, leave_messages
 from hyper_parallel.public_names import HOME_OF
 
 refuse_namesake()
+if VARIABLE in os.environ:
+    leave_messages(os.environ)
 
 if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at run time
     from hyper_parallel import checkpoint as checkpoint
@@ -58,6 +62,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at r
     from hyper_parallel.core.layouts.placement_types import Replicate as Replicate
     from hyper_parallel.core.layouts.placement_types import Shard as Shard
     from hyper_parallel.core.layouts.placement_types import StridedShard as StridedShard
+    from hyper_parallel.core.layouts.placement_types import _StridedShard as _StridedShard
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh as DeviceMesh
     from hyper_parallel.core.mesh.device_mesh import init_device_mesh as init_device_mesh
     from hyper_parallel.core.modes import implicit_replication as implicit_replication
@@ -101,7 +106,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at r
 
 __version__ = "0.1.0.dev0"  # the only place that says it: pyproject.toml reads it here
 
-__all__ = sorted(HOME_OF)
+__all__ = sorted(name for name in HOME_OF if not name.startswith("_"))
 
 if not TYPE_CHECKING:  # type checkers must not take any name for one that exists
 

@@ -40,6 +40,7 @@ HOME_OF = {
     "Shard": "hyper_parallel.core.layouts.placement_types",
     "StridedShard": "hyper_parallel.core.layouts.placement_types",
     "UnshardHandle": "hyper_parallel.core.data_parallel.module_methods",
+    "_StridedShard": "hyper_parallel.core.layouts.placement_types",
     "available_platforms": "hyper_parallel.platform",
     "balance_loss": "hyper_parallel.core.tensor_parallel.balance",
     "check_plain_code": "hyper_parallel.core.plain_code.api",

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     patched = {name: entry["patches"] for name, entry in found["backends"].items() if entry.get("patches")}
     seen: set[tuple] = set()
-    for name, patches in patched.items():
+    for name, patches in patched.items() if arguments.patches else ():
         if tuple(patches) not in seen:
             seen.add(tuple(patches))
             framework = name.partition("-")[0]

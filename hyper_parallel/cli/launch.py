@@ -20,8 +20,9 @@ from pathlib import Path
 from hyper_parallel.cli import msrun_worker
 from hyper_parallel.cli.output import UsageError
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.rank_messages import VARIABLE, gathered
 from hyper_parallel.platform.registry import ENVIRONMENT_VARIABLE
-from hyper_parallel.platform.terminal import printable
+from hyper_parallel.platform.terminal import printable, printable_lines
 from hyper_parallel.testing.pool import free_port
 
 __all__ = ["PORT", "command_of", "run"]
@@ -53,8 +54,10 @@ def command_of(
 
     Example:
         >>> command_of("torch", 4, ["train.py"])[1:]
-        ['-m', 'torch.distributed.run', '--nproc-per-node', '4', '--standalone', 'train.py']
+        ['-m', 'torch.distributed.run', '--nproc-per-node', '4', '--standalone', '--', 'train.py']
     """
+    # What follows is the script's own: torchrun would take its --run for the beginning of --run-path.
+    script = ["--", *script]
     if framework == "torch":
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
         if nodes == 1:
@@ -95,11 +98,17 @@ def run(arguments: argparse.Namespace) -> int:
     if framework == "mindspore":
         # msrun starts a script as `python` of the path, which may be one without MindSpore.
         environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment.get("PATH", os.defpath)])
-    if framework == "mindspore" and arguments.nodes == 1:
-        with tempfile.TemporaryDirectory() as folder:
-            command = command_of(framework, arguments.processes, [msrun_worker.__file__, folder, *script], *where)
-            return _run_msrun(command, folder, arguments.processes, environment)
-    return subprocess.run(command, env=environment, check=False).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        environment[VARIABLE] = folder
+        try:
+            if framework == "mindspore" and arguments.nodes == 1:
+                command = command_of(framework, arguments.processes, [msrun_worker.__file__, folder, *script], *where)
+                return _run_msrun(command, folder, arguments.processes, environment)
+            return subprocess.run(command, env=environment, check=False).returncode
+        finally:
+            text = gathered(folder, arguments.node_rank * arguments.processes)
+            if text:
+                print(printable_lines(text), file=sys.stderr, flush=True)
 
 
 def _run_msrun(command: list[str], folder: str, processes: int, environment: dict[str, str]) -> int:

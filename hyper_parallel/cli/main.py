@@ -32,14 +32,18 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"hyper-parallel {hyper_parallel.__version__}")
     commands = top.add_subparsers(dest="command", metavar="command", required=True)
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
+    def add(name: str, text: str, abbreviations: bool = True) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=abbreviations)
         command.add_argument("--json", action="store_true", help="print JSON")
         return command
 
-    add("env", "Show backends, versions and devices, and why a backend cannot be used.")
+    env = add("env", "Show backends, versions and devices, and why a backend cannot be used.")
+    env.add_argument("--patches", action="store_true", help="list the patches of each framework as well")
 
-    launch = add("launch", "Start a script on several ranks, by torchrun or msrun, and print the command.")
+    # No abbreviations: an option of the script may begin as ours do.
+    launch = add(
+        "launch", "Start a script on several ranks, by torchrun or msrun, and print the command.", abbreviations=False
+    )
     launch.add_argument("-n", "--processes", type=int, default=1, help="ranks on each node")
     launch.add_argument("--platform", help="backend of the script, such as torch-cpu")
     launch.add_argument("--nodes", type=int, default=1, help="how many nodes; give the command on each")

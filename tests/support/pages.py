@@ -173,6 +173,29 @@ batches = [x, x]
 torch_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
 x = distribute_tensor(x, mesh, [Shard(0)])
 """,
+    "docs/torchtitan.md": """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(8, 8) for _ in range(4))
+    def forward(self, x):
+        return self.wo(self.wq(x) + self.wk(x) * self.wv(x))
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3, self.w2 = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.attention_norm, self.ffn_norm = nn.LayerNorm(8), nn.LayerNorm(8)
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+block = Block()
+""",
     "docs/training.md": """
 import torch.distributed as dist
 device_type = "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+import hyper_parallel
 from hyper_parallel import (
     ColwiseParallel,
     CommDebugMode,
@@ -23,10 +25,13 @@ from hyper_parallel import (
     RowwiseParallel,
     Shard,
     StridedShard,
+    distribute_parameter,
     distribute_tensor,
+    fully_shard,
     get_platform,
     init_device_mesh,
     parallelize_module,
+    replicate,
 )
 from hyper_parallel.testing.spmd import on_mesh
 from hyper_parallel.torch import from_torch_dtensor, to_torch_dtensor
@@ -58,6 +63,45 @@ def to_torch(mesh: Any) -> None:
     assert type(theirs)._concatenate(parts) == theirs
     assert mesh.to_torch() is theirs and DeviceMesh.from_torch(theirs) is mesh
     assert DeviceMesh.from_torch(parts[1]) is mesh["tp"]
+
+
+@on_2_by_2
+def taken(mesh: Any) -> None:
+    """Functions that take a mesh take one of torch's own. It becomes the mesh of its ranks, names and groups."""
+    theirs = init_torch_mesh(device().type, (2, 2), mesh_dim_names=("rows", "columns"))
+    ours = DeviceMesh.from_torch(theirs)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).to(device())
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    _, made = groups_made(lambda: parallelize_module(model, theirs["columns"], plan))
+    assert made == 0 and model[0].weight.device_mesh is ours["columns"]
+    single = copy.deepcopy(model[1])
+    assert (
+        RowwiseParallel().apply(nn.Linear(4, 4).to(device()), theirs["columns"]).weight.device_mesh is ours["columns"]
+    )
+    fully_shard(model, mesh=theirs["rows"])
+    assert model[0].weight.device_mesh is ours
+    assert distribute_tensor(randn(4), theirs, [Shard(0), Replicate()]).device_mesh is ours
+    distribute_parameter(linear := nn.Linear(4, 2).to(device()), "weight", theirs["rows"], [Shard(0)])
+    assert linear.weight.device_mesh is ours["rows"] and single.weight.device_mesh is ours["columns"]
+    # And what else torch's replicate takes.
+    replica = nn.Linear(4, 2).to(device())
+    ids = None if device().index is None else [device().index]
+    replicate(replica, process_group=theirs["rows"].get_group(), device_ids=ids)
+    x = randn(4, 4)[ours["rows"].get_local_rank() :: 2]
+    replica(x).sum().backward()
+    average = randn(4, 4).sum(0) / 2
+    close(replica.weight.grad, average.expand(2, 4), "gradient")
+    with pytest.raises(TypeError, match=r"takes a torch\.distributed\.ProcessGroup, got str"):
+        replicate(nn.Linear(4, 2).to(device()), process_group="dp")
+
+
+def test_meshes_of_torch_are_taken(pool: Any) -> None:
+    pool.run(4, taken)
+
+
+def test_the_alias_of_torchs_name() -> None:
+    assert hyper_parallel._StridedShard is StridedShard
+    assert hyper_parallel._StridedShard(0, split_factor=2) == StridedShard(0, 2)
 
 
 def test_to_torch(pool: Any) -> None:
@@ -125,8 +169,6 @@ def meshes_refused(mesh: Any) -> None:
     else:
         with pytest.raises(ValueError, match=r"rank \d is not part of"):
             two.to_torch()
-    with pytest.raises(TypeError, match=r"or give DeviceMesh\.from_torch\(mesh\)"):
-        distribute_tensor(randn(4), mesh.to_torch(), [Shard(0)])
     theirs = init_torch_mesh(device().type, (2, 2), mesh_dim_names=("x", "y"))
     split = theirs["x"]._unflatten(0, (1, 2), ("x1", "x2"))
     with pytest.raises(ValueError, match=r"dimension 'x1'.*make a mesh that has it"):

@@ -31,7 +31,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -
 
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "env")
-    assert PLATFORM in text and "HYPER_PARALLEL_PLATFORM chooses another" in text
+    assert PLATFORM in text and "HYPER_PARALLEL_PLATFORM chooses another" in text and "patched in" not in text
+    assert "patched in" in said(capsys, "env", "--patches")
     found = json.loads(said(capsys, "env", "--json"))
     assert found["selected"] == PLATFORM
     entry = found["backends"][PLATFORM]
@@ -47,7 +48,7 @@ def test_they_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: py
     text = said(capsys, "test")
     assert max(map(len, text.splitlines())) <= 80 and "2 ranks: all is right" in text
     assert all(word in text for word in what.split())
-    lines = said(capsys, "env").splitlines()
+    lines = said(capsys, "env", "--patches").splitlines()
     assert [line for line in lines if len(line) > 80 and len(line.split()) > 1] == []
 
 
@@ -59,15 +60,15 @@ def test_python_m() -> None:
 
 def test_commands_of_launchers() -> None:
     command = launch.command_of("torch", 4, ["train.py", "--steps", "3"])
-    wanted = "-m torch.distributed.run --nproc-per-node 4 --standalone train.py --steps 3"
+    wanted = "-m torch.distributed.run --nproc-per-node 4 --standalone -- train.py --steps 3"
     assert command[1:] == wanted.split()
     command = launch.command_of("torch", 8, ["train.py"], nodes=2, node_rank=1, address="10.0.0.1", port=29400)
-    wanted = "--nproc-per-node 8 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29400 train.py"
+    wanted = "--nproc-per-node 8 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29400 -- train.py"
     assert command[3:] == wanted.split()
     command = launch.command_of("mindspore", 4, ["train.py"], nodes=2, node_rank=1, address="10.0.0.1")
     assert command[0].endswith("msrun") and command[-1] == "train.py"
     wanted = "--worker_num 8 --local_worker_num 4 --master_addr 10.0.0.1 --master_port 29500 --node_rank 1 --join True"
-    assert command[1:-1] == wanted.split()
+    assert command[1:-1] == [*wanted.split(), "--"]
 
 
 def test_launch_prints_its_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -106,6 +107,16 @@ def test_launch_gives_back_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(launch, "command_of", lambda *how: ran.append(how) or [sys.executable, str(script)])
     assert main(["launch", "-n", "3", "--platform", PLATFORM, "--", str(script), "--flag"]) == 7
     assert ran[0][1:3] == (3, [str(script), "--flag"])
+
+
+def test_arguments_of_a_script_are_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Also those that begin as an option of this command, or of the launcher."""
+    script = tmp_path / "script.py"
+    script.write_text("")
+    own = ["--run", "x", "--p", "y", "-n", "3", "--json", "--", "z"]
+    text = said(capsys, "launch", "-n", "2", "--platform", PLATFORM, "--json", "--print-only", str(script), *own)
+    command = json.loads(text)["command"]
+    assert command[command.index("--") :] == ["--", str(script), *own]
 
 
 @pytest.mark.parametrize(("statuses", "wanted"), [((0, 0), 0), ((0, 3), 5), ((0,), 5)])

@@ -5,10 +5,12 @@ The module that is called is a unit with whole parameters (`replicated_unit.py`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from hyper_parallel.core.data_parallel.places import Slot
 from hyper_parallel.core.data_parallel.replicated_unit import Options, ReplicatedUnit
@@ -88,6 +90,8 @@ def replicate(
     bucket_cap_mb: float = 25,
     broadcast_buffers: bool = False,
     ignored_modules: Iterable[Any] | None = None,
+    process_group: Any = None,
+    device_ids: Sequence[Any] | None = None,
 ) -> Any:
     """Train a module on the batches of all ranks of a mesh (data parallelism). Each rank has the whole module.
 
@@ -114,13 +118,16 @@ def replicate(
         broadcast_buffers: give all ranks the buffers of the first, such as running statistics, before each forward
             whose gradients will be all-reduced. They get them once in any case, when this is called.
         ignored_modules: modules whose parameters are left as they are, with all modules below them.
+        process_group: in place of ``device_mesh``, the framework's process group of the ranks.
+        device_ids: numbers of devices, or devices: that of this rank at most, to which the parameters go in any case.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: for a module of another framework.
-        ValueError: on all ranks, before anything is changed, for a mesh that is not 1-D and a ``bucket_cap_mb`` that is
+        TypeError: for a module of another framework, and an object that is no process group.
+        ValueError: on all ranks, before anything is changed, for a mesh and a process group at once, a device of other
+            ranks, a mesh that is not 1-D and a ``bucket_cap_mb`` that is
             not positive. Also for a parameter without values, one to which `replicate` or `fully_shard` was applied
             already, and one that is tensor parallel on a mesh with another root. When the module is called, before
             communication, for plain tensors and DTensors at once.
@@ -138,6 +145,10 @@ def replicate(
     Source: ``torch.distributed._composable.replicate``, ``torch.nn.parallel.DistributedDataParallel``; Li et al. 2020,
     "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
     """
+    if process_group is not None:
+        if device_mesh is not None:
+            raise ValueError("replicate takes a device_mesh or a process_group, got both: leave one of them out")
+        device_mesh = DeviceMesh.from_group(process_group)
     mesh = resolve_mesh(device_mesh or current_mesh() or init_device_mesh(), "replicate")
     platform = bind_platform(mesh.platform)
     if not isinstance(module, platform.Module):
@@ -150,6 +161,7 @@ def replicate(
     if not bucket_cap_mb > 0:
         raise ValueError(f"replicate(bucket_cap_mb=...) is a positive number of MiB, got {bucket_cap_mb!r}")
     mesh.require_member("replicate")
+    _check_devices(device_ids, platform)
     ignored = {id(m) for top in ignored_modules or () for _, m in platform.named_modules(top)}
     modules = [
         (path, m)
@@ -284,6 +296,19 @@ def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None
     if platform.needs_values and not platform.has_values(p) and not platform.is_meta(p):
         raise ValueError(f"{what} has no values: initialise the model on this rank's device first")
     return nest(None, mesh, [Replicate()], platform.shape_of(p)), None
+
+
+def _check_devices(device_ids: Sequence[Any] | None, platform: Platform) -> None:
+    """Raise ValueError for other devices than that of this rank, which has one."""
+    if not device_ids:
+        return
+    own = str(platform.to_device(platform.host_tensor(np.zeros(1, np.int32))).device)
+    given = [str(device) for device in device_ids]
+    if given not in ([own], [own.rpartition(":")[2]]):
+        raise ValueError(
+            f"replicate(device_ids={list(device_ids)!r}): the device of this rank is {own!r}, and each rank has one. "
+            "Leave device_ids out"
+        )
 
 
 def _local(p: Any, platform: Platform) -> Any:

@@ -103,6 +103,7 @@ def distribute_parameter(
         >>> linear.weight.placements
         (Shard(dim=0),)
     """
+    device_mesh = resolve_mesh(device_mesh, "distribute_parameter")
     platform = bind_platform(device_mesh.platform)
     parameter = dict(platform.named_parameters(module))[name]
     refuse_foreign(parameter, platform, f"distribute_parameter({name!r}) of {type(module).__name__}")

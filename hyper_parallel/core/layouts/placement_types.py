@@ -204,6 +204,10 @@ class StridedShard(Shard):
         return cls._intern(dim=dim, split_factor=split_factor)
 
 
+#: The name that torch has for it.
+_StridedShard = StridedShard
+
+
 class PackedShard(Shard):
     """Tensor dimension ``dim`` holds several parts one after the other, and each part is split over the mesh dimension.
 

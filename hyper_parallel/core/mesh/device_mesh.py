@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -70,19 +71,21 @@ def current_mesh() -> DeviceMesh | None:
 
 
 def resolve_mesh(device_mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
-    """The mesh given, or the one entered.
+    """The mesh given, or the one entered. A mesh of the framework's own becomes the one of its ranks, names and groups.
 
     Raises:
-        ValueError: when there is neither.
-        TypeError: when it is no `DeviceMesh`.
+        ValueError: when there is neither; for a mesh of the framework that has no counterpart here.
+        TypeError: when it is no mesh.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if mesh is None:
         raise ValueError(f"{caller} needs a device_mesh: pass one, or call it inside `with mesh:`")
-    if not isinstance(mesh, DeviceMesh):
-        kind = type(mesh)
-        framework, hint = kind.__module__.partition(".")[0], import_hint(mesh)
-        if hint and hasattr(DeviceMesh, f"from_{framework}"):
-            hint += f", or give DeviceMesh.from_{framework}(mesh)"
-        raise TypeError(f"{caller} needs a hyper_parallel DeviceMesh, got {kind.__module__}.{kind.__name__}{hint}")
-    return mesh
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    hint = import_hint(mesh)
+    if hint:
+        with suppress(TypeError):  # of another framework
+            made: DeviceMesh = DeviceMesh._of_native(platform_for(getattr(mesh, "device_type", None)), mesh)
+            return made
+    kind = type(mesh)
+    raise TypeError(f"{caller} needs a hyper_parallel DeviceMesh, got {kind.__module__}.{kind.__name__}{hint}")

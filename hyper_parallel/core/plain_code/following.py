@@ -225,6 +225,11 @@ class Following:
         found = Joined(dim, tuple(p.shape[dim] for p in pieces), tuple(ways_of(p) for p in pieces))
         self._platform.write_mark(x, Held(found, self._styled, stated=True))
 
+    def lose(self, x: Any, why: str) -> None:
+        """Note that code with ``x`` is not followed from here on: ``why`` is for the report."""
+        self.unknown[why] = self.unknown.get(why, 0) + 1
+        self._platform.write_mark(x, Held(Lost(why), self._styled, stated=True))
+
     def cut_of(self, x: Any, mesh: DeviceMesh, whole: int) -> Shard | None:
         """How the 1-D ``mesh`` cuts a plain tensor that is known to be a part. None where it is none, or is cut in one
         of the last ``whole`` dimensions, which must not be."""

@@ -41,8 +41,9 @@ def parallelize_model(
 
     Args:
         model: a ``transformers.PreTrainedModel`` on a torch backend, of an architecture with a tensor-parallel plan
-            (``model.tp_plan``) or one that is known here: GPT-2, OPT, Falcon, BERT, T5. LoRA adapters of peft are
-            sharded with the layers that they adapt; a ``PeftModel`` is taken too.
+            (``model.tp_plan``) or one that is known here, such as GPT-2, BERT, Whisper, CLIP or Mamba: the page on
+            transformers lists them. LoRA adapters of peft are sharded with the layers that they adapt; a ``PeftModel``
+            is taken too.
         device_mesh: 1-D mesh; None is the one entered with ``with mesh:``. A dimension ``"cp"`` cuts sequences: alone,
             or with that of tensor parallelism, as ``mesh["cp", "tp"]``. The model then takes the parts that
             `shard_sequence` gives, with ``position_ids`` and without ``labels``, and gives the logits of these.
@@ -119,11 +120,11 @@ def _parallelize(
     modules = dict(platform.named_modules(model))
     _refuse_quantised(modules, mesh)
     plain, changes = without_adapters(modules), plan or {}
-    named = named_plan(model, changes, platform, expert_parallel=expert_parallel is not False)
+    named = named_plan(model, changes, mesh, expert_parallel=expert_parallel is not False)
     styles = resolve_styles(named, plain, changes, mesh)
     experts: dict[str, ParallelStyle] = {}
     if isinstance(expert_parallel, DeviceMesh):
-        inside = resolve_styles(named_plan(model, changes, platform), plain, changes, mesh)
+        inside = resolve_styles(named_plan(model, changes, mesh), plain, changes, mesh)
         top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
         experts = with_own_tokens(styles, inside, mesh, expert_parallel, top_k)
     local_sizes = fit_heads(styles, plain, mesh, gather_heads=gather_heads)

@@ -13,7 +13,13 @@ from hyper_parallel.core.tensor_parallel.styles.experts import ExpertParallel
 from hyper_parallel.integrations.huggingface.local import read_local_parameters
 from hyper_parallel.platform import get_platform
 
-__all__ = ["ExpertsParallel", "IdentityExpertsParallel", "WholeExpertsParallel", "with_own_tokens"]
+__all__ = [
+    "BiasedExpertsParallel",
+    "ExpertsParallel",
+    "IdentityExpertsParallel",
+    "WholeExpertsParallel",
+    "with_own_tokens",
+]
 
 
 class ExpertsParallel(ModuleStyle):
@@ -35,6 +41,8 @@ class ExpertsParallel(ModuleStyle):
     """
 
     _mixins: tuple[type, ...] = ()
+    #: Parameters that are replicated, of which each rank adds its share.
+    shared: tuple[str, ...] = ()
 
     def __init__(self, placements: dict[str, Placement]) -> None:
         self.placements = dict(placements)
@@ -44,7 +52,7 @@ class ExpertsParallel(ModuleStyle):
         for path, submodule in device_mesh.platform.named_modules(module):
             for name, _ in device_mesh.platform.named_parameters(submodule):
                 placement = None if path else self.placements.get(name)
-                if placement is None or placement is Replicate():
+                if placement is None or (placement is Replicate() and name not in self.shared):
                     raise ValueError(
                         f"the plan shards the experts {where!r} and not their parameter "
                         f"{f'{path}.{name}' if path else name!r}, which every rank would add: name it, or take "
@@ -61,6 +69,36 @@ class ExpertsParallel(ModuleStyle):
 
     def prepare_outputs(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
         return DTensor.from_local(output, mesh, (Partial(),)).redistribute(placements=(Replicate(),)).to_local()
+
+
+class _SharedBias:
+    """Mixin of a module's class: each rank adds its share of ``down_proj_bias``, which all ranks have."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the next class's forward with a bias whose sum over the ranks is the parameter.
+
+        The gradient that a rank computes is the parameter's own: every summand of the output has the whole cotangent.
+        """
+        own = vars(self)
+        bias = own["down_proj_bias"]
+        share = (bias / own["_ranks"]).detach()
+        own["down_proj_bias"] = share + (bias - bias.detach())
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class BiasedExpertsParallel(ExpertsParallel):
+    """`ExpertsParallel` for experts with a bias behind the projection by rows, ``down_proj_bias``: those of gpt-oss.
+
+    Args:
+        placements: as there. ``down_proj_bias`` is replicated: each rank adds its share of it.
+    """
+
+    _mixins = (_SharedBias,)
+    shared = ("down_proj_bias",)
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        vars(module)["_ranks"] = device_mesh.size()
+        return super()._apply(module, device_mesh)
 
 
 class _Connected:
@@ -203,7 +241,7 @@ def with_own_tokens(
         cut = inside.get(path)
         if over.spans(mesh):
             found[path] = style.with_own_tokens(top_k, **arguments)
-        elif mesh.size() > 1 and isinstance(cut, ExpertsParallel):
+        elif mesh.size() > 1 and isinstance(cut, ExpertsParallel) and not cut.shared:
             found[path] = style.with_own_tokens(top_k, **arguments, inside=cut.placements)
         else:
             found[path] = style.with_own_tokens(top_k)

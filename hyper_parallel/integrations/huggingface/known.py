@@ -9,6 +9,7 @@ from typing import Any
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.integrations.huggingface.blocks import ARCHITECTURES, is_known_block
 from hyper_parallel.integrations.huggingface.local import LocalParametersParallel
 
 __all__ = ["known_architectures", "known_expert_plan", "known_plan", "reads_whole_features"]
@@ -94,8 +95,8 @@ _WHOLE = {"opt": re.compile(r"(.*\.)?layers\.\d+\.(self_attn|final)_layer_norm")
 
 
 def known_architectures() -> tuple[str, ...]:
-    """Names of the architectures that `known_plan` has a plan for."""
-    return tuple(_PLANS)
+    """Names of the architectures that bring no plan and have one here."""
+    return (*_PLANS, *ARCHITECTURES)
 
 
 def known_plan(model: Any) -> NamedPlan:
@@ -123,5 +124,7 @@ def known_expert_plan(model: Any) -> NamedPlan:
 
 def reads_whole_features(model: Any, path: str) -> bool:
     """Whether it is known that a module computes with features that are the same on every rank."""
+    if is_known_block(model.get_submodule(path.rpartition(".")[0])):
+        return True
     known = _WHOLE.get(model.config.model_type)
     return known is not None and known.fullmatch(path) is not None

@@ -13,6 +13,7 @@ from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.styles.parameters import ParameterParallel
 from hyper_parallel.core.tensor_parallel.styles.style_names import style_by_name, style_names
+from hyper_parallel.integrations.huggingface.blocks import block_plan
 from hyper_parallel.integrations.huggingface.experts import (
     ExpertsParallel,
     IdentityExpertsParallel,
@@ -56,7 +57,7 @@ def supported_names() -> tuple[str, ...]:
 def named_plan(
     model: Any,
     changes: dict[str, str | ParallelStyle | None],
-    platform: Platform,
+    mesh: DeviceMesh,
     *,
     expert_parallel: bool = False,
 ) -> NamedPlan:
@@ -65,7 +66,7 @@ def named_plan(
     Args:
         model: of transformers.
         changes: of the user.
-        platform: of the model.
+        mesh: 1-D mesh.
         expert_parallel: whether experts are sharded by its plan for expert parallelism.
 
     Raises:
@@ -74,7 +75,8 @@ def named_plan(
     """
     plan: NamedPlan = dict(getattr(model, "tp_plan", None) or {})
     if not plan and (plan := known_plan(model)) and model.config.model_type == "gpt2":
-        _register_conv1d(platform)
+        _register_conv1d(mesh.platform)
+    plan |= block_plan(model, mesh.size())
     if expert_parallel:
         by_expert = dict(getattr(model, "ep_plan", None) or known_expert_plan(model))
         if not by_expert:

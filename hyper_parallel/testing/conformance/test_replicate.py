@@ -276,6 +276,10 @@ def refusals(mesh: Any) -> None:
         replicate(x, dp)
     with fails(ValueError, "positive number of MiB"):
         replicate(adapter.Mlp(6, 7), dp, bucket_cap_mb=-1)
+    with fails(ValueError, "a device_mesh or a process_group, got both"):
+        replicate(adapter.Mlp(6, 7), dp, process_group=dp.get_group())
+    with fails(ValueError, "replicate(device_ids=[97])", "each rank has one"):
+        replicate(adapter.Mlp(6, 7), dp, device_ids=[97])
     # Twice, and of a part, over the same mesh or another; nothing is changed.
     model = adapter.Mlp(6, 7)
     replicate(model.up, dp)

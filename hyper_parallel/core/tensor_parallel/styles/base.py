@@ -75,9 +75,10 @@ class ParallelStyle(ABC):
         Raises:
             ValueError: for a mesh that is not 1-D where the style needs one, or when `check` finds the style unfit.
         """
-        bind_platform(resolve_mesh(device_mesh, f"{type(self).__name__}.apply").platform)
-        self.check(module, device_mesh, type(module).__name__)
-        return self._apply(module, device_mesh)
+        mesh = resolve_mesh(device_mesh, f"{type(self).__name__}.apply")
+        bind_platform(mesh.platform)
+        self.check(module, mesh, type(module).__name__)
+        return self._apply(module, mesh)
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
         """Raise ValueError when the style cannot be applied to ``module``; ``where`` names it. Changes nothing."""

@@ -1,0 +1,120 @@
+"""State-space mixers (Mamba, Mamba 2), of which each rank computes some inner channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hyper_parallel.core.dtensor.api import distribute_parameter
+from hyper_parallel.core.dtensor.tensor import DTensor
+from hyper_parallel.core.layouts.placement_types import Placement
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.following import FOLLOWING
+from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, mark_applied
+from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.replicated import read_by_parts
+from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
+from hyper_parallel.platform.contract import CompiledForward
+
+__all__ = ["ColumnsOfHeads", "LocalMixer", "RowsReadByParts"]
+
+
+class LocalMixer(ModuleStyle):
+    """Run the forward of a mixer on this rank's channels, from its projection by columns to that by rows.
+
+    Convolution and scan treat each channel, or each head, by itself. So the mixer's own code computes with this rank's
+    part of their parameters, and nothing is sent. Modules below that have styles of their own keep them.
+
+    Args:
+        placements: placement of each parameter that the mixer's code reads, by its name below the mixer.
+        sizes: numbers that the code reads, by the name of the attribute: those of this rank.
+
+    Raises:
+        ValueError: when applied, for a parameter that the mixer itself holds and ``placements`` does not name.
+
+    Source: the sharded mixers of Mamba-2 (Dao and Gu 2024, section 8.1).
+    """
+
+    def __init__(self, placements: Mapping[str, Placement], sizes: Mapping[str, int]) -> None:
+        self.by_name = dict(placements)
+        self.sizes = dict(sizes)
+
+    def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
+        super().check(module, device_mesh, where)
+        own = [name for name, _ in device_mesh.platform.named_parameters(module)]
+        if forgotten := [name for name in own if name not in self.by_name]:
+            raise ValueError(
+                f"{where!r} holds the parameters {', '.join(map(repr, forgotten))}, which its known plan does not name:"
+                " this release of transformers is not known here. Take the mixer out of the plan, "
+                f"plan={{{where!r}: None}}, with its projections"
+            )
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        below = dict(device_mesh.platform.named_modules(module))
+        for name, placement in self.by_name.items():
+            path, _, parameter = name.rpartition(".")
+            distribute_parameter(below[path], parameter, device_mesh, (placement,), src_data_rank=self.src_data_rank)
+        for name, size in self.sizes.items():
+            setattr(module, name, size)
+        cls = type(module)
+        module.__class__ = type(cls.__name__, (_LocalChannels, cls), {"__module__": cls.__module__})
+        vars(module)["_local_names"] = tuple(self.by_name)
+        mark_applied(module, self, device_mesh)
+        return module
+
+
+class _LocalChannels:
+    """Mixin of a mixer's class: forward sees this rank's parts of parameters, below it too, as plain tensors."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the next class's forward with this rank's part of each parameter."""
+        # An attribute in the object's own dictionary comes before the parameters, which modules keep elsewhere.
+        below = dict(self.named_modules())  # type: ignore[attr-defined]
+        shown: list[tuple[dict[str, Any], str]] = []
+        own = vars(self)
+        training = own["training"]
+        try:
+            for name in own["_local_names"]:
+                path, _, parameter = name.rpartition(".")
+                value = getattr(below[path], parameter)
+                if isinstance(value, DTensor):
+                    vars(below[path])[parameter] = value.to_local()
+                    shown.append((vars(below[path]), parameter))
+            # In training the code of transformers asks a kernel for all of the mixer, its projections included. That
+            # kernel would know nothing of the sum over the ranks.
+            own["training"] = False
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            own["training"] = training
+            for names, parameter in shown:
+                names.pop(parameter, None)
+
+
+class ColumnsOfHeads(ColwiseParallel):
+    """`ColwiseParallel` of a weight that is several, which the code takes apart into groups of these.
+
+    Rules know a packed tensor that is taken apart into each of its matrices. So the code of the mixer is not followed.
+    """
+
+    def prepare_output(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        given = super().prepare_output(module, y, i, what, mesh)
+        if FOLLOWING:
+            FOLLOWING[-1].lose(given, "a mixer by heads")
+        return given
+
+
+class RowsReadByParts(RowwiseParallel):
+    """`RowwiseParallel` whose output is the same on all ranks, and read by code that has some channels only.
+
+    So each rank computes a part of the gradient of the output: one more all-reduce, in backward.
+    """
+
+    def prepare_output(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        return read_by_parts(super().prepare_output(module, y, i, what, mesh), mesh)
+
+    def local_forward(self, module: Any, forward: Any, mesh: DeviceMesh) -> LocalForward | None:
+        return None
+
+    def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
+        return None

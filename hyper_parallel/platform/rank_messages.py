@@ -1,0 +1,111 @@
+"""Errors and warnings of the ranks that ``hyper-parallel launch`` starts: each is shown once, with its ranks.
+
+The first rank of a node shows its own as they come. The others leave theirs in a folder. The launcher shows at the end
+those that the first rank did not have.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+__all__ = ["VARIABLE", "gathered", "leave_messages"]
+
+#: The folder of the messages. Not for processes that a rank starts: the rank takes it out of its environment.
+VARIABLE = "HYPER_PARALLEL_RANK_MESSAGES"
+#: How many different warnings of a rank are kept.
+_MOST = 200
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+def leave_messages(environ: MutableMapping[str, str]) -> None:
+    """Begin to leave messages, where the launcher asks for them. Of a rank that it did not start nothing changes.
+
+    Args:
+        environ: the environment of this process.
+    """
+    folder = environ.pop(VARIABLE, None)
+    rank = environ.get("RANK", environ.get("RANK_ID"))
+    if folder is None or rank is None or environ.get("MS_ROLE", "MS_WORKER") != "MS_WORKER":
+        return
+    shows = environ.get("LOCAL_RANK", rank) == "0"
+    path = Path(folder) / f"{rank}.messages"
+    sys.excepthook = _hook(path, shows, sys.excepthook)
+    warnings.showwarning = _warner(path, shows, warnings.showwarning)
+
+
+def _hook(path: Path, shows: bool, before: Callable[..., Any]) -> Callable[..., None]:
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        text = "".join(traceback.format_exception(kind, error, where))
+        kept = not issubclass(kind, KeyboardInterrupt) and _write(path, "error", text)
+        if shows or not kept:
+            before(kind, error, where)
+
+    return hook
+
+
+def _warner(path: Path, shows: bool, before: Callable[..., Any]) -> Callable[..., None]:
+    seen: set[str] = set()
+
+    def show(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None
+    ) -> None:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+        kept = file is None and (text in seen or (len(seen) < _MOST and _write(path, "warning", text)))
+        seen.add(text)
+        if shows or not kept:
+            before(message, category, filename, lineno, file, line)
+
+    return show
+
+
+def _write(path: Path, kind: str, text: str) -> bool:
+    """Return whether a message could be left."""
+    with suppress(OSError):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps({kind: text})}\n")
+        return True
+    return False
+
+
+def gathered(folder: str, first: int) -> str:
+    """The messages that ranks have left, for the end of a job. Empty where the first rank has shown all.
+
+    Args:
+        folder: of the messages.
+        first: rank that has shown its own.
+    """
+    of: dict[tuple[str, str], dict[int, str]] = {}
+    for path in sorted(Path(folder).glob("*.messages")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # a line that its rank could not end
+                ((kind, text),) = json.loads(line).items()
+                of.setdefault((kind, _ADDRESS.sub("0x", text)), {}).setdefault(int(path.stem), text)
+    lines = []
+    for (kind, _), ranks in of.items():
+        if first not in ranks:
+            lines.append(f"{_named(ranks)} had this {kind}:\n{next(iter(ranks.values())).rstrip()}")
+        elif kind == "error" and len(ranks) > 1:
+            end = ranks[first].rstrip().splitlines()[-1]
+            lines.append(f"{_named(ranks)} had the same error, which is shown once: {end}")
+    return "\n".join(lines)
+
+
+def _named(ranks: dict[int, str]) -> str:
+    """Return ranks in words: ``ranks 0 to 3, 6``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
