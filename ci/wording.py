@@ -46,13 +46,13 @@ MOST_WORDS = 20
 
 #: Rule -> what is asked for.
 RULES = {
-    "openings": "a docstring begins with a verb or a noun, not with What, That, Those, Of or Which",
+    "openings": "a docstring begins with a verb or a noun, not with What, That, Those, Of, Which or Whether",
     "clauses": "a relative clause has its noun: 'unsharded parameters', not 'what is not sharded'",
     "words": "no nobody, somebody, whoever, alike, 'lies so'; 'next to' or 'outside' for beside",
     "sentences": f"a sentence of a docstring has at most {MOST_WORDS} words",
 }
 
-_OPENING = re.compile(r"(?:What|That|Those|Of|Which|Who|Whose)\b")
+_OPENING = re.compile(r"(?:What|That|Those|Of|Which|Who|Whose|Whether)\b")
 _CLAUSE = re.compile(r"\bwhat (?:is|it|the)\b", re.IGNORECASE)
 _WORD = re.compile(r"\b(?:nobody|somebody|whoever|alike|lies so|beside)\b", re.IGNORECASE)
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?:])\s+")

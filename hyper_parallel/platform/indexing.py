@@ -35,7 +35,7 @@ def encode_index(index: Any, is_tensor: Callable[[Any], bool], is_bool: Callable
 
 
 def has_empty_slice(encoded: Sequence[Any], shape: Sequence[int]) -> bool:
-    """Whether one of the slices of an encoded index takes nothing of its dimension.
+    """Return whether one of the slices of an encoded index takes nothing of its dimension.
 
     Example:
         >>> has_empty_slice((None, ("slice", 2, 2, None)), (4, 5))

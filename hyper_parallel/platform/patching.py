@@ -108,7 +108,7 @@ class Patch:
 
     @property
     def waits(self) -> bool:
-        """Whether the module that it waits for is not there yet."""
+        """Return whether the module that it waits for is not there yet."""
         return bool(self.after) and self.after not in sys.modules
 
 

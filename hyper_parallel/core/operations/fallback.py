@@ -115,7 +115,7 @@ class _Given:
         self._how = platform.watch(whole, name) if platform.has_values(whole) else None
 
     def is_written(self) -> bool:
-        """Whether the operation has written to it."""
+        """Return whether the operation has written to it."""
         return bool(self._how and self._how())
 
     def write_back(self, name: str) -> bool:

@@ -50,7 +50,7 @@ def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def cuts_sequence(q: tuple, k: tuple, v: tuple) -> bool:
-    """Whether attention may be cut along the sequence. The heads must fit, and the samples must be the same."""
+    """Return whether attention may be cut along the sequence. The heads must fit, and the samples must be the same."""
     return len(q) >= 3 and q[:-3] == k[:-3] == v[:-3] and k[-3] == v[-3] != 0 and q[-3] % k[-3] == 0
 
 

@@ -122,6 +122,6 @@ def known_expert_plan(model: Any) -> NamedPlan:
 
 
 def reads_whole_features(model: Any, path: str) -> bool:
-    """Whether it is known that a module computes with features that are the same on every rank."""
+    """Return whether it is known that a module computes with features that are the same on every rank."""
     known = _WHOLE.get(model.config.model_type)
     return known is not None and known.fullmatch(path) is not None

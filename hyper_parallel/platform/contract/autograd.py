@@ -55,8 +55,9 @@ class AutogradRole(ABC):
     """Verbs with which core sends gradients its own way."""
 
     def requires_grad(self, x: Tensor) -> bool:
-        """Whether an operation on ``x`` right now can carry a gradient back to it: False when gradients are switched
-        off. A backend that cannot know answers True."""
+        """Return whether an operation on ``x`` right now can carry a gradient back to it: False when gradients are
+        switched off. A backend that cannot know answers True.
+        """
         return True
 
     @abstractmethod

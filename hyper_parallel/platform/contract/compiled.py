@@ -174,7 +174,7 @@ class CompiledLosses(Protocol):
         ...
 
     def is_loss_parallel(self) -> bool:
-        """Whether the caller is inside ``loss_parallel``."""
+        """Return whether the caller is inside ``loss_parallel``."""
         ...
 
 

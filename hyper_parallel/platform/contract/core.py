@@ -43,7 +43,7 @@ class Core(CompiledLosses, Protocol):
         """To be called after it, with interception on."""
 
     def is_contiguous(self, x: Tensor) -> bool:
-        """Whether the single device's tensor would be contiguous; False where its shards do not tell."""
+        """Return whether the single device's tensor would be contiguous; False where its shards do not tell."""
 
     def strides_of_whole(self, x: Tensor) -> tuple[int, ...]:
         """Strides that the single device's tensor would have, as far as they are known; the same on all ranks."""

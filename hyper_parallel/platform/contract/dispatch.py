@@ -35,7 +35,7 @@ class NativeOp:
 
     @property
     def in_place(self) -> bool:
-        """Whether it writes its result over its first operand, as the names of such canonical operations say."""
+        """Return whether the operation writes its result over its first operand: its canonical name says so."""
         return self.name.endswith("_")
 
 

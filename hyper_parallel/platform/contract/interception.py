@@ -52,13 +52,16 @@ class InterceptionRole(ABC):
         return ()
 
     def is_compiling(self) -> bool:
-        """Whether a compiler of the framework is tracing the caller: then Python code besides calls of operations is no
-        part of the compiled code. False for a framework without a compiler, or where DTensors are kept from it."""
+        """Return whether a compiler of the framework is tracing the caller: then Python code besides calls of
+        operations is no part of the compiled code. False for a framework without a compiler, or where DTensors are kept
+        from it.
+        """
         return False
 
     def in_loss_parallel(self) -> bool:
-        """Whether the caller is inside the framework's own counterpart of `hyper_parallel.loss_parallel`. Inside of it,
-        losses of distributed logits take plain targets. Asked only where a loss has plain targets."""
+        """Return whether the caller is inside the framework's own counterpart of `hyper_parallel.loss_parallel`. Inside
+        of it, losses of distributed logits take plain targets. Asked only where a loss has plain targets.
+        """
         return False
 
     def other_names(self, function: Any) -> Sequence[Any]:

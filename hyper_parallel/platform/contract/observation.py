@@ -81,8 +81,9 @@ class ObservationRole:
         return None
 
     def is_made_with(self, x: Tensor, parameter: Tensor) -> bool | None:
-        """Whether the recorded operations that have led to the plain tensor ``x`` lead back to ``parameter``: None
-        where nothing is recorded of ``x``. A backend that cannot know answers None."""
+        """Return whether the recorded operations that have led to the plain tensor ``x`` lead back to ``parameter``:
+        None where nothing is recorded of ``x``. A backend that cannot know answers None.
+        """
         return None
 
     def follow(self, follower: Follower) -> AbstractContextManager[Any] | None:

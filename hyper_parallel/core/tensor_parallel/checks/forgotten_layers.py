@@ -72,7 +72,7 @@ def guard_forgotten_layers(
     for source, module, style in matches:
         if not isinstance(style, ColwiseParallel) or not source or source.rpartition(".")[0] in above_rows:
             continue
-        if style.output_layouts != (Shard(-1),) or not style.use_local_output or style.keeps_whole(mesh):
+        if style.output_layouts != (Shard(-1),) or not style.use_local_output or style._keeps_whole(mesh):
             continue
         kind = platform.kind_of(module)
         dim = kind.out_dim if platform.is_linear_module(module) else 1

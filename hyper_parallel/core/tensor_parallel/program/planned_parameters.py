@@ -1,4 +1,4 @@
-"""Whether a module still holds the parameters that its style distributed.
+"""Check that a module still holds the parameters that its style distributed.
 
 Other code may replace a parameter after `parallelize_module`: a state dict that is assigned, a library that wraps
 models. Such a module's forward would take a plain tensor for this rank's part. The short forwards compare the layout of

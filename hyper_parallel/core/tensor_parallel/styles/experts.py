@@ -311,8 +311,9 @@ def _summed_over(module: Any, again: bool) -> DeviceMesh | None:
 
 
 def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
-    """Whether a module of experts gets the gradients of all ranks of a data-parallel mesh without that: tokens of all
-    ranks come to its parameters.
+    """Return whether a module of experts needs no reduction over a data-parallel mesh.
+
+    Tokens of all ranks of that mesh come to its parameters.
 
     Args:
         module: any module.

@@ -90,8 +90,8 @@ class NoParallel(ModuleStyle):
             )
 
     @property
-    def says_how_it_is_read(self) -> bool:
-        """Whether the plan says how code between the layers reads the output."""
+    def _says_how_it_is_read(self) -> bool:
+        """Return whether the plan says how code between the layers reads the output."""
         return self.partial_features is not None or self.local_output_grad_placements is not None
 
     @property

@@ -64,7 +64,7 @@ class RowwiseParallel(WeightParallel):
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         given, desired, use_local = self.input_layouts[0], self.output_layouts[0], self.use_local_output
         unknown = desired.is_partial() or type(desired) is PackedShard
-        layouts = None if unknown else self.known_layouts(module, mesh)
+        layouts = None if unknown else self._known_layouts(module, mesh)
         if layouts is None:
             return None
         local = _row_forward(mesh, *layouts, desired, given is Shard(-1), use_local)

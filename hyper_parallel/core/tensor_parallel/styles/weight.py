@@ -82,7 +82,7 @@ class WeightParallel(ModuleStyle):
         kind = platform.kind_of(module)
         if not platform.is_linear_module(module):
             return {kind.weight: self._embedding}
-        if self.keeps_whole(mesh):
+        if self._keeps_whole(mesh):
             return {}
         parts = self.parts(module, platform)
         shard = Shard(0) if parts is None else PackedShard(0, parts)
@@ -104,7 +104,7 @@ class WeightParallel(ModuleStyle):
             size, _ = linear_sizes(module, platform)
         return to_placement(x, mesh, layout, needed, what, size, module)
 
-    def known_layouts(self, module: Any, mesh: DeviceMesh) -> tuple[Layout, Layout | None] | None:
+    def _known_layouts(self, module: Any, mesh: DeviceMesh) -> tuple[Layout, Layout | None] | None:
         """Layouts of weight and bias for a linear module of the framework's own, whose forward is known; else None."""
         if not (mesh.platform.fast or NOTHING_FASTER).is_plain_linear(module):
             return None
@@ -117,13 +117,13 @@ class WeightParallel(ModuleStyle):
             return None
         return weight, held.get("bias")
 
-    def keeps_whole(self, mesh: DeviceMesh) -> bool:
-        """Whether there are fewer heads than ranks, so that every rank keeps the whole weight."""
+    def _keeps_whole(self, mesh: DeviceMesh) -> bool:
+        """Return whether there are fewer heads than ranks, so that every rank keeps the whole weight."""
         return self.replicate_heads and isinstance(self.heads, int) and self.heads < mesh.size()
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the weight is cut part by part. One that is said to have a single part is cut as any other."""
+    def _is_packed(self) -> bool:
+        """Return whether the weight is cut part by part. A weight with a single part is cut like any other."""
         return isinstance(self.heads, tuple) or self.packed not in (None, 1)
 
     def _split_dim(self, kind: ModuleKind) -> int:
@@ -135,7 +135,7 @@ class WeightParallel(ModuleStyle):
 
     def parts(self, module: Any, platform: Platform, where: str | None = None) -> tuple[int, ...] | None:
         """Features of each matrix in a packed weight, None for a weight that is one matrix."""
-        if not self.is_packed:
+        if not self._is_packed:
             return None
         features = self.features(module, platform)
         if self.packed is None and isinstance(self.heads, tuple):

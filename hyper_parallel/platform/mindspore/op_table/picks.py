@@ -71,7 +71,7 @@ def _nonzero_columns(func: Any, args: tuple, kwargs: dict) -> Any:
 
 # -------------------------------------------------------------------- masks in an index
 def is_mask(item: Any) -> bool:
-    """Whether an item of an index is a distributed mask."""
+    """Return whether an item of an index is a distributed mask."""
     return getattr(item, "_layout", None) is not None and item.dtype == ms.bool_ and item.ndim > 0
 
 

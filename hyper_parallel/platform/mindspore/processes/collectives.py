@@ -33,7 +33,9 @@ _HCCL_OPS = {"sum", "max", "min"}
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether ``x`` is all of its storage, in order: collectives and in-place operations on CPU take nothing else."""
+    """Return whether ``x`` is all of its storage, in order: collectives and in-place operations on CPU take nothing
+    else.
+    """
     return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
 
 

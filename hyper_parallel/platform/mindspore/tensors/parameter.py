@@ -179,5 +179,5 @@ class Classes:
 
     @classmethod
     def allow(cls, allowed: bool) -> None:
-        """Whether DTensors may be made."""
+        """Allow DTensors to be made, or refuse them."""
         cls.dtensor, cls.parameter = cls.made if allowed else (NeedsPatches("mindspore"),) * 2

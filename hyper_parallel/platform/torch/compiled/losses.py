@@ -112,7 +112,7 @@ def _traced(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fits(x: Any, target: Any, weight: Any, options: Options) -> bool:
-    """Whether these may be operands: plain tensors of fitting kinds, and options that there are."""
+    """Return whether these may be operands: plain tensors of fitting kinds, and options that there are."""
     dtensor = State.tensor_class.__bases__[0]
     for one in (x, target) if weight is None else (x, target, weight):
         if not isinstance(one, Tensor) or isinstance(one, dtensor):

@@ -110,7 +110,7 @@ class Moves:
         return y
 
     def cuts_evenly(self, x: Tensor, dim: int) -> bool:
-        """Whether all ranks get as much of ``dim``, which they have whole."""
+        """Return whether all ranks get as much of ``dim``, which they have whole."""
         return bool(x.shape[dim] % self.size == 0)
 
     def read(self, given: Any, x: Tensor, cut: int | None) -> Tensor:

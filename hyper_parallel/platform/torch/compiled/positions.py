@@ -37,7 +37,7 @@ _group_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_placed(x: Any) -> bool:
-    """Whether ``x`` stands for a DTensor of which ranks have equal parts, or all of it."""
+    """Return whether ``x`` stands for a DTensor of which ranks have equal parts, or all of it."""
     return isinstance(x, State.tensor_class.__bases__[0]) and x.placed_on is not None and x.gathers is None
 
 

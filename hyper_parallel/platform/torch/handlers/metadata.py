@@ -118,7 +118,7 @@ def stride(x: Any, dim: int | None = None) -> Any:
 
 @replaces(Tensor.is_same_size, torch.is_same_size)
 def is_same_size(input: Any, other: Any) -> bool:
-    """Whether the global sizes agree."""
+    """Return whether the global sizes agree."""
     return tuple(input.shape) == tuple(other.shape)
 
 
@@ -132,7 +132,7 @@ def format_tensor(x: Any, spec: str) -> str:
 
 @replaces(Tensor.__contains__)
 def contains(x: Any, element: Any) -> bool:
-    """Whether an element equals."""
+    """Return whether some element of ``x`` equals ``element``."""
     return bool((x == element).any().item())
 
 

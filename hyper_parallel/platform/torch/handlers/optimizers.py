@@ -146,8 +146,9 @@ class _LocalStep:
         self.columns: dict[tuple, tuple[Any, list[tuple[str | None, bool]]]] = {}
 
     def suits(self, optimizer: Any, distributed: list[Any]) -> bool:
-        """Whether the step may run on local tensors: it is not differentiable, and no parameter is a partial sum.
-        Gradients must be laid out like parameters, or be so after `collect`."""
+        """Return whether the step may run on local tensors: it is not differentiable, and no parameter is a partial
+        sum. Gradients must be laid out like parameters, or be so after `collect`.
+        """
         for group in optimizer.param_groups:
             if group.get("differentiable"):
                 return False

@@ -95,7 +95,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
 
 
 def differs(trainer: Trainer | None) -> bool:
-    """Whether this rank and those that shard with it run different units at the end."""
+    """Return whether this rank and those that shard with it run different units at the end."""
     if trainer is None or not trainer.takes_part or trainer.dp is None or installed() is None:
         return False
     setup, (word, *orders) = trainer.now, trainer.program.actions[-1]
