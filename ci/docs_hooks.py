@@ -46,7 +46,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Lead links to pages of the site, and fill in the table of errors."""
-    if any("Engineering notes" == above.title for above in page.ancestors):
+    if any(above.title == "Engineering notes" for above in page.ancestors):
         page.meta.setdefault("search", {"boost": 0.3})
     if ERRORS in markdown:
         markdown = markdown.replace(ERRORS, table())
