@@ -56,10 +56,8 @@ class WeightParallel(ModuleStyle):
         linear = platform.is_linear_module(module)
         if not (linear or platform.is_embedding_module(module)):
             raise ValueError(
-                f"{name} parallelises linear and embedding modules, {where!r} is a {type(module).__name__}: name its "
-                "linear layers in the plan, use PrepareModuleInput, PrepareModuleOutput or SequenceParallel for the "
-                "module itself, ParameterParallel for parameters of its own, or, if it computes a linear layer, "
-                "register_linear_module"
+                f"{name} parallelises linear and embedding modules, {where!r} is a {type(module).__name__}: "
+                f"{_instead(module, platform, where)}"
             )
         if not linear and (self.packed is not None or self.heads is not None):
             raise ValueError(f"{name}(packed=..., heads=...) is for linear modules, {where!r} is an embedding")
@@ -174,3 +172,23 @@ def _no_weight(module: Any, platform: Platform) -> str:
         "computes it (a parametrization, weight or spectral normalisation): apply that after parallelize_module, to "
         "the distributed weight"
     )
+
+
+def _instead(module: Any, platform: Platform, where: str) -> str:
+    """Return styles for a module that is no layer with one weight."""
+    called = [] if is_fused_attention(module) else platform.named_modules(module)
+    below = next((path for path, layer in called if path and platform.is_linear_module(layer)), None)
+    if below is not None:
+        return (
+            f"name its linear layers in the plan, such as {f'{where}.{below}'!r}, or use PrepareModuleInput, "
+            "PrepareModuleOutput or SequenceParallel for the module itself"
+        )
+    return (
+        "NoParallel() computes it whole on every rank, SequenceParallel() on a part of the sequence, ParameterParallel "
+        "places parameters of its own, and register_linear_module is for a class that computes a linear layer"
+    )
+
+
+def is_fused_attention(module: Any) -> bool:
+    """Return whether a module multiplies with the weights of its layers itself, as `MultiheadAttention` does."""
+    return all(hasattr(module, name) for name in ("in_proj_weight", "out_proj", "embed_dim"))
