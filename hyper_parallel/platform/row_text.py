@@ -168,7 +168,7 @@ def hashable(value: Any) -> Any:
 
 
 def call_again(func: Any, operands: tuple, static_args: tuple) -> Any:
-    """A ``call`` that makes the native call as it came: see `RowText.repeated`."""
+    """Repeat the native call with its original arguments: the ``call`` of `RowText.repeated`."""
     return func(operands[0], *static_args[-2], **dict(static_args[-1]))
 
 

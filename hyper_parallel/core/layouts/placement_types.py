@@ -158,7 +158,7 @@ class Shard(Placement):
         return min(whole, curr_local_size - start), start
 
     def with_dim(self, dim: int) -> Shard:
-        """The same split of tensor dimension ``dim``."""
+        """Return this split for tensor dimension ``dim``."""
         return type(self)(**{**self._arguments(), "dim": dim})
 
 

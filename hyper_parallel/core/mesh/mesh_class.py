@@ -328,7 +328,7 @@ class DeviceMesh(MeshMethods):
         return unflattened(self, dim, mesh_sizes, mesh_dim_names, backend_override)
 
     def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
-        """The slices along one dimension, of all ranks of this mesh; those without this rank have no groups here.
+        """Return all slices of this mesh along one dimension. Slices without this rank have no process group here.
 
         Args:
             mesh_dim_name: name of the dimension.

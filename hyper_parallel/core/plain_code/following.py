@@ -217,8 +217,10 @@ class Following:
         self._platform.write_mark(x, Held(found, self._styled, stated=True))
 
     def cut_of(self, x: Any, mesh: DeviceMesh, whole: int) -> Shard | None:
-        """How the 1-D ``mesh`` cuts a plain tensor that is known to be a part. None where it is none, or is cut in one
-        of the last ``whole`` dimensions, which must not be."""
+        """Return the placement of a plain tensor that is known to be a part on the 1-D ``mesh``, else None.
+
+        A cut of one of the last ``whole`` dimensions gives None too.
+        """
         ways = ways_of(x)
         for mark in ways if isinstance(ways, tuple) else ():
             if mark is not None and mark.layout.mesh is mesh:
@@ -344,7 +346,7 @@ def follow(model: Any, platform: Platform) -> Iterator[Following]:
     del model  # a context that a failed call leaves open keeps no model alive
     handed_over = platform.follow(following)
     if handed_over is None:
-        raise TypeError(f"the platform {platform.name!r} does not hand over the operations of a program to follow them")
+        raise TypeError(f"the platform {platform.name!r} cannot follow plain code: its `follow` returns None")
     FOLLOWING.append(following)
     LISTENERS.append(_hear_nothing)  # where there are listeners, styles ask whether a program is followed
     try:

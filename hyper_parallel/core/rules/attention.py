@@ -55,7 +55,7 @@ def cuts_sequence(q: tuple, k: tuple, v: tuple) -> bool:
 
 
 def by_heads(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """The same with whole sequences."""
+    """Rule of attention that shards batch and heads, and leaves sequences whole."""
     q, k, v, mask = (*shapes, None)[:4]
     if any(x is None or len(x) < 2 for x in (q, k, v)) or q[-1] != k[-1] or k[-2] != v[-2]:
         return None

@@ -188,9 +188,11 @@ class Core(CompiledLosses, Protocol):
 
     @property
     def restore(self) -> Callable:
-        """``restore(rebuild, layout, coordinate, *parts)``, the function that is pickled with a DTensor: it returns
-        ``rebuild(layout, *parts)`` once the DTensor class is made. It raises RuntimeError where ``layout`` gives this
-        rank another part of the tensor than at ``coordinate`` of the mesh before."""
+        """The function that is pickled with a DTensor, and makes it again: ``restore(rebuild, layout, coordinate,
+        *parts)``.
+
+        It makes the DTensor class, and returns ``rebuild(layout, *parts)``. The pickled part is that of the rank at
+        ``coordinate``. RuntimeError where this rank has another part of the tensor."""
 
     @property
     def unpickling(self) -> tuple[Any, ...]:

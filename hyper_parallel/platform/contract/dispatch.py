@@ -46,7 +46,7 @@ class Dispatch(Protocol):
         """Run ``func(*args, **kwargs)``, of which ``op`` is the row of the op table, None when it has none."""
 
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
-        """The same for one row, as ``run(func, args, kwargs)``."""
+        """Return the dispatch of one row, as ``run(func, args, kwargs)``."""
 
     def result_shapes(self, name: str, shapes: tuple, static_args: Any) -> tuple[tuple[int, ...], ...]:
         """Shapes of the results of a canonical operation, as its rule gives them. ``shapes`` has None for an operand

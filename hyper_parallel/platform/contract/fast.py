@@ -56,7 +56,7 @@ class Rows(ABC):
 
     @abstractmethod
     def unpack(self) -> None:
-        """As `Platform.refill_storage` of the tensor, with the values of the rows."""
+        """Refill the storage of the tensor, as `Platform.refill_storage` does, with the values of the rows."""
 
     @abstractmethod
     def free(self) -> None:

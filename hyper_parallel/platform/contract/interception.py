@@ -48,13 +48,14 @@ class InterceptionRole(ABC):
         """Native operation (function object or name) -> `NativeOp`."""
 
     def patched_names(self) -> Sequence[str]:
-        """Names in the framework that are replaced when the DTensor class is made, for people: docs/patches.md."""
+        """Return the names in the framework that patches replace, as docs/patches.md lists them."""
         return ()
 
     def is_compiling(self) -> bool:
-        """Return whether a compiler of the framework is tracing the caller: then Python code besides calls of
-        operations is no part of the compiled code. False for a framework without a compiler, or where DTensors are kept
-        from it.
+        """Return whether a compiler of the framework is tracing the caller.
+
+        Python code other than calls of operations is no part of the compiled code then. False for a framework without
+        a compiler, or where DTensors are kept from it.
         """
         return False
 

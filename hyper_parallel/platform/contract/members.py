@@ -48,7 +48,7 @@ class TensorMembers(Protocol):
         """Ask for gradients, or no longer. Returns the tensor."""
 
     def reshape(self, shape: Sequence[int]) -> Any:
-        """The same elements in row-major order in another shape; a view where strides allow it. Differentiable."""
+        """Return the elements in row-major order in another shape; a view where strides allow it. Differentiable."""
 
     def sum(self) -> Any:
         """The sum of all elements, without dimensions. Differentiable."""

@@ -24,7 +24,7 @@ class Observer(Protocol):
         """The forward of a module begins."""
 
     def after_module(self, module: Module) -> None:
-        """It has ended, perhaps with an exception."""
+        """Note that the module has ended, perhaps with an exception."""
 
     def backward_of(self, module: Module) -> None:
         """Backward has come to the outputs of a module."""

@@ -279,7 +279,7 @@ def wrong(mesh: Any) -> None:
         (TypeError, "takes a DeviceMesh", lambda: context_parallel(None, **one)),
         (ValueError, "one of .*gather", lambda: context_parallel(mesh, **one, method="alltoall")),
         (ValueError, "give one for each", lambda: context_parallel(mesh, buffers=[x])),
-        (ValueError, "none of the buffers", lambda: context_parallel(mesh, **one, no_restore_buffers={y})),
+        (ValueError, "a tensor that buffers lacks", lambda: context_parallel(mesh, **one, no_restore_buffers={y})),
         (TypeError, "plain tensors as buffers", lambda: context_parallel(mesh, buffers=[1], buffer_seq_dims=[0])),
         (ValueError, "no dimension 4", lambda: context_parallel(mesh, buffers=[x], buffer_seq_dims=[4])),
         (ValueError, "must give one", lambda: context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[2, 2])),

@@ -171,8 +171,9 @@ class ExpertParallel(ModuleStyle):
             )
         if self.inside is not None and not mesh.is_beside(tp):
             raise ValueError(
-                f"{self!r} is applied to {mesh}, which has {self.tp_dim!r} itself: its ranks have other experts, and "
-                "cannot have parts of each: leave inside out, or apply the style to other dimensions"
+                f"{self!r} is applied to {mesh}, which has the dimension {self.tp_dim!r}. Ranks along it hold "
+                "different experts, and cannot also hold parts of one: leave inside out, or apply the style to other "
+                "dimensions"
             )
         return tp
 

@@ -97,8 +97,10 @@ def _row_forward(
     (shard,), features = of_weight.placements, of_weight.shape[0]
 
     def output_of(x: Any) -> tuple[Any, Layout] | None:
-        """For the global shape or the layout of an input: the function from summands to shards, and the layout of the
-        output. None where they are not as described."""
+        """Return the function that makes the output of this rank's summand, and the layout of the output.
+
+        ``x`` is the global shape or the layout of the input. None where its placement is another than planned.
+        """
         shape = tuple(x.shape) if isinstance(x, Layout) else x
         ndim = len(shape)
         if isinstance(x, Layout) and not is_placed(x, mesh, shard.with_dim(ndim - 1)):  # type: ignore[attr-defined]

@@ -155,7 +155,7 @@ def counted_backward(plain: Callable) -> Callable:
 
 
 class _Identity(AutogradFunction):
-    """The same data as a new tensor, whatever its strides."""
+    """Identity whose result is a new tensor with the same data, for any strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

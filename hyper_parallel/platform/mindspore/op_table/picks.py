@@ -52,7 +52,7 @@ def _unique_consecutive(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _unique_with_pad(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The elements that differ, and a number up to as many elements as there are; with the place of each."""
+    """Return the distinct elements, padded with a number to the size of ``x``, and the place of each element."""
     x, number = args
     if isinstance(number, Tensor) or not x.size:
         return NotImplemented

@@ -331,8 +331,9 @@ if dist.is_available():
 
 @cache
 def strided_shard() -> Any:
-    """The placement of torch's own DTensors for a dimension that a mesh dimension to the right has cut before. Looked
-    for when it is asked for: its module takes long to import."""
+    """Return torch's own placement for a dimension that a mesh dimension to the right has cut before.
+
+    The function imports its module, which takes long."""
     importlib.import_module("torch.distributed.tensor")
     return _take("distributed.tensor.placement_types._StridedShard", inspect.isclass)
 

@@ -173,7 +173,7 @@ def loss_of_classes(
 
 
 def _nll(x: Tensor, target: Tensor, weight: Tensor | None, dim: int, classes: Found, options: Options) -> Any:
-    """The same of log-probabilities."""
+    """Compute the loss of log-probabilities."""
     if tuple(target.shape) != (*x.shape[:dim], *x.shape[dim + 1 :]) or target.is_floating_point():
         return None
     if weight is not None and (tuple(weight.shape) != (classes.total,) or weight.requires_grad):

@@ -124,7 +124,7 @@ def is_same_size(input: Any, other: Any) -> bool:
 
 @replaces(Tensor.__format__)
 def format_tensor(x: Any, spec: str) -> str:
-    """As torch: a tensor of one number as the number, others by their repr."""
+    """Format a tensor as torch does: a tensor of one number as the number, others by their repr."""
     if is_dtensor(x) and not x.dim():
         return format(x.item(), spec)
     return object.__format__(x, spec)
@@ -138,5 +138,5 @@ def contains(x: Any, element: Any) -> bool:
 
 @replaces(Tensor.__reversed__)
 def reversed_tensor(x: Any) -> Any:
-    """As `torch.Tensor.__reversed__`."""
+    """Reverse the first dimension, as `torch.Tensor.__reversed__` does."""
     return x.flip(0) if x.dim() else x

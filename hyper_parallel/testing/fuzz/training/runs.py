@@ -58,7 +58,7 @@ def told(error: Exception) -> str:
 
 
 def run(reference: Reference) -> tuple[str, str] | None:
-    """The verdict of this rank, None outside the mesh, as for chains of operations."""
+    """Run a program and return the verdict of this rank; None for a rank outside the mesh."""
     program = reference.program
     used = {0, *(a[1] for a in program.actions if a[0] == "resume")}
     # A job looks for its setup by value, and two may be the same.
