@@ -1,4 +1,4 @@
-"""Whether this tree is slower than another commit: ``python -m benchmarks.against REVISION [--pairs 9]``.
+"""Check whether this tree is slower than another commit: ``python -m benchmarks.against REVISION [--pairs 9]``.
 
 Each pair is two fresh processes, which take turns on one core. One has the package ``hyper_parallel`` of the other
 commit, and one that of this tree. Everything else, the benchmark itself too, is this tree's. A pair gives one number

@@ -43,7 +43,7 @@ class Goal:
 
     @property
     def reached(self) -> bool:
-        """Whether it holds; a NaN does not."""
+        """Return whether it holds; a NaN does not."""
         return self.value <= self.limit
 
 

@@ -45,7 +45,7 @@ def why_not(root: Path, backend: str, python: str) -> str:
 
 
 def is_faked(root: Path, backend: str, python: str, part: Part) -> bool:
-    """Whether the tests of ``backend`` have to do with a fake device here."""
+    """Return whether the tests of ``backend`` have to do with a fake device here."""
     if backend not in FAKES:
         return False
     question = subprocess.run([python, "-c", FAKES[backend][1]], cwd=root, check=False, capture_output=True, text=True)

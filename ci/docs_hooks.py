@@ -1,7 +1,8 @@
 """Hooks of mkdocs: files outside of `docs/` become pages too, and links lead to their places on the site.
 
 Links in the repository are relative to the file that has them. So they work wherever it is looked at. A link to a file
-that is no page of the site is left out there, and its text stays.
+that is no page of the site is left out there, and its text stays. The search puts pages for users before engineering
+notes.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Lead links to pages of the site, and fill in the table of errors."""
+    if any(above.title == "Engineering notes" for above in page.ancestors):
+        page.meta.setdefault("search", {"boost": 0.3})
     if ERRORS in markdown:
         markdown = markdown.replace(ERRORS, table())
     return relinked(markdown, page.file.src_uri)

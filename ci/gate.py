@@ -219,7 +219,7 @@ def summary(row: Row, log: Path) -> str:
 
 
 def missed_errors(tests: Tests, rows: list[Row], whole: bool) -> bool:
-    """Whether the tests of all backends together have left out an error that the library raises; prints which.
+    """Return whether the tests of all backends together leave out an error that the library raises; print which.
 
     Args:
         tests: how they have run.

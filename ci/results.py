@@ -44,7 +44,7 @@ COLUMNS = ["backend", "passed", "failed", "skipped", *AREAS, "at_least", "second
 
 
 def is_own(path: str) -> bool:
-    """Whether an area is of the backend itself, not of the code that all backends share."""
+    """Return whether an area is of the backend itself, not of the code that all backends share."""
     return path.startswith(OWN) and "*" not in path and path != OWN + "/contract"
 
 
@@ -58,7 +58,7 @@ class Area:
 
     @property
     def missed(self) -> bool:
-        """Whether too little was reached."""
+        """Return whether too little was reached."""
         return self.reached < self.least
 
 

@@ -84,7 +84,7 @@ def refusal(row: Row, committed: str) -> str:
 
 
 def is_of_other_code(row: Row, committed: str) -> bool:
-    """Whether a row is not known to be of the committed ``hyper_parallel/``."""
+    """Return whether a row is not known to be of the committed ``hyper_parallel/``."""
     return not committed or row.tree != committed
 
 

@@ -3,6 +3,7 @@
     python3 ci/wording.py                 compare with ci/wording.json; exit status 1 where a count has risen
     python3 ci/wording.py --list RULE     print the places, as FILE:LINE: TEXT
     python3 ci/wording.py --write         record the counts of today
+    python3 ci/wording.py --sample SEED   print 40 docstrings of the library and 40 messages, to be read with fresh eyes
 
 The rules are in `RULES`. Python files are read by their syntax tree, pages of the documentation as text. A file without
 a record has to have no offence. A count that fell has to be recorded, so that it cannot rise again.
@@ -14,6 +15,7 @@ import argparse
 import ast
 import io
 import json
+import random
 import re
 import sys
 import tokenize
@@ -46,13 +48,13 @@ MOST_WORDS = 20
 
 #: Rule -> what is asked for.
 RULES = {
-    "openings": "a docstring begins with a verb or a noun, not with What, That, Those, Of or Which",
+    "openings": "a docstring begins with a verb or a noun, not with What, That, Those, Of, Which or Whether",
     "clauses": "a relative clause has its noun: 'unsharded parameters', not 'what is not sharded'",
     "words": "no nobody, somebody, whoever, alike, 'lies so'; 'next to' or 'outside' for beside",
     "sentences": f"a sentence of a docstring has at most {MOST_WORDS} words",
 }
 
-_OPENING = re.compile(r"(?:What|That|Those|Of|Which|Who|Whose)\b")
+_OPENING = re.compile(r"(?:What|That|Those|Of|Which|Who|Whose|Whether)\b")
 _CLAUSE = re.compile(r"\bwhat (?:is|it|the)\b", re.IGNORECASE)
 _WORD = re.compile(r"\b(?:nobody|somebody|whoever|alike|lies so|beside)\b", re.IGNORECASE)
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?:])\s+")
@@ -137,14 +139,34 @@ def compare(recorded: Counts, found: Counts) -> list[str]:
     return problems
 
 
+def sample(root: Path, seed: int, count: int = 40) -> Iterator[str]:
+    """Yield docstrings of the library and messages that it raises, ``count`` of each, drawn with a seed."""
+    sys.path.insert(0, str(root))
+    from ci.error_table import texts  # the other uses do without
+
+    draw = random.Random(seed)
+    docstrings = [
+        f"{path.relative_to(root)}:{line}: {' '.join(_NOT_PROSE.split(docstring)[0].split())}"
+        for path in sorted((root / "hyper_parallel").rglob("*.py"))
+        for line, docstring in _docstrings(path.read_text(encoding="utf-8"))
+    ]
+    messages = [f"{error.path}: {error.kind}: {' '.join(error.text.split())}" for error in texts()]
+    yield from draw.sample(sorted(docstrings), count)
+    yield from draw.sample(sorted(messages), count)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="the project")
     parser.add_argument("--list", choices=RULES, metavar="RULE", help=f"print the places of one of: {', '.join(RULES)}")
     parser.add_argument("--write", action="store_true", help=f"record the counts in {RECORD}")
+    parser.add_argument("--sample", type=int, metavar="SEED", help="print docstrings and messages to be read")
     arguments = parser.parse_args(argv)
     root = arguments.root
+    if arguments.sample is not None:
+        print("\n".join(sample(root, arguments.sample)))
+        return 0
     if arguments.list:
         for path in files(root):
             for rule, line, words in offences(path):

@@ -12,7 +12,7 @@ from hyper_parallel.testing.pool import free_port
 
 
 def under_launcher() -> bool:
-    """Whether this process is one of several that torchrun, msrun or `launch` started."""
+    """Return whether this process is one of several that torchrun, msrun or `launch` started."""
     return "RANK" in os.environ or "MS_ROLE" in os.environ
 
 

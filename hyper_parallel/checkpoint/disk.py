@@ -178,7 +178,7 @@ class NewFile:
             left = left[count:]
 
     def _set_direct(self, on: bool) -> bool:
-        """Whether the system writes past its cache, or does no longer, from now on."""
+        """Switch writing past the system's cache on or off; return whether that changed anything."""
         flag = getattr(os, "O_DIRECT", 0)
         if not flag:
             return False

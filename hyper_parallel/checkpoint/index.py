@@ -226,7 +226,7 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
 
 def _sizes(numbers: Any) -> tuple[int, ...]:
     if not isinstance(numbers, list) or any(type(n) is not int or not 0 <= n <= _LARGEST for n in numbers):
-        raise ValueError(f"{numbers!r} are no sizes")
+        raise ValueError(f"{numbers!r} is not a list of sizes")
     return tuple(numbers)
 
 

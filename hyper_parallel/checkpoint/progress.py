@@ -39,7 +39,7 @@ class Progress:
             sys.stderr.flush()
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more are done."""
+        """Count bytes that were read or written."""
         self._done += nbytes
         now = time.monotonic()
         if not self._shown or now < self._next:

@@ -57,7 +57,7 @@ class Alone:
 
 
 class Collective:
-    """All ranks of a mesh, by collectives."""
+    """Communication of all ranks of a mesh by collectives."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         mesh.require_member("saving or loading a checkpoint")
@@ -73,8 +73,9 @@ class Collective:
 
 
 class ThroughFiles:
-    """Communication of the same ranks in a thread parallel to the training, whose collectives it must not meet. They
-    communicate by small files in a directory that all see.
+    """Communication of the same ranks by small files in a directory that all ranks see.
+
+    An asynchronous save uses it from its own thread: collectives there would mix with those of the training.
 
     Args:
         directory: exists, and is empty.

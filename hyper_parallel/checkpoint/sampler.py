@@ -136,7 +136,7 @@ class StatefulDistributedSampler:
         self._start, self._drawn, self._used = state["position"], 0, None
 
     def _position(self) -> int:
-        """Count the samples of the epoch that are used when all ranks have used as many as this one."""
+        """Return how many samples of the epoch are used, if all ranks have used as many as this rank."""
         used = self._drawn if self._used is None else self._used
         return min(self._start + used * self.num_replicas, self.size)
 

@@ -93,7 +93,7 @@ class AsyncSave:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Return whether the save has ended, well or not."""
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> Path:

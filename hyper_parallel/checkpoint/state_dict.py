@@ -180,7 +180,7 @@ def set_model_state_dict(
         frozen = _frozen(model, platform)
         missing = [n for n in missing if id(held[n]) not in frozen]
     wrong = [
-        f"{name} has shape {tuple(held[name].shape)}, given is {source.shapes[name]}"
+        f"{name} has shape {tuple(held[name].shape)} in the model and {source.shapes[name]} in the state dict"
         for name in held
         if name in source.shapes and source.shapes[name] != tuple(held[name].shape)
     ]
@@ -188,7 +188,7 @@ def set_model_state_dict(
         if isinstance(x, DTensor) and name in held and not options.broadcast_from_rank0:
             mesh = getattr(held[name], "device_mesh", x.device_mesh)
             if mesh is not x.device_mesh:
-                wrong.append(f"{name} is on {mesh}, given is a DTensor on {x.device_mesh}")
+                wrong.append(f"{name} is on {mesh} in the model and on {x.device_mesh} in the state dict")
     if wrong or (options.strict and (missing or unexpected)):
         raise ValueError(f"the state dict does not fit: missing {missing}, unexpected {unexpected}, {wrong}")
     for name in source.shapes:
@@ -371,7 +371,7 @@ def _row(
             x = platform.factory("empty", shape if layout is None else layout.local_shape, None, dtype)
             x = x if layout is None else platform.wrap(x, layout)
         elif shape != tuple(x.shape):
-            raise ValueError(f"{path} has shape {tuple(x.shape)}, given is {shape}")
+            raise ValueError(f"{path} has shape {tuple(x.shape)} in the optimizer and {shape} in the state dict")
         source.fill(x, path)
         new[key] = x
     return {**row, **new}
@@ -383,5 +383,5 @@ def _names(model: Any, state: OptimizerState, platform: Platform) -> list[list[s
         names.setdefault(id(x), name)
     lost = [i for i, p in enumerate(p for group in state.parameters for p in group) if id(p) not in names]
     if lost:
-        raise ValueError(f"the optimizer's parameters {lost}, counted over its groups, are none of the model")
+        raise ValueError(f"parameters {lost} of the optimizer (numbered over its groups) do not belong to the model")
     return [[names[id(p)] for p in group] for group in state.parameters]

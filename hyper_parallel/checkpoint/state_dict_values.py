@@ -139,7 +139,9 @@ class Source:
                 x = x.full_tensor()
             elif isinstance(x, DTensor):
                 if x.device_mesh is not layout.mesh:
-                    raise ValueError(f"{name!r} is on {layout.mesh}, given is a DTensor on {x.device_mesh}")
+                    raise ValueError(
+                        f"{name!r} is on {layout.mesh} in the model and on {x.device_mesh} in the state dict"
+                    )
                 x = x.redistribute(placements=layout.placements).to_local()
             elif layout is not None:
                 x = distribute_tensor(

@@ -258,7 +258,7 @@ class Filling:
             self.targets.append(Target(x, stored, singleton))
 
     def singleton(self, parameter: Any, shape: tuple[int, ...], there: StoredTensor) -> int | None:
-        """`Target.singleton` of a tensor of that shape, a parameter or state of one."""
+        """Return the `Target.singleton` for a parameter, or for optimizer state of it, of this shape."""
         dim = self._singletons.get(id(parameter))
         longer, shorter = (shape, there.shape) if len(shape) > len(there.shape) else (there.shape, shape)
         if dim is None or len(longer) != len(shorter) + 1 or longer[dim] != 1:

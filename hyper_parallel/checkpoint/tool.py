@@ -94,7 +94,7 @@ def _bytes_of(index: Index) -> int:
 
 
 def _values(x: Any, path: str) -> Iterator[tuple[str, Any, str]]:
-    """(path, value, the same in short) of each entry that is neither tensor nor module."""
+    """Yield path, value and a short text of each entry that is neither tensor nor module."""
     if isinstance(x, dict) and KIND not in x:
         for name, value in x.items():
             yield from _values(value, joined(path, name))

@@ -18,12 +18,12 @@ KIND = "$"
 
 
 def is_plain(x: Any) -> bool:
-    """Whether ``x`` is a value by itself: no container, no tensor."""
+    """Return whether ``x`` is a value by itself: no container, no tensor."""
     return x is None or isinstance(x, (bool, int, float, str, bytes, bytearray, np.ndarray, np.generic))
 
 
 def is_key(x: Any) -> bool:
-    """Whether ``x`` may be the key of a dict: a value that is none of NumPy's, or a tuple of such."""
+    """Return whether ``x`` may be the key of a dict: a plain value outside NumPy, or a tuple of these."""
     if isinstance(x, tuple):
         return all(map(is_key, x))
     return is_plain(x) and not isinstance(x, (np.ndarray, bytearray))

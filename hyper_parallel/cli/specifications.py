@@ -70,7 +70,7 @@ def object_at(text: str) -> Any:
 
 
 def _module_of(file: Path) -> Any:
-    """Import a file, once. Another module that has been imported may be called as it is: ``platform`` of Python."""
+    """Import a file once, under a name that no other module has: a file may be called as one of Python's modules."""
     name = f"{file.stem} of {file.parent}"
     if name not in sys.modules:
         specification = importlib.util.spec_from_file_location(name, file)

@@ -38,7 +38,7 @@ def strict() -> Iterator[None]:
 
 
 def is_strict() -> bool:
-    """Whether the caller is inside `strict`."""
+    """Return whether the caller is inside `strict`."""
     return _STRICT.get()
 
 
@@ -64,7 +64,7 @@ def implicit_replication() -> Iterator[None]:
 
 
 def is_implicit_replication() -> bool:
-    """Whether the caller is inside `implicit_replication`."""
+    """Return whether the caller is inside `implicit_replication`."""
     return _IMPLICIT.get()
 
 
@@ -105,5 +105,5 @@ def loss_parallel() -> Iterator[None]:
 
 
 def is_loss_parallel() -> bool:
-    """Whether the caller is inside `loss_parallel`."""
+    """Return whether the caller is inside `loss_parallel`."""
     return _LOSS.get()

@@ -63,7 +63,7 @@ class Collective:
         return bytes_on_the_wire(self.kind, self.bytes, self.ranks)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields for JSON."""
+        """Return all fields as values that JSON has."""
         return {**asdict(self), "shape": list(self.shape), "wire_bytes": self.wire_bytes}
 
 

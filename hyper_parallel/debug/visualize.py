@@ -62,8 +62,10 @@ def _held(layout: Layout) -> dict[tuple[tuple[int, int], tuple[int, int]], list[
 
 
 def sharding_picture(layout: Layout, header: str = "") -> str:
-    """The SVG of `visualize_sharding`: a rectangle for each part with the ranks that hold it; where elements are few,
-    with lines between them."""
+    """Draw the picture of `visualize_sharding`: a rectangle for each part, with the ranks that hold it.
+
+    Lines separate the elements of a small tensor.
+    """
     picture, cells = Svg(), _held(layout)
     top = 12.0
     if header:

@@ -119,7 +119,7 @@ class DryRun:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the memory of the machine."""
+        """Return whether the peak is within the memory of the machine."""
         return None if self.memory.peak is None else self.memory.peak <= self.memory_limit
 
     def as_dict(self) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def measure(
 
 
 def _within(shape: tuple[int, ...], dim: int, machine: Machine) -> bool:
-    """Whether the ranks along a mesh dimension are in one node, of ranks that are numbered node by node."""
+    """Return whether the ranks along a mesh dimension are in one node, of ranks that are numbered node by node."""
     return math.prod(shape[dim:]) <= machine.devices
 
 

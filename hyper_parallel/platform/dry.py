@@ -164,7 +164,7 @@ def dry_platform(platform: Platform) -> Any:
 
 
 def is_dry(platform: Any) -> bool:
-    """Whether collectives on ``platform`` send nothing."""
+    """Return whether collectives on ``platform`` send nothing."""
     return isinstance(platform, SendsNothing)
 
 

@@ -111,7 +111,7 @@ def _picked(item: Any, size: int) -> range | None:
 
 
 def has_empty_slice(encoded: Sequence[Any], shape: Sequence[int]) -> bool:
-    """Whether one of the slices of an encoded index takes nothing of its dimension.
+    """Return whether one of the slices of an encoded index takes nothing of its dimension.
 
     Example:
         >>> has_empty_slice((None, ("slice", 2, 2, None)), (4, 5))

@@ -108,7 +108,7 @@ class Patch:
 
     @property
     def waits(self) -> bool:
-        """Whether the module that it waits for is not there yet."""
+        """Return whether the module that it waits for is not there yet."""
         return bool(self.after) and self.after not in sys.modules
 
 
@@ -232,8 +232,8 @@ class PatchSet:
         if found:
             raise RuntimeError(
                 f"there are {len(found)} DTensors, which would compute wrong numbers without the patches of "
-                f"{self.framework}: delete the models, optimizers and tensors first, or give them up with "
-                "uninstall(abandon=True) (MindSpore itself keeps what an optimizer has stepped on)"
+                f"{self.framework}: delete the models, optimizers and tensors first, or make all DTensors "
+                "unusable with uninstall(abandon=True). (MindSpore keeps parameters of an optimizer that has stepped.)"
             )
         self._switch(False)
         if classes:

@@ -19,7 +19,7 @@ def printable(text: object) -> str:
 
 
 def printable_lines(text: object) -> str:
-    r"""The same of text that may have several lines.
+    r"""Make a text of several lines `printable`, line by line.
 
     Example:
         >>> printable_lines("two\nlines\r")

@@ -29,7 +29,7 @@ def tested_versions(framework: str) -> str:
 
 
 def is_tested(framework: str, version: str) -> bool:
-    """Whether ``version`` is one of the tested releases, or a patch or a build of one of them.
+    """Return whether ``version`` is one of the tested releases, or a patch or a build of one of them.
 
     Example:
         >>> is_tested("torch", "2.13.2+cpu"), is_tested("torch", "2.16.0"), is_tested("torch", "2.15.0a0+git1234")

@@ -10,7 +10,7 @@ __all__ = ["is_called_from", "tensors_in"]
 
 
 def is_called_from(modules: Collection[str]) -> bool:
-    """Whether a function of one of these modules, by name, is on the call stack."""
+    """Return whether a function of one of these modules, by name, is on the call stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") in modules:

@@ -106,7 +106,7 @@ def check_plan(
     prove: bool = True,
     **kwargs: Any,
 ) -> PlanCheck:
-    """Whether a model under its plan computes the results of one device: output, loss, and every gradient.
+    """Check that a model under its plan computes the results of one device: output, loss, and every gradient.
 
     As many local processes as the mesh has ranks are started on the CPU. Model, plan, sample and loss are sent to them
     by pickle: classes and functions must be importable there. Lambdas and definitions in ``__main__`` are not. A

@@ -248,7 +248,7 @@ class WorkerPool:
 
 
 def _in_step(failures: dict[int, Failure], world_size: int) -> bool:
-    """Whether exactly the ranks that take part failed, all in one place: then no collective is left half done."""
+    """Return whether exactly the participating ranks failed, all in one place: no collective is left half done."""
     places = {failure.place for failure in failures.values()}
     return set(failures) == set(range(world_size)) and len(places) == 1 and not places & {"hung", "died"}
 

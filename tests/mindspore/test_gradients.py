@@ -350,7 +350,7 @@ def affine_loss(net: nn.Cell, kind: str, seen: list[np.ndarray]) -> Callable[[An
 
 @on_mesh()
 def delayed(mesh: Any, kind: str, frozen: int) -> tuple:
-    """Whether gradients are right, and how many all-reduces backward has, ours and MindSpore's own."""
+    """Return whether gradients are right, and how many all-reduces backward has, ours and MindSpore's own."""
     found, counts = [], []
     for where, differentiate in ((None, ms.value_and_grad), (mesh, value_and_grad), (mesh, ms.value_and_grad)):
         net, seen = affine_net(where), []

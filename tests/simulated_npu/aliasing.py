@@ -51,7 +51,7 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def is_on_device(x: Any) -> bool:
-    """Whether ``x`` is a tensor on the simulated device."""
+    """Return whether ``x`` is a tensor on the simulated device."""
     return isinstance(x, torch.Tensor) and x.device.type == NPU
 
 

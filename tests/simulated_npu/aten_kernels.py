@@ -58,7 +58,7 @@ def _operator(name: str) -> tuple[str, Any]:
 
 
 def _gives_views(operator: Any) -> bool:
-    """Whether the result shares memory with an operand, which that of a kernel on host views would not."""
+    """Return whether the result shares memory with an operand, which that of a kernel on host views would not."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in operator._schema.returns)
 
 

@@ -25,13 +25,15 @@ BESIDE_CUDA = "torch_with_cuda"
 
 
 def has_cuda() -> bool:
-    """Whether the installed torch was built for CUDA, without importing it: torch imports torch_npu in its midst."""
+    """Return whether the installed torch was built for CUDA, without importing it: torch imports torch_npu in its
+    midst.
+    """
     spec = importlib.machinery.PathFinder.find_spec("torch")
     return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "lib/libc10_cuda.so").exists()
 
 
 def is_simulated() -> bool:
-    """Whether NPUs are simulated in this process."""
+    """Return whether NPUs are simulated in this process."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 

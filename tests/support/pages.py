@@ -34,6 +34,9 @@ PROGRAMS = {
     "bilinear.py": "tests/torch/test_rules_page.py",
     "mlp_recorded.py": "tests/mindspore/test_records.py",
     "low_rank.py": "tests/torch/test_own_style.py",
+    "gpt_model.py": "tests/torch/test_training_job.py",
+    "train_gpt.py": "tests/torch/test_training_job.py",
+    "train_sequence.py": "tests/torch/test_training_job.py",
     "finetune.py": "tests/torch/test_huggingface_trainer.py",
     "loop.py": "tests/torch/test_huggingface_trainer.py",
     # MindSpore compiles from files only

@@ -113,7 +113,7 @@ def fresh(code: str, ranks: int = 1, port: int = 0) -> None:
 
 
 def page_has(framework: str, text: str) -> bool:
-    """Whether docs/patches.md has ``text`` as the table of ``framework``."""
+    """Return whether docs/patches.md has ``text`` as the table of ``framework``."""
     # Not at the top: programs that show that nothing is imported import this module.
     from tests.support.patch_table import with_table
 

@@ -26,8 +26,9 @@ _NAMES = {
 
 
 def waits(operation: Any, args: tuple) -> bool:
-    """Whether the host knows results of an operation, or their shapes, only once the device has computed them. A CUDA
-    graph cannot have such an operation."""
+    """Return whether the host knows results of an operation, or their shapes, only once the device has computed them. A
+    CUDA graph cannot have such an operation.
+    """
     found = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(getattr(operation, "tags", ()))
     if operation is torch.ops.aten.index.Tensor:  # has this tag for masks
         return any(i is not None and i.meta["val"].dtype in (torch.bool, torch.uint8) for i in args[1])

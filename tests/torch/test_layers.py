@@ -169,7 +169,7 @@ def compare(mesh: Any, what: str, call: Callable[..., Any], letters: str, placem
 
 
 def has_kernels(call: Callable[..., Any], letters: str) -> bool:
-    """Whether one device can compute it: the simulated NPU lacks kernels of some layers."""
+    """Return whether one device can compute it: the simulated NPU lacks kernels of some layers."""
     try:
         run(call, tensors(letters))
     except (NotImplementedError, RuntimeError):

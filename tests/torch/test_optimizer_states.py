@@ -193,7 +193,11 @@ def refused(mesh: Any) -> None:
     other = copy.deepcopy(whole)
     other["state"]["up.weight"]["exp_avg"] = torch.zeros(4, 6, device=device())
     for options in (full, first):
-        check(r"does not fit: state.up.weight.exp_avg has shape \(5, 6\), given is \(4, 6\)", options, other)
+        check(
+            r"does not fit: state.up.weight.exp_avg has shape \(5, 6\) in the optimizer and \(4, 6\) in the state dict",
+            options,
+            other,
+        )
 
     # Not by torch's helper: its moments are whole next to shards.
     for name, p in zip(whole["param_groups"][0]["params"], optimizer.param_groups[0]["params"], strict=True):

@@ -143,7 +143,10 @@ WRONG: list[tuple[Callable[[Any], None], str]] = [
     (larger_result, "RuntimeError: addr_: the result has shape (4, 4), and cannot replace (4,)"),
     (other_dtype, "RuntimeError: addr_: result type torch.float32 can't be cast"),
     (changed_while_whole, "RuntimeError: Linear under fully_shard: a parameter was changed while it was whole: call"),
-    (state_of_another_shape, "ValueError: weight.exp_avg has shape (4, 4), given is (2, 2)"),
+    (
+        state_of_another_shape,
+        "ValueError: weight.exp_avg has shape (4, 4) in the optimizer and (2, 2) in the state dict",
+    ),
     (untied, "ValueError: Twice under fully_shard: something has taken the place of its parameter"),
     (row_of_nothing, "ValueError: the op table maps special_entr to 'no_such_operation', which is not a canonical"),
     (nothing_distributed, "TypeError: add was intercepted without a DTensor among its arguments"),

@@ -141,7 +141,7 @@ def flattened(mesh: Any) -> None:
     all_of_it = DeviceMesh.from_torch(theirs._flatten("all"))
     assert all_of_it.size() == 4 and all_of_it.get_root_mesh() is ours
     close(distribute_tensor(randn(5), all_of_it, [Shard(0)]).full_tensor(), randn(5))
-    with pytest.raises(ValueError, match=r"was flattened here.*make that mesh first"):
+    with pytest.raises(ValueError, match=r"was flattened with this library.*mesh first"):
         mesh["dp_shard", "cp"]._flatten("dp").to_torch()
 
 

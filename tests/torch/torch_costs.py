@@ -157,7 +157,7 @@ class Compared:
 
     @property
     def is_more(self) -> bool:
-        """Whether more messages or more bytes are sent here."""
+        """Return whether more messages or more bytes are sent here."""
         theirs = self.torch
         return theirs is not None and (
             self.ours.messages > theirs.messages or self.ours.bytes > theirs.bytes * (1 + 1e-9)

@@ -384,7 +384,7 @@ def _right_first(combination: tuple[Choice, ...], mesh: tuple[int, ...]) -> tupl
 
 
 def _packed_fits(sharding: OpSharding, choice: Choice, combination: tuple, n: int) -> bool:
-    """Whether packed shards are the first cut of their dimension, and parts are cut where the results are."""
+    """Return whether packed shards are the first cut of their dimension, and parts are cut where the results are."""
     if not choice.packed:
         return True
     dims = {p.dim for p in choice.operands if isinstance(p, Shard)}
@@ -617,7 +617,7 @@ class Mutant:
 
 
 def fails(case: Case, mutant: Mutant) -> bool:
-    """Whether `check` rejects ``mutant``."""
+    """Return whether `check` rejects ``mutant``."""
     try:
         with np.errstate(all="ignore"):
             check(case, mutant.sharding)

@@ -111,7 +111,7 @@ def _not_linear(case: Case, sharding: OpSharding) -> list[int]:
 
 
 def _is_linear(case: Case, i: int) -> bool:
-    """Whether the results add up where operand ``i`` does, for operands far from one another and of both signs."""
+    """Return whether results add up where operand ``i`` does, for operands of both signs, far from one another."""
     rng = np.random.default_rng(5)
     x = case.operands[i]
     for scale in (1.0, 30.0):

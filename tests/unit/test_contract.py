@@ -166,7 +166,7 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     nothing = platform.joint_function(lambda ctx, static, a: [a * 2], lambda ctx, a: [None])
     assert nothing(None, y)[0].tolist() == (y * 2).tolist()
     assert platform.backward_pass() is None and not platform.accumulates_gradients
-    with pytest.raises(TypeError, match="does not know when a backward pass ends"):
+    with pytest.raises(TypeError, match="cannot tell when a backward pass ends"):
         platform.after_backward(lambda: None)
     assert platform.is_made_with(x, y) is None
     assert not platform.tells_beginning and not platform.backward_is_recorded()

@@ -54,7 +54,7 @@ def words_of_code(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def may_import(path: Path, framework: str) -> bool:
-    """Whether a file belongs to a framework: its platform folder, and the conformance suite's adapters for it."""
+    """Return whether a file belongs to a framework: its platform folder and its adapters of the suite."""
     known = path.parent == PACKAGE / "testing/adapters" and path.name.startswith(f"{framework}_")
     return known or PACKAGE / "platform" / framework in path.parents
 

@@ -80,7 +80,7 @@ class Names:
             self.framework |= names_of(target)
 
     def belongs(self, node: ast.AST) -> bool:
-        """Whether an expression is a module or class of a framework, or something that it holds."""
+        """Return whether an expression is a module or class of a framework, or something that it holds."""
         if isinstance(node, ast.Name):
             return node.id in self.framework
         if isinstance(node, (ast.Attribute, ast.Subscript)):

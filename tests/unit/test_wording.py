@@ -26,6 +26,9 @@ def second(x):
             of arguments here.
     """
     what_is = x
+
+def third(x):
+    """Whether it is known."""
 '''
 
 
@@ -48,13 +51,14 @@ def project(tmp_path: Path) -> Path:
 
 def test_what_is_found(wording: Any, project: Path) -> None:
     assert wording.count(project) == {
-        "openings": {"ci/module.py": 1},
+        "openings": {"ci/module.py": 2},
         "clauses": {"ci/module.py": 3, "docs/page.md": 2},
         "words": {"ci/module.py": 2, "docs/page.md": 1},
         "sentences": {"ci/module.py": 1},
     }
     found = list(wording.offences(project / "ci" / "module.py"))
     assert ("openings", 4, "That of a caller. It gives what it got.") in found
+    assert ("openings", 18, "Whether it is known.") in found
     assert [line for rule, line, _ in found if rule == "clauses"] == [3, 4, 5]
 
 

@@ -28,7 +28,7 @@ def bare_pool() -> Iterator[WorkerPool]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process."""
+    """Return whether there is such a process."""
     with suppress(ProcessLookupError):
         os.kill(pid, 0)
         return True

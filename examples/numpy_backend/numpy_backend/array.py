@@ -28,12 +28,12 @@ _RECORDING = _Recording()
 
 
 def recording() -> bool:
-    """Whether operations are noted on the tape."""
+    """Return whether operations are noted on the tape."""
     return _RECORDING.on
 
 
 def in_backward() -> bool:
-    """Whether gradients are being computed."""
+    """Return whether gradients are being computed."""
     return _RECORDING.backwards > 0
 
 

@@ -30,7 +30,7 @@ _STATE = _State()
 
 
 def dispatching() -> bool:
-    """Whether operations on distributed arrays are intercepted."""
+    """Return whether operations on distributed arrays are intercepted."""
     return not _STATE.depth
 
 

@@ -232,7 +232,7 @@ def _extreme(x: Array, dims: Any, keepdim: bool, value: Any) -> Array:
 
 @operation()
 def any_(x: Array) -> Array:
-    """Whether any element is true."""
+    """Return whether any element is true."""
     return Array(x.value.any())
 
 

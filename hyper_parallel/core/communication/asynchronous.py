@@ -21,7 +21,7 @@ class _Started:
         self._work, self._done, self._what = work, done, what
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once, as far as the framework says."""
+        """Return whether `wait` would return at once, as far as the framework says."""
         ask = getattr(self._work, "is_completed", None)
         return ask is not None and bool(ask())
 

@@ -46,8 +46,10 @@ class coalesce_gradients:
     _waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], dict[int, tuple[Any, Any]]]
 
     def take(self, parameter: Any, cotangent: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
-        """Whether the block, or data parallelism, will add the sum of ``cotangent`` over ``mesh_dims`` to the gradient
-        of ``parameter``."""
+        """Take over ``cotangent``, whose sum over ``mesh_dims`` belongs to the gradient of ``parameter``.
+
+        Returns False where the caller has to reduce it.
+        """
         if parameter._collect is not None:
             parameter._collect(cotangent, mesh, mesh_dims)
             return True

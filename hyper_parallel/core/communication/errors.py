@@ -66,7 +66,7 @@ def names_of(ranks: Sequence[int]) -> str:
 
 
 def describe_dim(mesh: DeviceMesh, mesh_dim: int) -> str:
-    """``"along mesh dimension 0 ('tp')"``."""
+    """Return the words for a mesh dimension in messages: ``"along mesh dimension 0 ('tp')"``."""
     return f"along mesh dimension {mesh.dim_label(mesh_dim)}"
 
 

@@ -102,8 +102,9 @@ def misfit_of(layout: Layout, local_shape: Shape) -> str | None:
 
 
 def is_wrong_on_a_rank(layout: Layout, dtype: str, wrong: bool) -> bool:
-    """Whether something is ``wrong`` on a rank of the mesh, or ranks differ in shape, placements or ``dtype``. All
-    ranks get the same answer, by `numbers_of_ranks`."""
+    """Return whether something is ``wrong`` on a rank of the mesh, or ranks differ in shape, placements or ``dtype``.
+    All ranks get the same answer, by `numbers_of_ranks`.
+    """
     digest = zlib.crc32(repr((tuple(layout.shape), layout.placements, dtype)).encode())
     what = "the comparison of parts of one tensor"
     rows = numbers_of_ranks((digest, wrong), layout.mesh, what).reshape(-1, 2)

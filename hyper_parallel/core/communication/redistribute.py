@@ -214,7 +214,7 @@ def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -
 
 
 def _can_add(layout: Layout, shard: Shard, mesh_dim: int) -> bool:
-    """Whether ``shard`` on ``mesh_dim`` would be the last cut of its tensor dimension."""
+    """Return whether ``shard`` on ``mesh_dim`` would be the last cut of its tensor dimension."""
     if layout.placements[mesh_dim] is shard or (isinstance(shard, PackedShard) and layout.packed_mesh_dim is not None):
         return False
     placements = (*layout.placements[:mesh_dim], shard, *layout.placements[mesh_dim + 1 :])

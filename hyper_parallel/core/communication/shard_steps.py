@@ -43,7 +43,7 @@ class Gather(Move):
 
     @cached_property
     def for_parts(self) -> Gather:
-        """The same step for consumers that return a partial cotangent."""
+        """Return the same step for consumers that return a partial cotangent."""
         return GatherForParts(
             self.mesh, self.mesh_dim, self.source, self.target, self.source_sizes, self.target_sizes, self.layout
         )

@@ -38,7 +38,9 @@ class Pending:
 
 
 def can_start(source: Layout, target: Layout) -> bool:
-    """Whether `start_redistribution` has something to start: the last step is one collective of parts of one size."""
+    """Return whether `start_redistribution` has something to start: the last step is one collective of parts of one
+    size.
+    """
     if source is target:
         return False
     step = plan_redistribution(source, target)[-1]

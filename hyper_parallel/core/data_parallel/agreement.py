@@ -136,7 +136,7 @@ class _Place:
 
 
 class Agreement:
-    """The history of the ranks of one mesh dimension, on which they agree.
+    """A record of the units that ran, which is the same on all ranks of one mesh dimension.
 
     Args:
         mesh: of data parallelism.

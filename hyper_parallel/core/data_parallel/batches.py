@@ -98,8 +98,8 @@ def mixed_batch(what: str, distributed: bool) -> ValueError:
     """Return the error for a unit whose batch is of another kind than that of the outermost unit."""
     given, others = ("DTensors", "plain tensors") if distributed else ("plain tensors", "DTensors")
     return ValueError(
-        f"{what} was called with {given}, and the outermost module under fully_shard with {others}: whether the "
-        "data-parallel ranks have one loss or one each depends on which, so give all units the same"
+        f"{what} was called with {given}, and the outermost module under fully_shard with {others}. With DTensors all "
+        "data-parallel ranks have one loss, with plain tensors each rank has its own: give all units the same"
     )
 
 

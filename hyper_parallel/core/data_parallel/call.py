@@ -55,7 +55,7 @@ class Call(RecordedCall):
         self.reached = 0
 
     def comes_around(self, runs: Callable[[Any], bool]) -> bool:
-        """Return whether a backward pass comes to the parameters without passing the results.
+        """Return whether a backward pass reaches the parameters, but not through the results.
 
         Args:
             runs: tells whether the pass runs the function of a context; see `Platform.before_backward`.

@@ -30,6 +30,7 @@ from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.operations.operands import refuse_foreign
+from hyper_parallel.core.operations.owners import remember_model
 from hyper_parallel.core.tensor_parallel.styles.experts import has_its_gradients
 from hyper_parallel.core.weak_table import WeakTable
 
@@ -141,6 +142,8 @@ def fully_shard(
         platform.set_distributed_parameter(holder, name, local, layout)
         _OWNED.set(platform.own_parameters(holder)[name], f"{name!r} of {type(holder).__name__}")
     make_unit(modules, plan)
+    for one in modules:
+        remember_model(one)
     what = f"{name_of_unit} under fully_shard"
     for one in modules:
         platform.replace_forward(one, lambda forward: _sharded(forward, platform, what), FSDPModule)

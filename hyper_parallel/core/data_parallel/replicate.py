@@ -289,8 +289,8 @@ def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None
         except ValueError as error:
             raise ValueError(
                 f"{what} is placed {list(inner.placements)} on {inner.mesh} already, and cannot be replicated over "
-                f"{mesh}: {error}. Where replicate or fully_shard was applied to it through a module that shares it, "
-                "apply one of them once, to the module that holds all that share parameters"
+                f"{mesh}: {error}. If it is shared, and replicate or fully_shard was applied to another module that "
+                "has it, apply one of them once, to a module that contains both"
             ) from None
     refuse_foreign(p, platform, what)
     if platform.needs_values and not platform.has_values(p) and not platform.is_meta(p):

@@ -94,8 +94,9 @@ class UnitParameters:
         return parameters
 
     def trained(self, parameters: Sequence[Any]) -> tuple[list[list[int]], int | None]:
-        """Return for each buffer the indices of trained ``parameters``, and the index of one trained parameter. That
-        one tells for all whether gradients are recorded now. The lists must not be changed."""
+        """Return the indices of the trained parameters of each buffer, and the index of one trained parameter.
+
+        One trained parameter is enough to ask whether gradients are recorded. Callers must not change the lists."""
         asked = list(map(_REQUIRES_GRAD, parameters))
         if asked != self._asked:
             found = [[i for i in members if asked[i]] for members in self.members]
@@ -354,7 +355,7 @@ class UnitParameters:
         return self._awaited == 0
 
     def with_leaves(self, indices: Sequence[int], cotangents: Sequence[Any]) -> Sequence[Any]:
-        """Return cotangents with the gradients of what this backward has recomputed, which are cleared here."""
+        """Add the gradients of a recomputed forward to ``cotangents``, and clear them."""
         if not self._open or self._leaves is None:
             return cotangents
         with self._platform.no_dispatch():

@@ -16,6 +16,7 @@ from hyper_parallel.core.layouts.layout import Layout, requested_layout
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.operations.operands import refuse_foreign
+from hyper_parallel.core.operations.owners import remember_model
 
 
 def distribute_tensor(
@@ -173,6 +174,7 @@ def distribute_module(
         platform.register_forward_pre_hook(module, pre_hook, with_kwargs=True)
     if hook is not None:
         platform.register_forward_hook(module, hook)
+    remember_model(module)
     return module
 
 

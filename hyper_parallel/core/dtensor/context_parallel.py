@@ -130,7 +130,9 @@ def _length_of(buffers: list, dims: list, kept: list, length: int | None, platfo
     if len(buffers) != len(dims):
         raise ValueError(f"context_parallel: {len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one for each")
     if any(all(x is not one for one in buffers) for x in kept):
-        raise ValueError("context_parallel: no_restore_buffers has a tensor that is none of the buffers")
+        raise ValueError(
+            "context_parallel: no_restore_buffers has a tensor that buffers lacks: give a subset of buffers"
+        )
     lengths = set() if length is None else {int(length)}
     for x, dim in zip(buffers, dims, strict=True):
         if not platform.is_tensor(x) or isinstance(x, (DTensor, platform.Parameter)):

@@ -97,8 +97,8 @@ class _Parts(ABC):
         """Refuse DTensors that are no heads or samples of this rank's part."""
         if not all(isinstance(x, DTensor) and x.device_mesh.is_beside(self.mesh) for x in tensors):
             raise ValueError(
-                f"{self.where}: queries, keys and values have to be of one kind, all plain, or all DTensors on other "
-                f"dimensions of the mesh that {self.mesh} is a slice of"
+                f"{self.where}: give queries, keys and values of one kind: all plain, or all DTensors on a mesh "
+                f"dimension next to {self.mesh}"
             )
         for x in tensors:
             if any(p.is_shard(len(x.shape) - 2) for p in x.placements):

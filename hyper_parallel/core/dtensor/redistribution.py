@@ -89,7 +89,7 @@ def redistribute_over(x: Any, mesh: DeviceMesh, placements: Sequence[Placement] 
 
 
 def _agree(key: tuple[Layout, Layout]) -> bool:
-    """Whether every rank holds the same of both."""
+    """Return whether every rank holds the same part under both layouts."""
     places = [{int(rank): place for place, rank in np.ndenumerate(layout.mesh.ranks)} for layout in key]
     return all(
         held_rectangles(key[0], place) == held_rectangles(key[1], places[1][rank]) for rank, place in places[0].items()

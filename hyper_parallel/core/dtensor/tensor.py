@@ -205,7 +205,7 @@ class DTensor:
         forward_dtype: Any = None,
         backward_dtype: Any = None,
     ) -> Any:
-        """The same tensor with other placements, by the cheapest sequence of collectives. It is differentiable.
+        """Return the tensor with other placements, by the cheapest sequence of collectives. Differentiable.
 
         Args:
             device_mesh: None, the tensor's own mesh, or another one of the same ranks.

@@ -77,8 +77,9 @@ class Layout:
 
     @cached_property
     def tells_strides(self) -> bool:
-        """Whether the strides of every rank's part tell those of the whole. They do not where a rank has one row, or
-        none, of a dimension that has more: the stride of such a dimension means nothing."""
+        """Return whether the strides of every rank's part tell those of the whole. They do not where a rank has one
+        row, or none, of a dimension that has more: the stride of such a dimension means nothing.
+        """
         parts = [(size, self.smallest_part(dim)) for dim, size in enumerate(self.shape)]
         return all(part > 1 or size == part == 1 for size, part in parts)
 
@@ -95,7 +96,7 @@ class Layout:
         return min(self.part_sizes(dim))
 
     def may_be_local(self, shape: tuple[int, ...]) -> bool:
-        """Whether some rank may have a part of that shape."""
+        """Return whether some rank may have a part of that shape."""
         return len(shape) == self.ndim and all(size in self.part_sizes(dim) for dim, size in enumerate(shape))
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:

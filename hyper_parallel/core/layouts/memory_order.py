@@ -103,7 +103,7 @@ def ones_like_whole(x: Any, layout: Layout, shape: Sequence[int] | None = None) 
 
 
 def is_contiguous_whole(x: Any) -> bool:
-    """Whether the tensor of the DTensor ``x`` would be contiguous on a single device; False where that is not known."""
+    """Return whether the DTensor ``x`` would be contiguous on a single device; False where that is not known."""
     layout: Layout = x._layout
     with layout.mesh.platform.no_dispatch():
         strides = strides_of(x, layout)

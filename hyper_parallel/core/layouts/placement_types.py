@@ -48,15 +48,15 @@ class Placement:
         return {name: getattr(self, name) for name in names}
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this is `Shard`, of tensor dimension ``dim`` if that is given."""
+        """Return whether this is `Shard`, of tensor dimension ``dim`` if that is given."""
         return False
 
     def is_replicate(self) -> bool:
-        """Whether this is `Replicate`."""
+        """Return whether this is `Replicate`."""
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether this is `Partial`, with ``reduce_op`` if that is given."""
+        """Return whether this is `Partial`, with ``reduce_op`` if that is given."""
         return False
 
     def __reduce__(self) -> tuple:
@@ -158,7 +158,7 @@ class Shard(Placement):
         return min(whole, curr_local_size - start), start
 
     def with_dim(self, dim: int) -> Shard:
-        """The same split of tensor dimension ``dim``."""
+        """Return this split for tensor dimension ``dim``."""
         return type(self)(**{**self._arguments(), "dim": dim})
 
 

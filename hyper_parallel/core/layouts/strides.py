@@ -32,7 +32,7 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 
 
 def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
-    """Whether a tensor is contiguous; strides of dimensions of size 1 do not count."""
+    """Return whether a tensor is contiguous; strides of dimensions of size 1 do not count."""
     if 0 in shape:
         return True
     return all(

@@ -231,19 +231,19 @@ class DeviceMesh(MeshMethods):
         return self.slices.index_of(other, mesh_dim)
 
     def shares_root(self, other: DeviceMesh) -> bool:
-        """Whether both are slices of one mesh."""
+        """Return whether both are slices of one mesh."""
         return common_root([self, other]) is not None
 
     def is_beside(self, other: DeviceMesh) -> bool:
-        """Whether both are slices of one mesh, along different dimensions."""
+        """Return whether both are slices of one mesh, along different dimensions."""
         return self.slices.is_beside(other)
 
     def spans(self, other: DeviceMesh) -> bool:
-        """Whether both are slices of one mesh, and this one has all ranks of the other: flattened or not."""
+        """Return whether both are slices of one mesh, and this one has all ranks of the other: flattened or not."""
         return self.slices.spans(other)
 
     def contains(self, other: DeviceMesh) -> bool:
-        """Whether both are slices of one mesh, and this one has all dimensions of the other."""
+        """Return whether both are slices of one mesh, and this one has all dimensions of the other."""
         return self.slices.contains(other)
 
     def __getitem__(self, mesh_dim_names: str | int | Sequence[str | int]) -> DeviceMesh:
@@ -328,7 +328,7 @@ class DeviceMesh(MeshMethods):
         return unflattened(self, dim, mesh_sizes, mesh_dim_names, backend_override)
 
     def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
-        """The slices along one dimension, of all ranks of this mesh; those without this rank have no groups here.
+        """Return all slices of this mesh along one dimension. Slices without this rank have no process group here.
 
         Args:
             mesh_dim_name: name of the dimension.

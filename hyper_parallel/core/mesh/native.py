@@ -30,8 +30,8 @@ def native_of(mesh: Any) -> Any:
         )
     if any(len(dims) > 1 for dims in mesh.slices.along):
         raise ValueError(
-            f"a dimension of {mesh} was flattened here, and the framework's mesh of {root} does not know it: make "
-            "that mesh first, flatten it, and make this library's of it"
+            f"a dimension of {mesh} was flattened with this library, and the framework's own mesh of {root} has no "
+            "such dimension: make and flatten the framework's mesh first, and make this library's mesh of that"
         )
     native = root.groups.native_mesh()
     if native is None:
@@ -91,7 +91,7 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
 
 
 def _dims_of_row(root: Any, row: list[int], coordinate: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The dimensions of ``root`` that, as one, have the ranks ``row`` at ``coordinate``."""
+    """Return the dimensions of ``root`` that, flattened, hold the ranks ``row`` at ``coordinate``."""
     for count in range(2, root.ndim + 1):
         for dims in itertools.combinations(range(root.ndim), count):
             if sub_array(root.ranks, (dims,), coordinate).tolist() == row:

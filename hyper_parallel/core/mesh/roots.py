@@ -113,7 +113,7 @@ def overrides_of(
 
 
 def is_current(platform: Platform) -> bool:
-    """Whether the meshes of ``platform`` belong to the process groups that there are now."""
+    """Return whether the meshes of ``platform`` belong to the process groups that there are now."""
     return platform in _WORLDS and _WORLDS[platform]() is platform.world()
 
 

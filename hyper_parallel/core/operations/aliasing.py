@@ -97,7 +97,7 @@ class _View:
 
     @property
     def always(self) -> bool:
-        """Whether no result is ever a copy."""
+        """Return whether no result is ever a copy."""
         return self.op.memory == "shared"
 
     def tracked(self, own: Any) -> tuple:
@@ -117,7 +117,7 @@ class _View:
 
 
 def is_moved(have: Layout, read: Layout | None) -> bool:
-    """Whether data moves between ``have`` and ``read``, so that the tensor read is not in the memory of the operand."""
+    """Return whether data moves between ``have`` and ``read``: the tensor read is not in the operand's memory."""
     return read is not None and any(
         size > 1 and before is not after
         for size, before, after in zip(have.mesh.shape, have.placements, read.placements, strict=True)

@@ -122,7 +122,7 @@ def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
 
 
 def _is_value(x: Any) -> bool:
-    """Whether ``x`` is made of numbers, strings and None, so that keeping it keeps no tensor of the call alive."""
+    """Return whether ``x`` is made of numbers, strings and None. Keeping such a value keeps no tensor alive."""
     return all(map(_is_value, x)) if type(x) is tuple else x is None or type(x) in _VALUES
 
 

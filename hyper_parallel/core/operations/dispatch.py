@@ -26,6 +26,7 @@ from hyper_parallel.core.operations.custom_ops import find_custom_op
 from hyper_parallel.core.operations.fallback import run_gathered, tell_of_failure_in
 from hyper_parallel.core.operations.operands import (
     DTENSOR_CLASSES,
+    check_parts,
     common_mesh,
     mixed_error,
     name_of,
@@ -49,6 +50,7 @@ class _Plan:
 
     Attributes:
         mesh: the mesh of the operands.
+        canonical: the operation.
         call: the native operation as its row of the op table calls it.
         replacement: the function that a rule calls in its place, or None.
         reads: (index of operand, function that reads it) for the operands that are not simply their local tensor.
@@ -74,7 +76,7 @@ class _Plan:
         mesh: DeviceMesh,
         name: str,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.canonical = mesh, canonical
         self.call = op.call
         self.replacement = sharding.call
         if sharding.native_if is not None and sharding.native_if(strategy.operands):
@@ -129,7 +131,7 @@ class _Plan:
             if self.mixes is not None:
                 refuse_foreign(operands[self.mixes], self.mesh.platform, name_of(func))
                 if not is_implicit_replication():
-                    raise mixed_error(func, tuple(map(operand_key, operands)), self.mixes)
+                    raise mixed_error(func, operands, self.mixes, self.canonical)
                 if CHECKS:
                     what = f"operand {self.mixes} of {name_of(func)}, which is a plain tensor"
                     check_replicated(operands[self.mixes], self.mesh, (Replicate(),) * self.mesh.ndim, what)
@@ -289,6 +291,8 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | 
     if plan is None:
         plan = None if canonical.gathers else _make_plan(op, canonical, func, operands, layouts, static_args)
         if plan is None:
+            if canonical.elementwise:
+                check_parts(func, layouts)
             return run_gathered(func, args, kwargs, op)
         _PLANS[layout_key] = plan
     if key is not None:
@@ -314,7 +318,7 @@ def _make_plan(
     for i in plain:
         refuse_foreign(operands[i], mesh.platform, name_of(func))
         if layouts[i] and not is_implicit_replication():
-            raise mixed_error(func, layouts, i)
+            raise mixed_error(func, operands, i, canonical)
     known = tuple(replicated_layout(mesh, key) if isinstance(key, tuple) else key for key in layouts)
     shapes = tuple(None if layout is None else tuple(layout.shape) for layout in known)
     sharding = canonical.rule(shapes, static_args)

@@ -49,13 +49,13 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
     sharded = [x._layout for x in found if not x._layout.replicated]
     if sharded and not meant:
         _report(func, sharded[0], writes)
-    for x in _leaves((args, kwargs)):
+    leaves = list(_leaves((args, kwargs)))
+    for i, x in enumerate(leaves):
         if getattr(x, "_layout", None) is not None:
             continue
         refuse_foreign(x, platform, name_of(func))
         if platform.is_tensor(x) and platform.shape_of(x) and not is_implicit_replication():
-            shapes = (tuple(platform.shape_of(x)), found[0]._layout)
-            raise mixed_error(func, shapes, 0)
+            raise mixed_error(func, leaves, i)
     if writes:
         before_write(found[0])
     with platform.no_dispatch():
@@ -115,7 +115,7 @@ class _Given:
         self._how = platform.watch(whole, name) if platform.has_values(whole) else None
 
     def is_written(self) -> bool:
-        """Whether the operation has written to it."""
+        """Return whether the operation has written to it."""
         return bool(self._how and self._how())
 
     def write_back(self, name: str) -> bool:

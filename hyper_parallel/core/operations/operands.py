@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.operations.owners import owner_of
+from hyper_parallel.core.rules.registry import CanonicalOp
 from hyper_parallel.platform.contract.interception import name_of
 
 #: The DTensor classes of the platforms in use.
@@ -40,22 +44,102 @@ def common_mesh(layouts: tuple, func: Any) -> DeviceMesh | None:
         if isinstance(layout, Layout):
             if mesh is not None and layout.mesh is not mesh:
                 raise ValueError(
-                    f"{name_of(func)} got tensors on different meshes, {mesh} and {layout.mesh}: bring them to one "
-                    "mesh (full_tensor, then distribute_tensor)"
+                    f"{name_of(func)} got tensors on different meshes, {mesh} and {layout.mesh}: "
+                    + (_SLICES if mesh.contains(layout.mesh) or layout.mesh.contains(mesh) else _MESHES)
                 )
             mesh = layout.mesh
     return mesh
 
 
-def mixed_error(func: Any, layouts: tuple, plain: int) -> ValueError:
-    """The error for a plain tensor, operand ``plain``, that meets a distributed one."""
+#: Remedies for operands on two meshes. Of the first, one mesh is a slice of the other.
+_SLICES = (
+    "in a distributed batch a layer with use_local_output=False (the default of SequenceParallel) gives a tensor on "
+    "both dimensions, and a layer with use_local_output=True on the data-parallel one alone. Give all layers of a "
+    "residual stream the same use_local_output"
+)
+_MESHES = "bring them to one mesh (full_tensor, then distribute_tensor)"
+
+
+def mixed_error(func: Any, operands: Sequence[Any], plain: int, canonical: CanonicalOp | None = None) -> ValueError:
+    """Return the error for a plain tensor, operand ``plain``, that meets a distributed one.
+
+    Args:
+        func: the native operation.
+        operands: its operands.
+        plain: index of the plain tensor.
+        canonical: the canonical operation, whose operands have names.
+    """
+    layouts = [operand_key(x) for x in operands]
     other = next(i for i, layout in enumerate(layouts) if isinstance(layout, Layout))
+    platform, roles = layouts[other].mesh.platform, _roles(canonical, len(operands))
+    # A parameter says more of the cause than an operand that the module made for it, such as a first hidden state.
+    names = {i: owner_of(operands[i], platform) for i, layout in enumerate(layouts) if isinstance(layout, tuple)}
+    plain = next((i for i, name in names.items() if name), plain)
+    held = names.get(plain)
+    if held:
+        remedy = _PLAIN_HELD
+    elif roles[plain] == "ids":
+        remedy = _PLAIN_IDS
+    else:
+        remedy = _PLAIN_TARGET if canonical is not None and canonical.loss else _PLAIN
+
+    def called(i: int) -> str:
+        name = (held if i == plain else owner_of(operands[i], platform)) or roles[i]
+        return f"operand {i}, {name}" if name else f"operand {i}"
+
     return ValueError(  # no TypeError: frameworks turn one in a dunder into "unsupported operand"
-        f"{name_of(func)} got a plain tensor (operand {plain}, shape {layouts[plain]}) and a DTensor (operand {other}, "
-        f"global shape {tuple(layouts[other].shape)}, placements {list(layouts[other].placements)}): make the plain "
-        "one a DTensor with DTensor.from_local or distribute_tensor, or work on to_local(), or, when it is the same on "
-        "all ranks, use `with implicit_replication():`"
+        f"{name_of(func)} got a plain tensor ({called(plain)}, shape {layouts[plain]}) and a DTensor ({called(other)}, "
+        f"global shape {tuple(layouts[other].shape)}, placements {list(layouts[other].placements)}): {remedy}"
     )
+
+
+_PLAIN = (
+    "make the plain one a DTensor with DTensor.from_local or distribute_tensor, or work on to_local(), or, when it is "
+    "the same on all ranks, use `with implicit_replication():`"
+)
+_PLAIN_HELD = (
+    "give the module a style in the plan, such as NoParallel(), or the layer before it "
+    "output_layouts=Replicate() with use_local_output=True"
+)
+_PLAIN_IDS = (
+    "derive the ids from those of the batch, as the positions ones_like(ids).cumsum(1) - 1, or make them a DTensor "
+    "with distribute_tensor"
+)
+_PLAIN_TARGET = (
+    "compute the loss inside loss_parallel(), where targets and class weights may be plain, or make the plain one a "
+    "DTensor with distribute_tensor"
+)
+
+
+def _roles(canonical: CanonicalOp | None, count: int) -> list[str]:
+    names = [] if canonical is None else re.split(r", (?![^(]*\))", canonical.operands)
+    names = [re.sub(r" \(.*\)| or None", "", name) for name in names]
+    return [names[i] if i < len(names) and "any number" not in names else "" for i in range(count)]
+
+
+def check_parts(func: Any, layouts: Sequence[Any]) -> None:
+    """Refuse an element-wise operation on a part of a sequence and a whole one, before anything is gathered for it.
+
+    Args:
+        func: the native operation, whose shapes do not broadcast.
+        layouts: the `operand_key` of each operand.
+
+    Raises:
+        ValueError: where sizes differ by the number of ranks of another dimension of the mesh.
+    """
+    shapes = [tuple(key.shape if isinstance(key, Layout) else key) for key in layouts if key is not None]
+    mesh = next(key.mesh for key in layouts if isinstance(key, Layout))
+    root = mesh.get_root_mesh()
+    ndim = max(map(len, shapes))
+    for dim in range(ndim if root is not mesh else 0):
+        sizes = {shape[dim - ndim] for shape in shapes if len(shape) >= ndim - dim} - {1}
+        if len(sizes) > 1 and min(sizes) and max(sizes) / min(sizes) in root.shape:
+            raise ValueError(
+                f"{name_of(func)} got tensors of global shapes {' and '.join(map(str, shapes))} on {mesh}, which do "
+                f"not broadcast. A layer whose style has Shard({dim}) in its output_layouts gives this rank's part of "
+                f"dimension {dim}: give the layer that makes the other tensor such a style too, an embedding "
+                f"RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard({dim}))"
+            )
 
 
 def refuse_foreign(x: Any, platform: Any, what: str) -> None:

@@ -157,9 +157,10 @@ def _choose(
 
 
 def _go_together(one: _Choice, other: _Choice, natural: set[Label]) -> bool:
-    """Whether two mesh dimensions can run so. At most one of them is packed. The other may cut the same dimension
-    further if its label is the same, in the order of some operand. It may not where parts are taken apart
-    (``natural``)."""
+    """Return whether two mesh dimensions can run so. At most one of them is packed. The other may cut the same
+    dimension further if its label is the same, in the order of some operand. It may not where parts are taken apart
+    (``natural``).
+    """
     packed, rest = (one, other) if one.packed else (other, one)
     if not packed.packed:
         return True
@@ -294,8 +295,9 @@ def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim:
 
 
 def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], choice: _Choice, shards: int) -> bool:
-    """Whether the dimensions of a label, which may differ in size, are cut at the same places. Every rank must also get
-    an element where the operation needs one."""
+    """Return whether the dimensions of a label, which may differ in size, are cut at the same places. Every rank must
+    also get an element where the operation needs one.
+    """
     label = choice.label
     if label is None:
         return True

@@ -149,7 +149,7 @@ def follow(x: Any, results: Any, backs: Any, what: str) -> None:
 
 
 def before_write(x: Any) -> None:
-    """Refuse a write to ``x`` that the single device would make visible elsewhere, and this library cannot.
+    """Refuse a write to ``x`` that a single device would show in another tensor and that is lost here.
 
     Raises:
         ValueError: on every rank, before anything is written.

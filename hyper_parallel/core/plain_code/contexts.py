@@ -26,7 +26,7 @@ def follow(model: Any, platform: Platform) -> Iterator[Following]:
     del model  # a context that a failed call leaves open keeps no model alive
     handed_over = platform.follow(following)
     if handed_over is None:
-        raise TypeError(f"the platform {platform.name!r} does not hand over the operations of a program to follow them")
+        raise TypeError(f"the platform {platform.name!r} cannot follow plain code: its `follow` returns None")
     FOLLOWING.append(following)
     LISTENERS.append(_hear_nothing)  # where there are listeners, styles ask whether a program is followed
     try:

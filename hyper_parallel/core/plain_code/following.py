@@ -215,9 +215,7 @@ class Following:
     def given_uneven(self, x: Any, mesh: DeviceMesh) -> None:
         """A plain tensor ``x`` is a part on ``mesh``, and parts have unequal sizes: it is not followed."""
         self._mesh = mesh
-        ways = Lost("parts of unequal size")
-        self.unknown[ways.why] = self.unknown.get(ways.why, 0) + 1
-        self._platform.write_mark(x, Held(ways, self._styled, stated=True))
+        self.lose(x, "parts of unequal size")
 
     def joined(self, x: Any, pieces: Sequence[Any], dim: int) -> None:
         """A style joined ``pieces`` to ``x`` along ``dim``, each with marks of its own."""
@@ -231,8 +229,10 @@ class Following:
         self._platform.write_mark(x, Held(Lost(why), self._styled, stated=True))
 
     def cut_of(self, x: Any, mesh: DeviceMesh, whole: int) -> Shard | None:
-        """How the 1-D ``mesh`` cuts a plain tensor that is known to be a part. None where it is none, or is cut in one
-        of the last ``whole`` dimensions, which must not be."""
+        """Return the placement of a plain tensor that is known to be a part on the 1-D ``mesh``, else None.
+
+        A cut of one of the last ``whole`` dimensions gives None too.
+        """
         ways = ways_of(x)
         for mark in ways if isinstance(ways, tuple) else ():
             if mark is not None and mark.layout.mesh is mesh:

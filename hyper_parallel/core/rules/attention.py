@@ -50,12 +50,12 @@ def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def cuts_sequence(q: tuple, k: tuple, v: tuple) -> bool:
-    """Whether attention may be cut along the sequence. The heads must fit, and the samples must be the same."""
+    """Return whether attention may be cut along the sequence. The heads must fit, and the samples must be the same."""
     return len(q) >= 3 and q[:-3] == k[:-3] == v[:-3] and k[-3] == v[-3] != 0 and q[-3] % k[-3] == 0
 
 
 def by_heads(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """The same with whole sequences."""
+    """Rule of attention that shards batch and heads, and leaves sequences whole."""
     q, k, v, mask = (*shapes, None)[:4]
     if any(x is None or len(x) < 2 for x in (q, k, v)) or q[-1] != k[-1] or k[-2] != v[-2]:
         return None

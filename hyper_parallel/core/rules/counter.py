@@ -33,8 +33,9 @@ def request(mesh: DeviceMesh, by_counter: bool) -> None:
 
 
 def draws_by_counter(mesh: DeviceMesh) -> bool:
-    """Whether tensors on ``mesh`` are drawn by counter: as was said of it, or of the smallest mesh that it is a slice
-    of. All ranks of ``mesh`` know the same."""
+    """Return whether tensors on ``mesh`` are drawn by counter: as was said of it, or of the smallest mesh that it is a
+    slice of. All ranks of ``mesh`` know the same.
+    """
     if not _REQUESTS:
         return False
     wider = [other for other in _REQUESTS if is_within(mesh, other)]
@@ -42,12 +43,12 @@ def draws_by_counter(mesh: DeviceMesh) -> bool:
 
 
 def is_requested() -> bool:
-    """Whether any mesh draws random numbers with ``parallel_rng='counter'``."""
+    """Return whether any mesh draws random numbers with ``parallel_rng='counter'``."""
     return any(_REQUESTS.values())
 
 
 def is_within(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether ``mesh`` is ``other``, or a slice along some of its dimensions."""
+    """Return whether ``mesh`` is ``other``, or a slice along some of its dimensions."""
     if mesh is other:
         return True
     along = mesh.along_in(other.get_root_mesh())

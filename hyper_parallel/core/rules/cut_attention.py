@@ -38,7 +38,7 @@ from hyper_parallel.platform.contract.autograd import named
 
 
 def is_cut(layouts: tuple) -> bool:
-    """Whether the queries of these operands are cut along the sequence."""
+    """Return whether the queries of these operands are cut along the sequence."""
     return SequenceCut.of(layouts[0], layouts[0].ndim - 2).mesh_dims != ()
 
 

@@ -21,7 +21,7 @@ def _elementwise(shapes: tuple, terms: tuple[tuple[int, ...], ...] = ()) -> OpSh
 
 
 def _in_place(function: Rule) -> Rule:
-    """The same rule for an operation that writes its result over operand 0, which must have the result's shape."""
+    """Return a rule for the operation in place: operand 0, which is overwritten, must have the result's shape."""
 
     @functools.wraps(function)
     def in_place(shapes: tuple, static_args: Any) -> OpSharding | None:

@@ -106,7 +106,7 @@ def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
 
 
 def _is_mask(index: tuple) -> bool:
-    """Whether an encoded index is a mask alone."""
+    """Return whether an encoded index is a mask alone."""
     return len(index) == 1 and _is_tensor(index[0]) and index[0][3]
 
 
@@ -188,7 +188,7 @@ def _cut(x: Shape, found: _Indexing) -> OpSharding:
 
 
 def _is_few(taken: Shape, x: Shape) -> bool:
-    """Whether so few elements are taken of x that their sum over ranks moves no more than x gathered would."""
+    """Return whether a sum of the taken elements over ranks moves no more than a gather of ``x``."""
     return 2 * math.prod(taken) <= math.prod(x)
 
 

@@ -111,7 +111,7 @@ def chunk(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def _index_of_slices(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
-    """The number of each slice along dimension ``static_args[0]``."""
+    """Return the index of each slice along dimension ``static_args[0]``."""
     return tuple((*(FULL_SLICE,) * axis(static_args[0], len(shape)), i) for i in range(len(result_shapes)))
 
 

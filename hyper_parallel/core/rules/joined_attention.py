@@ -191,7 +191,7 @@ class JoinedAttention:
         return self._slice(q, pair.query, pair.queries), self._slice(k, *keys), self._slice(v, *keys)
 
     def _slice(self, x: Any, start: int, length: int) -> Any:
-        """Some positions of a tensor of (batch, heads, length, features)."""
+        """Return ``length`` positions of a tensor of shape (batch, heads, positions, features)."""
         return x if x.shape[2] == length else self.platform.narrow(x, 2, start, length)
 
     # ---------------------------------------------------------------------------------------------- backward

@@ -54,11 +54,11 @@ class PartOfClasses:
 
     @property
     def lives(self) -> bool:
-        """Whether the head or a copy does."""
+        """Return whether the head, or a copy of it, is alive."""
         return bool(self._weights)
 
     def may_give(self, logits: Any) -> bool:
-        """Whether plain logits may be the output of the head, or computed of it; of None nothing is known."""
+        """Return whether plain logits may be the output of the head, or computed of it; of None nothing is known."""
         if logits is None:
             return True
         weights = [ref and ref() for ref in self._weights.values()]

@@ -17,22 +17,44 @@ def distribute_targets(operands: tuple) -> tuple:
     """The operands of a loss with plain targets and class weights made DTensors, inside of a context that says so.
 
     This happens before the plan is looked up, so no plan depends on the context. Plain logits stay as they are: they
-    must not meet DTensors. The framework is asked for a context of its own only where something is plain.
+    must not meet DTensors. The framework is asked for a context of its own only where that matters. It does where an
+    operand is plain, or a target is distributed over the samples alone.
     """
     logits = getattr(operands[0], "_layout", None)
-    if logits is None or not logits.ndim or not any(map(_is_plain, operands[1:])):
+    if logits is None or not logits.ndim:
+        return operands
+    lifted = _lifted_layout(logits, operands[1])
+    if lifted is None and not any(map(_is_plain, operands[1:])):
         return operands
     if not is_loss_parallel() and not logits.mesh.platform.in_loss_parallel():
         return operands
     return (
         operands[0],
-        _distributed(operands[1], _sample_layout(logits, operands[1])),
+        _distributed(operands[1], _sample_layout(logits, operands[1]))
+        if lifted is None
+        else _distributed(operands[1].to_local(), lifted),
         *(_distributed(x, None if x is None else _whole(logits, x)) for x in operands[2:]),
     )
 
 
 def _is_plain(x: Any) -> bool:
     return x is not None and getattr(x, "_layout", None) is None
+
+
+def _lifted_layout(logits: Layout, target: Any) -> Layout | None:
+    """Return the layout on the mesh of the logits for classes that are distributed over the data-parallel ranks alone.
+
+    Ranks along the other mesh dimensions have the same classes, as they would have in a plain target.
+    """
+    layout = getattr(target, "_layout", None)
+    if layout is None or layout.mesh is logits.mesh or not logits.mesh.contains(layout.mesh):
+        return None
+    if logits.mesh.platform.is_floating_point(target):
+        return None
+    placements: list[Any] = [Replicate()] * logits.mesh.ndim
+    for mesh_dim, placement in enumerate(layout.placements):
+        placements[logits.mesh.index_of(layout.mesh, mesh_dim)] = placement
+    return get_layout(logits.mesh, tuple(placements), layout.shape)
 
 
 def _distributed(x: Any, layout: Layout | None) -> Any:

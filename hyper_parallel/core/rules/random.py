@@ -122,7 +122,7 @@ def _and_beside(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def is_held_alike(layout: Layout) -> bool:
-    """Whether several ranks hold the same part of a tensor, or summands of it."""
+    """Return whether several ranks hold the same part of a tensor, or summands of it."""
     return any(size > 1 and not p.is_shard() for size, p in zip(layout.mesh.shape, layout.placements, strict=True))
 
 

@@ -57,7 +57,7 @@ class CanonicalOp:
 
     @property
     def may_give_view(self) -> bool:
-        """Whether the result may share the memory of the first operand."""
+        """Return whether the result may share the memory of the first operand."""
         return self.memory in ("shared", "viewable", "contiguous")
 
 

@@ -154,7 +154,7 @@ class SequenceCut:
 
 
 def _is_along(mesh: Any, mesh_dim: int, one: Any) -> bool:
-    """Whether the 1-D mesh ``one`` has the ranks that ``mesh`` has along ``mesh_dim`` here."""
+    """Return whether the 1-D mesh ``one`` has the ranks that ``mesh`` has along ``mesh_dim`` here."""
     return tuple(mesh.ranks_along(mesh_dim)) == tuple(one.ranks_along(0))
 
 

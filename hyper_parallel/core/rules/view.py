@@ -38,7 +38,7 @@ def _local_shape(static_args: tuple, operand_layouts: tuple, result_layouts: tup
 @rule("view", _TAKES, memory="shared", **_RESHAPED)
 @rule("reshape", _TAKES, memory="viewable", **_RESHAPED)
 def reshape(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """The same elements in another shape. Dimensions fall into groups with the same number of elements before and
+    """Rule of a tensor in another shape. Dimensions fall into groups with the same number of elements before and
     after. For example, ``(4, 8, 6) -> (32, 2, 3)`` falls into ``4, 8 -> 32`` and ``6 -> 2, 3``. Sharding the outermost
     dimension of a group cuts it into contiguous pieces on both sides. For that, the number of shards must divide both
     sizes. The other dimensions of a group must be whole."""

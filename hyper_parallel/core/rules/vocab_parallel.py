@@ -191,8 +191,10 @@ class VocabParallel(ClassSoftmax):
         return self.platform.unsqueeze(ignored, classes.dim), self.platform.unsqueeze(wrong, classes.dim)
 
     def _looks(self) -> bool:
-        """Whether to read values. That makes the host wait for an accelerator; there, the loss is not a number
-        instead."""
+        """Return whether targets are checked by their values: on the CPU alone.
+
+        Reading a value makes the host wait for an accelerator. There a wrong target makes the loss NaN instead.
+        """
         return self.platform.device_type == "cpu"
 
     def _rows(self, target: Any, classes: Classes) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.tensor import bind_platform
 from hyper_parallel.core.dtensor.undistributed import broadcast_undistributed, check_whole_tensors, remember_plan
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.observers import CHECKS
+from hyper_parallel.core.operations.owners import remember_model
 from hyper_parallel.core.plain_code.first_call import follow_first_call
 from hyper_parallel.core.rules.random import share_draws
 from hyper_parallel.core.tensor_parallel.checks.forgotten_layers import guard_forgotten_layers
@@ -104,6 +105,7 @@ def parallelize_module(
     for path, submodule, guard in guards:
         name_module(submodule, path)
         mesh.platform.register_forward_pre_hook(submodule, guard)
+    remember_model(module)
     remember_plan(module, [submodule for _, submodule, _ in matches], mesh)
     broadcast_undistributed(module, mesh, src_data_rank)
     if src_data_rank is not None and mesh.ndim == 1:

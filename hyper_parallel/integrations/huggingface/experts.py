@@ -165,8 +165,9 @@ class WholeExpertsParallel(ExpertsParallel):
         weights = [key for key, x in given.items() if key not in indices and tuple(getattr(x, "shape", ())) == shape]
         if len(weights) != 1:
             raise ValueError(
-                f"experts that are sharded by expert take hidden states, indices of experts and weights of the same "
-                f"shape; {type(module).__name__} got others: shard inside each expert (expert_parallel=False)"
+                f"{type(module).__name__} was called with arguments that expert parallelism does not know: it takes "
+                "hidden states, indices of experts, and weights of the same shape as the indices. Shard inside each "
+                "expert instead (expert_parallel=False)"
             )
         index, weight = given[indices[0]], given[weights[0]]
         own = index // module.num_experts == mesh.get_local_rank()

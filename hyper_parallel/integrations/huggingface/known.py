@@ -123,7 +123,7 @@ def known_expert_plan(model: Any) -> NamedPlan:
 
 
 def reads_whole_features(model: Any, path: str) -> bool:
-    """Whether it is known that a module computes with features that are the same on every rank."""
+    """Return whether it is known that a module computes with features that are the same on every rank."""
     if is_known_block(model.get_submodule(path.rpartition(".")[0])):
         return True
     known = _WHOLE.get(model.config.model_type)

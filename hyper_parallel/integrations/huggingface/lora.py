@@ -149,7 +149,7 @@ def _style_of(module: Any) -> ParallelStyle | None:
 
 
 def _is_wrapper(module: Any) -> bool:
-    """Whether a module is one of peft around another: all of them have that as ``base_layer``."""
+    """Return whether a module is one of peft around another: all of them have that as ``base_layer``."""
     return hasattr(module, "base_layer")
 
 

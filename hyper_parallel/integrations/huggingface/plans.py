@@ -188,7 +188,7 @@ def _latent_key(attention: Any, path: str) -> ParallelStyle:
 
 
 def _is_at(key: str, experts: str) -> bool:
-    """Whether an entry is that of ``experts``, or of something below it."""
+    """Return whether an entry of a plan is for ``experts`` or for a module inside them."""
     return key == experts or key.startswith(f"{experts}.")
 
 

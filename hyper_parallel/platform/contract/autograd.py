@@ -55,8 +55,9 @@ class AutogradRole(ABC):
     """Verbs with which core sends gradients its own way."""
 
     def requires_grad(self, x: Tensor) -> bool:
-        """Whether an operation on ``x`` right now can carry a gradient back to it: False when gradients are switched
-        off. A backend that cannot know answers True."""
+        """Return whether an operation on ``x`` right now can carry a gradient back to it: False when gradients are
+        switched off. A backend that cannot know answers True.
+        """
         return True
 
     @abstractmethod
@@ -112,10 +113,11 @@ class AutogradRole(ABC):
         return apply
 
     def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> TensorFunction:
-        """``view(x)``: the data of ``x``, not to be written to; its cotangent reaches ``x`` as
-        ``convert(x, cotangent)``. The view is ``x`` itself where that requires no gradient. It is the same each time
-        under the conditions of `read_cache`; it is kept there under ``key``. ``convert`` is recorded when gradients of
-        gradients are asked for. Called with interception off, as the view is used."""
+        """Return ``view(x)``, a read-only view of a tensor whose gradient is converted on its way back.
+
+        A cotangent of the view reaches ``x`` as ``convert(x, cotangent)``. Where ``x`` requires no gradient, the view
+        is ``x``. `read_cache` keeps the view under ``key``, and says when it is made again. ``convert`` is recorded
+        when gradients of gradients are asked for. Interception is off during this call and the calls of the view."""
 
         def forward(ctx: Any, x: Tensor) -> Tensor:
             ctx.x = x

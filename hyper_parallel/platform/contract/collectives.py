@@ -37,7 +37,8 @@ class CollectiveRole(ABC):
     """Gathering, and collectives that are cheaper than gathering."""
 
     def supports(self, collective: str, op: str, local: Tensor) -> bool:
-        """Whether the verb ``collective`` takes the dtype of ``local`` and, for reductions, the operation ``op``.
+        """Return whether the verb ``collective`` takes the dtype of ``local`` and, for reductions, the operation
+        ``op``.
 
         Verbs: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"shift"``, ``"broadcast"``,
         ``"scatter"``. Operations: ``"sum"``, ``"avg"``, ``"max"``, ``"min"``, ``"product"``. Core emulates unsupported

@@ -123,7 +123,7 @@ class CompiledInputs:
 
     @property
     def key(self) -> tuple:
-        """As `CompiledForward.key`."""
+        """The key of the compiled program, as `CompiledForward.key`."""
         return self.conversions, self.count, self.local, self.of_outputs
 
 
@@ -174,7 +174,7 @@ class CompiledLosses(Protocol):
         ...
 
     def is_loss_parallel(self) -> bool:
-        """Whether the caller is inside ``loss_parallel``."""
+        """Return whether the caller is inside ``loss_parallel``."""
         ...
 
 

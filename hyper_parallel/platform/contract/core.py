@@ -43,7 +43,7 @@ class Core(CompiledLosses, Protocol):
         """To be called after it, with interception on."""
 
     def is_contiguous(self, x: Tensor) -> bool:
-        """Whether the single device's tensor would be contiguous; False where its shards do not tell."""
+        """Return whether the single device's tensor would be contiguous; False where its shards do not tell."""
 
     def strides_of_whole(self, x: Tensor) -> tuple[int, ...]:
         """Strides that the single device's tensor would have, as far as they are known; the same on all ranks."""
@@ -188,9 +188,11 @@ class Core(CompiledLosses, Protocol):
 
     @property
     def restore(self) -> Callable:
-        """``restore(rebuild, layout, coordinate, *parts)``, the function that is pickled with a DTensor: it returns
-        ``rebuild(layout, *parts)`` once the DTensor class is made. It raises RuntimeError where ``layout`` gives this
-        rank another part of the tensor than at ``coordinate`` of the mesh before."""
+        """The function that is pickled with a DTensor, and makes it again: ``restore(rebuild, layout, coordinate,
+        *parts)``.
+
+        It makes the DTensor class, and returns ``rebuild(layout, *parts)``. The pickled part is that of the rank at
+        ``coordinate``. RuntimeError where this rank has another part of the tensor."""
 
     @property
     def unpickling(self) -> tuple[Any, ...]:

@@ -110,7 +110,7 @@ class NativeOp:
 
     @property
     def in_place(self) -> bool:
-        """Whether it writes its result over its first operand, as the names of such canonical operations say."""
+        """Return whether the operation writes its result over its first operand: its canonical name says so."""
         return self.name.endswith("_")
 
 
@@ -121,7 +121,7 @@ class Dispatch(Protocol):
         """Run ``func(*args, **kwargs)``, of which ``op`` is the row of the op table, None when it has none."""
 
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
-        """The same for one row, as ``run(func, args, kwargs)``."""
+        """Return the dispatch of one row, as ``run(func, args, kwargs)``."""
 
     def result_shapes(self, name: str, shapes: tuple, static_args: Any) -> tuple[tuple[int, ...], ...]:
         """Shapes of the results of a canonical operation, as its rule gives them. ``shapes`` has None for an operand

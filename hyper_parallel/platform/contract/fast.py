@@ -56,7 +56,7 @@ class Rows(ABC):
 
     @abstractmethod
     def unpack(self) -> None:
-        """As `Platform.refill_storage` of the tensor, with the values of the rows."""
+        """Refill the storage of the tensor, as `Platform.refill_storage` does, with the values of the rows."""
 
     @abstractmethod
     def free(self) -> None:
@@ -73,9 +73,10 @@ class Fast:
     backward_in_order: bool = False
 
     def is_plain_linear(self, module: Module) -> bool:
-        """Whether a call of ``module`` is `linear` of its input, its weight and its bias and nothing else: of the
-        framework's own class, not of one derived from it, and without an activation. A backend that answers False has
-        its linear layers dispatched."""
+        """Return whether a call of ``module`` is `linear` of its input, its weight and its bias and nothing else: of
+        the framework's own class, not of one derived from it, and without an activation. A backend that answers False
+        has its linear layers dispatched.
+        """
         return False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -119,9 +119,10 @@ class GroupRole(ABC):
         return None
 
     def is_communication_failure(self, error: Exception) -> bool:
-        """Whether a collective raised ``error`` because a rank did not do its part: it died, hangs or does something
-        else. Such an error reaches the user as a `CollectiveError`. A backend that cannot tell answers False, and its
-        own errors reach the user as they are."""
+        """Return whether a collective raised ``error`` because a rank did not do its part: it died, hangs or does
+        something else. Such an error reaches the user as a `CollectiveError`. A backend that cannot tell answers False,
+        and its own errors reach the user as they are.
+        """
         return False
 
     def find_missing_ranks(

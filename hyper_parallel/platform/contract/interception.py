@@ -48,17 +48,21 @@ class InterceptionRole(ABC):
         """Native operation (function object or name) -> `NativeOp`."""
 
     def patched_names(self) -> Sequence[str]:
-        """Names in the framework that are replaced when the DTensor class is made, for people: docs/patches.md."""
+        """Return the names in the framework that patches replace, as docs/patches.md lists them."""
         return ()
 
     def is_compiling(self) -> bool:
-        """Whether a compiler of the framework is tracing the caller: then Python code besides calls of operations is no
-        part of the compiled code. False for a framework without a compiler, or where DTensors are kept from it."""
+        """Return whether a compiler of the framework is tracing the caller.
+
+        Python code other than calls of operations is no part of the compiled code then. False for a framework without
+        a compiler, or where DTensors are kept from it.
+        """
         return False
 
     def in_loss_parallel(self) -> bool:
-        """Whether the caller is inside the framework's own counterpart of `hyper_parallel.loss_parallel`. Inside of it,
-        losses of distributed logits take plain targets. Asked only where a loss has plain targets."""
+        """Return whether the caller is inside the framework's own counterpart of `hyper_parallel.loss_parallel`. Inside
+        of it, losses of distributed logits take plain targets. Asked only where a loss has plain targets.
+        """
         return False
 
     def other_names(self, function: Any) -> Sequence[Any]:

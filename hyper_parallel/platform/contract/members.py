@@ -34,7 +34,7 @@ class TensorMembers(Protocol):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients are asked for."""
+        """Return whether gradients are asked for."""
 
     @property
     def grad(self) -> Any:
@@ -48,13 +48,13 @@ class TensorMembers(Protocol):
         """Ask for gradients, or no longer. Returns the tensor."""
 
     def reshape(self, shape: Sequence[int]) -> Any:
-        """The same elements in row-major order in another shape; a view where strides allow it. Differentiable."""
+        """Return the elements in row-major order in another shape; a view where strides allow it. Differentiable."""
 
     def sum(self) -> Any:
         """The sum of all elements, without dimensions. Differentiable."""
 
     def any(self) -> Any:
-        """Whether any element of a tensor of booleans is true, as a tensor without dimensions."""
+        """Return whether any element of a tensor of booleans is true, as a tensor without dimensions."""
 
     def __getitem__(self, index: Any) -> Any:
         """Indexing as NumPy has it; a view for ints, slices, None and dots. Differentiable."""

@@ -47,11 +47,11 @@ class ModuleRole(ABC):
     norm_kinds: ClassVar[dict[type, Callable[[Module], int | None]]] = {}
 
     def is_linear_module(self, module: Module) -> bool:
-        """Whether ``module`` computes ``x @ weight.T + bias``, or ``x @ weight + bias`` where its kind says so."""
+        """Return whether ``module`` computes ``x @ weight.T + bias``, or what its kind says: ``x @ weight + bias``."""
         return _kind_of(module, self.linear_kinds) is not None
 
     def is_embedding_module(self, module: Module) -> bool:
-        """Whether ``module`` looks rows up in a weight of shape (num_embeddings, embedding_dim)."""
+        """Return whether ``module`` looks rows up in a weight of shape (num_embeddings, embedding_dim)."""
         return _kind_of(module, self.embedding_kinds) is not None
 
     def kind_of(self, module: Module) -> ModuleKind:

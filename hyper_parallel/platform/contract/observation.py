@@ -24,7 +24,7 @@ class Observer(Protocol):
         """The forward of a module begins."""
 
     def after_module(self, module: Module) -> None:
-        """It has ended, perhaps with an exception."""
+        """Note that the module has ended, perhaps with an exception."""
 
     def backward_of(self, module: Module) -> None:
         """Backward has come to the outputs of a module."""
@@ -110,8 +110,9 @@ class ObservationRole:
         return None
 
     def is_made_with(self, x: Tensor, parameter: Tensor) -> bool | None:
-        """Whether the recorded operations that have led to the plain tensor ``x`` lead back to ``parameter``: None
-        where nothing is recorded of ``x``. A backend that cannot know answers None."""
+        """Return whether the recorded operations that have led to the plain tensor ``x`` lead back to ``parameter``:
+        None where nothing is recorded of ``x``. A backend that cannot know answers None.
+        """
         return None
 
     def follow(self, follower: Follower) -> AbstractContextManager[Any] | None:

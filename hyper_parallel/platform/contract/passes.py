@@ -34,7 +34,9 @@ class PassRole:
     def after_backward(self, callback: Callable[[], None]) -> None:
         """Have ``callback()`` called when the pass that `backward_pass` stands for is complete, before the caller of
         that pass continues. It is not called where the pass fails."""
-        raise TypeError(f"{type(self).__name__} does not know when a backward pass ends, as its `backward_pass` says")
+        raise TypeError(
+            f"{type(self).__name__} cannot tell when a backward pass ends: its `backward_pass` returns None"
+        )
 
     #: Whether `before_backward` calls.
     tells_beginning: bool = False

@@ -53,7 +53,7 @@ class StateRole:
         raise TypeError(f"{type(self).__name__} gives tensors without values no memory")
 
     def is_optimizer(self, x: Any) -> bool:
-        """Whether ``x`` is an optimizer of the framework."""
+        """Return whether ``x`` is an optimizer of the framework."""
         return False
 
     def optimizer_state(self, optimizer: Any) -> OptimizerState:

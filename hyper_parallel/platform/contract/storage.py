@@ -16,7 +16,9 @@ class StorageRole(ABC):
 
     @abstractmethod
     def same_memory(self, x: Tensor, y: Tensor) -> bool:
-        """Whether ``y``, which has elements, lies in the storage that ``x`` lies in. Called with interception off."""
+        """Return whether ``y``, which has elements, lies in the storage that ``x`` lies in. Called with interception
+        off.
+        """
 
     #: Whether ``_version`` of a tensor counts every write to it, those of optimizers among them.
     counts_writes: bool = True

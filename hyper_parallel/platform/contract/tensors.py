@@ -32,7 +32,7 @@ class TensorRole(ABC):
     copies_offsets: bool = False
 
     def is_tensor(self, x: Any) -> bool:
-        """Whether ``x`` is a tensor of the framework (distributed ones included)."""
+        """Return whether ``x`` is a tensor of the framework (distributed ones included)."""
         return isinstance(x, self.Tensor)
 
     def foreign_tensor(self, x: Any) -> str | None:
@@ -44,10 +44,10 @@ class TensorRole(ABC):
 
     @abstractmethod
     def is_floating_point(self, x: Tensor) -> bool:
-        """Whether ``x`` has a floating point dtype."""
+        """Return whether ``x`` has a floating point dtype."""
 
     def is_meta(self, x: Tensor) -> bool:
-        """Whether ``x`` has a shape and dtype but no data."""
+        """Return whether ``x`` has a shape and dtype but no data."""
         return False
 
     #: Whether a detached tensor, slice or copy of a tensor without values has none either. Otherwise a parameter
@@ -55,8 +55,9 @@ class TensorRole(ABC):
     keeps_meta: bool = True
 
     def has_values(self, x: Tensor) -> bool:
-        """Whether the values of a plain tensor can be read with `bytes_of` and replaced with `write`: not where there
-        are none (`is_meta`), nor in a format other than the usual one. Decided from facts that all ranks share."""
+        """Return whether the values of a plain tensor can be read with `bytes_of` and replaced with `write`: not where
+        there are none (`is_meta`), nor in a format other than the usual one. Decided from facts that all ranks share.
+        """
         return not self.is_meta(x)
 
     @abstractmethod

@@ -102,7 +102,7 @@ _CHECKPOINT = CheckpointFunction.forward.__code__
 
 
 def _is_checkpointed() -> bool:
-    """Whether this runs in a forward of reentrant checkpointing, which backward will run again."""
+    """Return whether this runs in a forward of reentrant checkpointing, which backward will run again."""
     frame = None if torch.is_grad_enabled() else sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CHECKPOINT:
@@ -161,7 +161,7 @@ _ATEN: Any = torch.ops.aten
 
 
 def _on_cpu(q: Any, v: Any) -> bool:
-    """Whether the flash attention of torch's CPU takes these."""
+    """Return whether the flash attention of torch's CPU takes these."""
     return q.device.type == "cpu" and q.is_floating_point() and q.shape[-1] == v.shape[-1]
 
 

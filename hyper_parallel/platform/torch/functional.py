@@ -41,8 +41,9 @@ def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
 
 
 def calls_in_place(table: Table, handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
-    """Handlers for the element-wise functions that take ``inplace``: with it they are operations in place, which write
-    the tensor itself or are refused. By their own row they would write into the reduced copy of a partial sum.
+    """Return handlers for element-wise functions with ``inplace=True``, which run as operations in place.
+
+    The row of the function itself would write into the reduced copy of a partial sum, and lose that.
 
     Args:
         table: the op table.

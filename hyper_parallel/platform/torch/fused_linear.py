@@ -37,7 +37,7 @@ _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def applies(x: Tensor, weight: Tensor, how: LinearCollective, chip: int) -> bool:
-    """Whether an operator does it. The facts are the same on every rank, if shards are equal.
+    """Return whether a fused operator takes the product. All ranks with equal shards get the same answer.
 
     Args:
         x, weight, how: as for `Fast.linear_with_collective`.

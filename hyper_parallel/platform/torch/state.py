@@ -92,7 +92,9 @@ class StateVerbs(Platform):
 
 
 def _is_moment(name: str, p: Tensor) -> bool:
-    """Whether an entry without dimensions is of the parameter's dtype and placements, as the parameter itself is."""
+    """Return whether an entry without dimensions is of the parameter's dtype and placements, as the parameter itself
+    is.
+    """
     return not p.ndim and name not in COUNTERS
 
 

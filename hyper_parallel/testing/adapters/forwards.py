@@ -42,7 +42,7 @@ def experts(adapter: Any, module: Any, x: Any) -> Any:
 
 
 def sorted_experts(adapter: Any, module: Any, x: Any, counts: Any) -> Any:
-    """`experts` of tokens (N, features) sorted by expert, of which each expert has some: ``counts`` (experts,)."""
+    """Apply each expert to its tokens: ``x`` (N, features) is sorted by expert, ``counts`` (experts,) says how many."""
     places = np.repeat(np.arange(module.gate_up.shape[0]), adapter.numpy(counts))
     return _each_its_own(adapter, module, x, places)
 

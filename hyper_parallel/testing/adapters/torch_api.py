@@ -60,8 +60,9 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _is_torchs(cls: type) -> bool:
-    """Whether a class is one of torch's distributed tensors: not a base of C++ bindings, nor the general machinery of a
-    debug mode."""
+    """Return whether a class is one of torch's distributed tensors: not a base of C++ bindings, nor the general
+    machinery of a debug mode.
+    """
     return cls.__module__.startswith(("torch.distributed", "torch._C._distributed"))
 
 

@@ -89,7 +89,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether checks ran and none failed."""
+        """Return whether checks ran and none failed."""
         return bool(self.passed) and not self.failed
 
     def _rows(self) -> list[tuple[str, int, int, int]]:

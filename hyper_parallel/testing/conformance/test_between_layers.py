@@ -178,9 +178,9 @@ def test_layers_that_are_several_in_one(pool: Any, world_size: int) -> None:
 def test_what_no_parallel_takes() -> None:
     with pytest.raises(TypeError, match=r"partial_features=\.\.\.\) takes a number of features, got 'two'"):
         NoParallel(partial_features="two")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"partial_features=-1\) is the number of the last features"):
+    with pytest.raises(ValueError, match=r"partial_features=-1\): give a number from 0"):
         NoParallel(partial_features=-1)
-    with pytest.raises(ValueError, match="in place of local_output_grad_placements"):
+    with pytest.raises(ValueError, match="leave local_output_grad_placements out"):
         NoParallel(partial_features=2, local_output_grad_placements=(Partial(),))
     with pytest.raises(ValueError, match="is the same on all, Replicate"):
         NoParallel(local_output_grad_placements=(Shard(0),))

@@ -84,7 +84,7 @@ def moved(name: str) -> None:
         set_model_state_dict(model, {}, options=StateDictOptions(broadcast_from_rank0=True))
     other = spmd.device_mesh(4)
     shifted = {n: distribute_tensor(x, other, [Replicate()], src_data_rank=None) for n, x in states[0][0].items()}
-    with fails(ValueError, "is on", "given is a DTensor on"):
+    with fails(ValueError, "is on", "in the model and on"):
         set_model_state_dict(model, shifted)
     if optimizer is None:
         return
@@ -95,7 +95,7 @@ def moved(name: str) -> None:
         }
         for name, row in states[0][1]["state"].items()
     }
-    with fails(ValueError, "is on", "given is a DTensor on"):
+    with fails(ValueError, "is on", "in the model and on"):
         set_optimizer_state_dict(model, optimizer, {**states[0][1], "state": elsewhere})
 
 

@@ -55,7 +55,7 @@ def parameters(module: Any) -> dict[str, Any]:
 
 
 def weight_of(module: Any) -> Any:
-    """The weight of a linear or embedding module, whatever it is called."""
+    """Return the weight of a linear or embedding module, under any attribute name."""
     platform = get_platform()
     return dict(platform.named_parameters(module))[platform.kind_of(module).weight]
 

@@ -89,7 +89,7 @@ def check(mesh: Any, method: str | None, shape: tuple, dtype: str, placements: t
 
 
 def fits(method: str, shape: tuple, ranks: int) -> bool:
-    """Whether the method is possible."""
+    """Return whether the method is possible."""
     heads, shared, queries, keys, _, masked = shape
     if method == "exchange":
         return queries != keys or (heads % ranks == shared % ranks == 0 and masked is None)
@@ -237,7 +237,7 @@ def plain_case(mesh: Any, length: int, balance: bool, method: str | None, rows: 
 
 
 def tells_of_attention(mesh: Any) -> bool:
-    """Whether the platform can; where it cannot, the context is refused."""
+    """Return whether the platform observes calls of attention; elsewhere the context is refused."""
     if type(mesh.platform).attention_calls is not AttentionRole.attention_calls:
         return True
     with pytest.raises(TypeError, match="can be told of a sequence"), context_parallel(mesh, length=6):
@@ -279,7 +279,7 @@ def wrong(mesh: Any) -> None:
         (TypeError, "takes a DeviceMesh", lambda: context_parallel(None, **one)),
         (ValueError, "one of .*gather", lambda: context_parallel(mesh, **one, method="alltoall")),
         (ValueError, "give one for each", lambda: context_parallel(mesh, buffers=[x])),
-        (ValueError, "none of the buffers", lambda: context_parallel(mesh, **one, no_restore_buffers={y})),
+        (ValueError, "a tensor that buffers lacks", lambda: context_parallel(mesh, **one, no_restore_buffers={y})),
         (TypeError, "plain tensors as buffers", lambda: context_parallel(mesh, buffers=[1], buffer_seq_dims=[0])),
         (ValueError, "no dimension 4", lambda: context_parallel(mesh, buffers=[x], buffer_seq_dims=[4])),
         (ValueError, "must give one", lambda: context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[2, 2])),

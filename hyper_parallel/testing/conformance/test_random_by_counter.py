@@ -93,7 +93,7 @@ def check_factories(mesh: Any, shape: tuple[int, ...]) -> None:
 
 
 def runs_on_shards(function: Any, x: Any) -> bool:
-    """Whether a function has a sharding rule; one without draws without it."""
+    """Return whether a function has a sharding rule; one without draws without it."""
     try:
         with strict():
             function(x)

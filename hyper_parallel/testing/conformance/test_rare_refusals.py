@@ -70,7 +70,7 @@ def _of_optimizers(platform: Any) -> dict[str, Any]:
         "ValueError: the state dict of the optimizer has nothing of": (
             lambda: set_optimizer_state_dict(other, adapter.optimizer(other, "adamw", 0.1)[0], state)
         ),
-        "ValueError: the optimizer's parameters [0, 1], counted over its groups, are none of the model": (
+        "ValueError: parameters [0, 1] of the optimizer (numbered over its groups) do not belong to the model": (
             lambda: get_optimizer_state_dict(other, optimizer)
         ),
     }

@@ -65,7 +65,7 @@ class _Late:
 
 @spmd.on_mesh()
 def under_way(mesh: Any, shape: tuple[int, ...]) -> None:
-    """The same values, gradients and collectives; and nothing is waited for before the result is used."""
+    """Values, gradients and collectives are those of a call that waits, and no rank waits before it uses the result."""
     platform = mesh.platform
     start, works = platform.start_collective, []
     starts_any = type(platform).start_collective is not CollectiveRole.start_collective

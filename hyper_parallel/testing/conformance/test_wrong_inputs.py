@@ -22,7 +22,9 @@ from hyper_parallel import (
     RowwiseParallel,
     SequenceParallel,
     Shard,
+    distribute_module,
     distribute_tensor,
+    fully_shard,
     parallelize_module,
 )
 from hyper_parallel.core.lookalikes import import_hint
@@ -117,6 +119,80 @@ def test_a_forgotten_partner_is_named(pool: Any, world_size: int) -> None:
         for word in (f"'{path}' takes {12 if i < 3 else 7} features", f"as '{source}' gives it", "DeviceMesh("):
             assert word in message, message
         assert "RowwiseParallel()" in message and "output_layouts=Replicate()" in message
+
+
+# ---------------------------------------------------------------------- layers that no plan can cut
+@spmd.on_mesh()
+def whole_layers(mesh: Any) -> None:
+    adapter, fused = get_adapter(), Outer(out_proj=get_adapter().linear_module(12, 12))
+    fused.in_proj_weight, fused.embed_dim = None, 12
+    model = Outer(a=adapter.linear_module(6, 12), attention=fused)
+    with fails(ValueError, "'attention.out_proj' RowwiseParallel", "'attention' reads the weight", "NoParallel()"):
+        parallelize_module(model, mesh, {"attention.out_proj": RowwiseParallel()})
+    with fails(ValueError, "'attention' is a ", "NoParallel() computes it whole"):
+        parallelize_module(model, mesh, {"attention": ColwiseParallel()})
+    with fails(ValueError, "name its linear layers in the plan, such as 'mlp.up'"):
+        parallelize_module(Outer(mlp=adapter.Mlp(6, 12)), mesh, {"mlp": ColwiseParallel()})
+    # A layer that says how many features it takes, and has parameters of its own.
+    taker = adapter.embedding_module(5, 3)
+    taker.input_size = 12
+    model = adapter.load(Outer(a=adapter.linear_module(6, 12), recurrent=taker), np.random.default_rng(0))
+    parallelize_module(model, mesh, {"a": ColwiseParallel()})
+    y = adapter.call(model.a, adapter.tensor(floats(2, 6)))
+    with fails(
+        ValueError, "'recurrent' takes 12 features", "as 'a' gives it", "give 'a' ColwiseParallel(output_layouts="
+    ):
+        adapter.call(model.recurrent, y)
+
+
+@on_ranks(2)
+def test_layers_that_are_computed_whole(pool: Any, world_size: int) -> None:
+    pool.run(world_size, whole_layers)
+
+
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def positions(mesh: Any) -> None:
+    """Learned positions in a distributed batch under sequence parallelism: each message has the remedy of its place."""
+    adapter = get_adapter()
+    ids = adapter.tensor((np.arange(16) % 5).reshape(4, 4).astype(adapter.TARGET_DTYPE))
+    batch = distribute_tensor(ids, mesh["dp"], [Shard(0)])
+    rows = {"input_layouts": Replicate(), "output_layouts": Shard(1)}
+
+    def made(units: tuple[str, ...], **styles: Any) -> Any:
+        model = Outer(
+            tokens=adapter.embedding_module(5, 6), positions=adapter.embedding_module(8, 6), norm=adapter.norm_module(6)
+        )
+        model = parallelize_module(adapter.load(model, np.random.default_rng(0)), mesh["tp"], styles)
+        for name in units:
+            fully_shard(getattr(model, name), mesh=mesh["dp"])
+        return model
+
+    model = made(("tokens",), tokens=RowwiseParallel(**rows))
+    x = adapter.call(model.tokens, batch)
+    with fails(ValueError, " of 'positions', shape (8, 6)", "give the module a style in the plan"):
+        adapter.call(model.positions, batch)
+    distribute_module(model.positions, mesh["dp"])
+    with fails(ValueError, "(operand 0, ids, shape ", " of 'positions', global shape", "ones_like(ids).cumsum(1) - 1"):
+        adapter.call(model.positions, ids)
+    y = adapter.call(model.positions, batch)
+    with fails(
+        ValueError, "(4, 2, 6) and (4, 4, 6)", "Shard(1) in its output_layouts", "RowwiseParallel(input_layouts="
+    ):
+        x + y
+    model = made(
+        ("tokens", "positions", "norm"),
+        tokens=RowwiseParallel(**rows),
+        positions=RowwiseParallel(**rows),
+        norm=SequenceParallel(use_local_output=False),
+    )
+    x = adapter.call(model.tokens, batch) + adapter.call(model.positions, batch)
+    y = adapter.call(model.norm, x)
+    with fails(ValueError, "different meshes", "stream the same use_local_output"):
+        x + y
+
+
+def test_learned_positions_in_a_distributed_batch(pool: Any) -> None:
+    pool.run(4, positions)
 
 
 # ---------------------------------------------------------------------- uneven plain shards

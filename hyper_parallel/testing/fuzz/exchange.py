@@ -308,7 +308,7 @@ class _Pause:
         self._asked, self._deadline = 0, 0.0
 
     def is_over(self) -> bool:
-        """Whether `patience` has run out."""
+        """Return whether `patience` has run out."""
         self._asked += 1
         if self._asked < 20:
             os.sched_yield()

@@ -98,7 +98,7 @@ class Program:
 
     @property
     def writes(self) -> bool:
-        """Whether it writes in place."""
+        """Return whether it writes in place."""
         return any(step.word != "redistribute" and WORDS[step.word].writes for step in self.steps)
 
     def __str__(self) -> str:
@@ -338,7 +338,7 @@ def _counts(program: Program) -> list[int]:
 
 
 def written_leaves(program: Program) -> bool:
-    """Whether a leaf is written to, directly or through a view."""
+    """Return whether a leaf is written to, directly or through a view."""
     before = [leaf.values() for leaf in program.leaves]
     after = values_of(program)[: len(before)]
     return any(not np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(before, after, strict=True))

@@ -98,7 +98,7 @@ def _decode(index: tuple) -> tuple:
 
 
 def has_step(index: tuple) -> bool:
-    """Whether an encoded index has a slice with a step."""
+    """Return whether an encoded index has a slice with a step."""
     return any(isinstance(item, tuple) and item[2] is not None for item in index)
 
 

@@ -416,7 +416,7 @@ def _words(placements: list[tuple]) -> str:
 
 # ------------------------------------------------------------------------------------------------ refusals
 def _is_refusal(error: BaseException) -> bool:
-    """Whether the library says so itself: the exception comes from a ``raise`` in it."""
+    """Return whether the library says so itself: the exception comes from a ``raise`` in it."""
     if not isinstance(error, (ValueError, TypeError, NotImplementedError, RuntimeError, IndexError)):
         return False
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -54,7 +54,7 @@ class Side(Protocol):
         """Seed the framework's generators."""
 
     def is_tensor(self, x: Any) -> bool:
-        """Whether ``x`` is a plain or distributed tensor that can be compared."""
+        """Return whether ``x`` is a plain or distributed tensor that can be compared."""
 
     def array(self, x: Any) -> np.ndarray:
         """The value of a plain tensor."""
@@ -72,10 +72,10 @@ class Side(Protocol):
         """A copy that may be written to."""
 
     def requires_grad(self, x: Any) -> bool:
-        """Whether gradients by the sample's tensor ``x`` are wanted."""
+        """Return whether gradients by the sample's tensor ``x`` are wanted."""
 
     def can_be_partial(self, x: Any) -> bool:
-        """Whether ``x`` is also tried as a partial sum."""
+        """Return whether ``x`` is also tried as a partial sum."""
 
     def weight_like(self, y: Any) -> Any:
         """A tensor of the dtype of a factor of ``y``."""

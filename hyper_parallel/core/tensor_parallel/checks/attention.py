@@ -69,7 +69,7 @@ def check_projections(matches: list[Match], modules: dict[str, Any], mesh: Devic
     for path, module, style, attention in _projections(matches, modules, mesh):
         features = style.features(module, mesh.platform)
         name = path.rpartition(".")[2]
-        if style.use_local_output and style.heads is None and not style.is_packed:
+        if style.use_local_output and style.heads is None and not style._is_packed:
             found = attention.of_projection(name, features)
             if found is not None:
                 check_heads(found[1], (features,), mesh, path, source=f" ({found[0]})")

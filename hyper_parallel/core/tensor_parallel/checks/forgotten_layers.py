@@ -26,6 +26,8 @@ class _Guard:
         path: of the layer.
         source: path of the projection by columns.
         features: how many both have.
+        dim: the dimension of the input that has the features.
+        styled: styles that this layer could have, for the message; "" where none takes a part.
         own: how many of them this rank has.
         mesh: description of the mesh.
     """
@@ -33,19 +35,23 @@ class _Guard:
     path: str
     source: str
     features: int
+    dim: int
+    styled: str
     own: int
     mesh: str
 
     def __call__(self, module: Any, args: tuple) -> None:
         x = args[0] if args else None
         shape = getattr(x, "shape", ())
-        if not shape or shape[-1] != self.own or isinstance(x, DTensor) or is_styled(module):
+        fits = len(shape) <= max(self.dim, 0) or shape[self.dim] != self.own
+        if fits or isinstance(x, DTensor) or is_styled(module):
             return
+        own_style = f"{self.path!r} {self.styled}, or " if self.styled else ""
         raise ValueError(
-            f"{module_label(module)} takes {self.features} features in the last dimension of its input, and gets a "
+            f"{module_label(module)} takes {self.features} features in {_DIMS[self.dim]} of its input, and gets a "
             f"plain one with this rank's part of them, as {self.source!r} gives it, whose ColwiseParallel shards its "
-            f"{self.features} features over {self.mesh}: give {self.path!r} RowwiseParallel() (a norm "
-            f"SequenceParallel()), or {self.source!r} ColwiseParallel(output_layouts=Replicate())"
+            f"{self.features} features over {self.mesh}: give {own_style}{self.source!r} "
+            "ColwiseParallel(output_layouts=Replicate())"
         )
 
 
@@ -64,15 +70,16 @@ def guard_forgotten_layers(
         if isinstance(style, RowwiseParallel) and platform.is_linear_module(module)
     }
     planned = {id(module) for _, module, _ in matches}
-    takes: dict[int, list[tuple[str, Any]]] = {}
+    takes: dict[int, list[tuple[str, Any, int, str]]] = {}
     for path, module in modules.items():
-        features = None if id(module) in planned else _taken(module, mesh)
-        if features is not None:
-            takes.setdefault(features, []).append((path, module))
+        found = None if id(module) in planned else _taken(module, mesh)
+        if found is not None:
+            features, *how = found
+            takes.setdefault(features, []).append((path, module, *how))
     for source, module, style in matches:
         if not isinstance(style, ColwiseParallel) or not source or source.rpartition(".")[0] in above_rows:
             continue
-        if style.output_layouts != (Shard(-1),) or not style.use_local_output or style.keeps_whole(mesh):
+        if style.output_layouts != (Shard(-1),) or not style.use_local_output or style._keeps_whole(mesh):
             continue
         kind = platform.kind_of(module)
         dim = kind.out_dim if platform.is_linear_module(module) else 1
@@ -82,20 +89,35 @@ def guard_forgotten_layers(
             continue  # some rank would have all of them, and could not know that the others do not
         own = sizes[mesh.get_local_rank()]
         remember_part_of_classes(module, source, features, own, mesh)
-        for path, taker in takes.pop(features, ()):  # guarded once, whichever layer gives them
-            guards.append((path, taker, _Guard(path, source, features, own, str(mesh))))
+        for path, taker, along, styled in takes.pop(features, ()):  # guarded once, whichever layer gives them
+            guards.append((path, taker, _Guard(path, source, features, along, styled, own, str(mesh))))
     return guards
 
 
-def _taken(module: Any, mesh: DeviceMesh) -> int | None:
-    """The number of features that a linear layer or a norm over one dimension takes; None for other modules."""
+#: Attributes with the number of features that recurrent layers, attention and norms over batches take -> the dimension
+#: of the input that has them. Both frameworks have these names.
+_NUMBERS = {"input_size": -1, "embed_dim": -1, "num_features": 1}
+_STYLED = "RowwiseParallel() (a norm SequenceParallel())"
+_DIMS = {-1: "the last dimension", 1: "dimension 1"}
+
+
+def _taken(module: Any, mesh: DeviceMesh) -> tuple[int, int, str] | None:
+    """Return the number of features that a layer takes, their dimension, and styles for a part of them.
+
+    Known are linear layers, norms, recurrent layers and whole attention modules; None for other modules.
+    """
     platform = mesh.platform
     if platform.is_linear_module(module):
         kind = platform.kind_of(module)
         weight = getattr(module, kind.weight)
         known = not isinstance(weight, DTensor) and (platform.is_meta(weight) or platform.has_values(weight))
-        return int(weight.shape[1 - kind.out_dim]) if known else None
+        return (int(weight.shape[1 - kind.out_dim]), -1, _STYLED) if known else None
     if platform.normalized_dims(module) == 1:
         sizes = {tuple(parameter.shape) for _, parameter in platform.named_parameters(module)}
-        return sizes.pop()[0] if len(sizes) == 1 else None
+        return (sizes.pop()[0], -1, _STYLED) if len(sizes) == 1 else None
+    if not any(True for _ in platform.named_parameters(module)):
+        return None  # a module around layers, which are asked themselves
+    for name, dim in _NUMBERS.items():
+        if isinstance(features := getattr(module, name, None), int):
+            return features, dim, ""
     return None

@@ -119,7 +119,7 @@ def _size_of_heads(projection: _Projection, attention: Attention) -> int | None:
 
 
 def _has_all_heads(projection: _Projection, attention: Attention, size: int) -> bool:
-    """Whether the features are those of all query, key and value heads."""
+    """Return whether the features are those of all query, key and value heads."""
     if projection.alone:
         return False
     if projection.features in projection.taken and not FUSED.match(projection.name):
@@ -183,14 +183,14 @@ def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> 
     """Raise ValueError where keys and values of a latent are cut across heads, or a gradient would be a part."""
     path, style = projection.path, projection.style
     left, row = latent.features - projection.inputs, next(iter(projection.taken.values()))
-    if style.is_packed and style.heads is None:
+    if style._is_packed and style.heads is None:
         raise ValueError(
             f"{path!r} takes {projection.inputs} of the {latent.features} features of {latent.path!r}, as keys and "
             f"values are made of a latent, head by head, and {style!r} cuts its weight into parts of "
             f"{style.parts(projection.module, mesh.platform, path)} features: leave packed= out; where all keys come "
             "before all values, say with heads=(keys, values) how many there are"
         )
-    if not latent.says_how_it_is_read:
+    if not latent._says_how_it_is_read:
         raise ValueError(
             f"{latent.path!r} gives {latent.features} features, of which {path!r} takes {projection.inputs}, and "
             f"code that has this rank's heads only, before {row!r}, is left with the other {left}: each of the "

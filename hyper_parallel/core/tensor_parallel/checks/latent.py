@@ -37,13 +37,13 @@ class Latent:
     styles: tuple[Any, ...]
 
     @property
-    def says_how_it_is_read(self) -> bool:
-        """Whether the gradient of the features that local code reads is known to be right."""
+    def _says_how_it_is_read(self) -> bool:
+        """Return whether the gradient of the features that local code reads is known to be right."""
         for style in self.styles:
             known = isinstance(style, (NoParallel, WeightParallel))
             if not known or not style.use_local_output or style.output_layouts != (Replicate(),):
                 return True  # a DTensor, or the affair of that style
-            if isinstance(style, NoParallel) and style.says_how_it_is_read:
+            if isinstance(style, NoParallel) and style._says_how_it_is_read:
                 return True
         return False
 
@@ -119,12 +119,12 @@ class _Siblings(NamedTuple):
 
 
 def _cuts(style: Any) -> bool:
-    """Whether a rank has a part of the output only."""
+    """Return whether a rank has a part of the output only."""
     return isinstance(style, WeightParallel) and style.output_layouts != (Replicate(),)
 
 
 def _is_known(module: Any, platform: Any) -> bool:
-    """Whether a module is a linear layer with a weight whose shape is known."""
+    """Return whether a module is a linear layer with a weight whose shape is known."""
     if not platform.is_linear_module(module):
         return False
     weight = dict(platform.named_parameters(module)).get(platform.kind_of(module).weight)

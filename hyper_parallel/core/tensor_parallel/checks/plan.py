@@ -18,6 +18,7 @@ from hyper_parallel.core.operations.operands import refuse_foreign
 from hyper_parallel.core.tensor_parallel.checks.attention import Match, check_projections, head_norms
 from hyper_parallel.core.tensor_parallel.checks.fused import check_fused
 from hyper_parallel.core.tensor_parallel.checks.paths import Paths
+from hyper_parallel.core.tensor_parallel.checks.uncalled import check_called
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.styles.style_names import style_by_name
 
@@ -48,6 +49,7 @@ def resolve_plan(plan: Plan, model: Any, mesh: DeviceMesh) -> list[Match]:
     modules = dict(mesh.platform.named_modules(model))
     matches = _match(plan, modules)
     _check_styles(matches, mesh)
+    check_called(matches, modules)
     check_fused(matches, modules, mesh)
     check_projections(matches, modules, mesh)
     matches += head_norms(matches, modules, mesh)

@@ -22,7 +22,7 @@ __all__ = ["describe", "describe_conversions", "describe_weight", "share_inputs"
 
 
 def is_cut(placement: Placement | None) -> bool:
-    """Whether a placement can be said as a `Cut`."""
+    """Return whether a placement can be said as a `Cut`."""
     return placement is Replicate() or type(placement) is Shard
 
 

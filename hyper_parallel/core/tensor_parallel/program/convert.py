@@ -54,7 +54,10 @@ def to_placement(
     """
     if isinstance(x, DTensor):
         if x.device_mesh is not mesh:
-            raise OtherMeshError(f"{what} is distributed over {x.device_mesh}, the style works on {mesh}")
+            raise OtherMeshError(
+                f"{what} is distributed over {x.device_mesh}, the style works on {mesh}: apply fully_shard or "
+                "replicate over the other dimension to a model that takes a distributed batch, or pass to_local()"
+            )
     elif mesh.platform.is_tensor(x):
         known: Layout | None = None
         if size is not None and isinstance(layout, Shard):

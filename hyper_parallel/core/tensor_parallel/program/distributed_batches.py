@@ -238,7 +238,7 @@ def _on(mesh: DeviceMesh, local: Any, own: Placement | None, shape: Sequence[int
 
 
 def _is_empty(batch: Layout) -> bool:
-    """Whether this rank, and with it all that are tensor parallel with it, has no sample."""
+    """Return whether this rank, and with it all that are tensor parallel with it, has no sample."""
     return not batch.local_shape[_batch_dim(batch)]
 
 

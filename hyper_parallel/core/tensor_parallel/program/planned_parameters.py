@@ -1,4 +1,4 @@
-"""Whether a module still holds the parameters that its style distributed.
+"""Check that a module still holds the parameters that its style distributed.
 
 Other code may replace a parameter after `parallelize_module`: a state dict that is assigned, a library that wraps
 models. Such a module's forward would take a plain tensor for this rank's part. The short forwards compare the layout of
@@ -98,6 +98,6 @@ def _check_parameter(p: Any, name: str, planned: Layout, module: Any) -> None:
         f"{what} is {foreign or 'a plain tensor'}, and the style that was applied made it a DTensor of shape "
         f"{tuple(planned.shape)} placed {placements}: something has put another parameter in its place since. Copy "
         "values into the parameter that is there (loading a state dict does, unless it assigns), or assign a parameter "
-        f"made of distribute_tensor(value, mesh, {placements}). A parameter that fully_shard has taken over is there "
-        "while the module runs that fully_shard was applied to: call that one, or its unshard()"
+        f"made of distribute_tensor(value, mesh, {placements}). Under fully_shard the parameter is there "
+        "only while the unit runs: call the module that fully_shard was applied to, or its unshard()"
     )

@@ -1,4 +1,4 @@
-"""Whether ranks give a model the same inputs, where its plan takes plain ones for replicated.
+"""Check that ranks give a model the same inputs, where its plan takes plain inputs for replicated.
 
 A sampler that counts all ranks gives tensor-parallel ranks other samples: without a comparison they train wrong
 numbers, or end in a collective of unequal sizes. All values inside of a model follow from its inputs. So its first call
@@ -44,7 +44,7 @@ def compare_input(x: Any, mesh: DeviceMesh, what: str, taker: Any) -> None:
 
 
 def _is_outermost(taker: Any, mesh: DeviceMesh) -> bool:
-    """Whether ``taker`` is the first module of its model that is called, or an embedding, which is given ids."""
+    """Return whether ``taker`` is the first module of its model that is called, or an embedding, which is given ids."""
     model = model_of(taker)
     if model is None:
         return True

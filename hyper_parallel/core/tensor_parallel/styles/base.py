@@ -92,7 +92,7 @@ class ParallelStyle(ABC):
                 raise ValueError(f"{where!r} has the style {earlier!r} already and cannot get {self!r} as well")
 
     def excludes(self, other: ParallelStyle) -> bool:
-        """Whether one module cannot have this style and ``other``."""
+        """Return whether one module cannot have this style and ``other``."""
         return type(self) is type(other)
 
     @abstractmethod
@@ -376,7 +376,7 @@ def is_entered(module: Any) -> bool:
 
 
 def is_styled(module: Any) -> bool:
-    """Whether a style was applied to ``module``."""
+    """Return whether a style was applied to ``module``."""
     return bool(getattr(module, APPLIED, ()))
 
 
@@ -392,5 +392,5 @@ def check_flag(value: Any, keyword: str, style: str) -> bool:
 
 
 def is_placed(layout: Layout, mesh: DeviceMesh, placement: Placement) -> bool:
-    """Whether a layout is that of ``placement`` on the 1-D ``mesh``."""
+    """Return whether a layout is that of ``placement`` on the 1-D ``mesh``."""
     return layout.mesh is mesh and layout.placements[0] is placement

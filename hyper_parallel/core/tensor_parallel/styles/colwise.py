@@ -97,10 +97,10 @@ class ColwiseParallel(WeightParallel):
     def prepare_output(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
         desired: Placement | None = self.output_layouts[0]
         if desired is Shard(-1):
-            whole = self.keeps_whole(mesh)
+            whole = self._keeps_whole(mesh)
             if whole and self.use_local_output:
                 return local_heads(y, self.heads, mesh)
-            desired = None if whole or self.is_packed else desired
+            desired = None if whole or self._is_packed else desired
         return to_output(y, mesh, desired, self.use_local_output, what)
 
     def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
@@ -112,8 +112,8 @@ class ColwiseParallel(WeightParallel):
 
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         given, desired, use_local = self.input_layouts[0], self.output_layouts[0], self.use_local_output
-        whole = self.keeps_whole(mesh) or desired is not Shard(-1)
-        layouts = None if whole else self.known_layouts(module, mesh)
+        whole = self._keeps_whole(mesh) or desired is not Shard(-1)
+        layouts = None if whole else self._known_layouts(module, mesh)
         if layouts is None:
             return None
         local = _column_forward(mesh, *layouts, given is Replicate(), use_local)

@@ -171,8 +171,9 @@ class ExpertParallel(ModuleStyle):
             )
         if self.inside is not None and not mesh.is_beside(tp):
             raise ValueError(
-                f"{self!r} is applied to {mesh}, which has {self.tp_dim!r} itself: its ranks have other experts, and "
-                "cannot have parts of each: leave inside out, or apply the style to other dimensions"
+                f"{self!r} is applied to {mesh}, which has the dimension {self.tp_dim!r}. Ranks along it hold "
+                "different experts, and cannot also hold parts of one: leave inside out, or apply the style to other "
+                "dimensions"
             )
         return tp
 
@@ -311,8 +312,9 @@ def _summed_over(module: Any, again: bool) -> DeviceMesh | None:
 
 
 def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
-    """Whether a module of experts gets the gradients of all ranks of a data-parallel mesh without that: tokens of all
-    ranks come to its parameters.
+    """Return whether a module of experts needs no reduction over a data-parallel mesh.
+
+    Tokens of all ranks of that mesh come to its parameters.
 
     Args:
         module: any module.

@@ -79,8 +79,9 @@ class NoParallel(ModuleStyle):
             raise TypeError(f"{name}(partial_features=...) takes a number of features, got {partial_features!r}")
         if partial_features is not None and (partial_features < 0 or local_output_grad_placements is not None):
             raise ValueError(
-                f"{name}(partial_features={partial_features}) is the number of the last features of which each rank "
-                "computes a part of the gradient, in place of local_output_grad_placements=(Partial(),) for all"
+                f"{name}(partial_features={partial_features}): give a number from 0, and leave "
+                "local_output_grad_placements out. partial_features says it for the last features alone, "
+                "local_output_grad_placements for all of them"
             )
         if self._summed and not (self.use_local_output and self.output_layout is Replicate()):
             raise ValueError(
@@ -90,8 +91,8 @@ class NoParallel(ModuleStyle):
             )
 
     @property
-    def says_how_it_is_read(self) -> bool:
-        """Whether the plan says how code between the layers reads the output."""
+    def _says_how_it_is_read(self) -> bool:
+        """Return whether the plan says how code between the layers reads the output."""
         return self.partial_features is not None or self.local_output_grad_placements is not None
 
     @property

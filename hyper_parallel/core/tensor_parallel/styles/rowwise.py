@@ -64,7 +64,7 @@ class RowwiseParallel(WeightParallel):
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         given, desired, use_local = self.input_layouts[0], self.output_layouts[0], self.use_local_output
         unknown = desired.is_partial() or type(desired) is PackedShard
-        layouts = None if unknown else self.known_layouts(module, mesh)
+        layouts = None if unknown else self._known_layouts(module, mesh)
         if layouts is None:
             return None
         local = _row_forward(mesh, *layouts, desired, given is Shard(-1), use_local)
@@ -97,8 +97,10 @@ def _row_forward(
     (shard,), features = of_weight.placements, of_weight.shape[0]
 
     def output_of(x: Any) -> tuple[Any, Layout] | None:
-        """For the global shape or the layout of an input: the function from summands to shards, and the layout of the
-        output. None where they are not as described."""
+        """Return the function that makes the output of this rank's summand, and the layout of the output.
+
+        ``x`` is the global shape or the layout of the input. None where its placement is another than planned.
+        """
         shape = tuple(x.shape) if isinstance(x, Layout) else x
         ndim = len(shape)
         if isinstance(x, Layout) and not is_placed(x, mesh, shard.with_dim(ndim - 1)):  # type: ignore[attr-defined]

@@ -56,10 +56,8 @@ class WeightParallel(ModuleStyle):
         linear = platform.is_linear_module(module)
         if not (linear or platform.is_embedding_module(module)):
             raise ValueError(
-                f"{name} parallelises linear and embedding modules, {where!r} is a {type(module).__name__}: name its "
-                "linear layers in the plan, use PrepareModuleInput, PrepareModuleOutput or SequenceParallel for the "
-                "module itself, ParameterParallel for parameters of its own, or, if it computes a linear layer, "
-                "register_linear_module"
+                f"{name} parallelises linear and embedding modules, {where!r} is a {type(module).__name__}: "
+                f"{_instead(module, platform, where)}"
             )
         if not linear and (self.packed is not None or self.heads is not None):
             raise ValueError(f"{name}(packed=..., heads=...) is for linear modules, {where!r} is an embedding")
@@ -82,7 +80,7 @@ class WeightParallel(ModuleStyle):
         kind = platform.kind_of(module)
         if not platform.is_linear_module(module):
             return {kind.weight: self._embedding}
-        if self.keeps_whole(mesh):
+        if self._keeps_whole(mesh):
             return {}
         parts = self.parts(module, platform)
         shard = Shard(0) if parts is None else PackedShard(0, parts)
@@ -104,7 +102,7 @@ class WeightParallel(ModuleStyle):
             size, _ = linear_sizes(module, platform)
         return to_placement(x, mesh, layout, needed, what, size, module)
 
-    def known_layouts(self, module: Any, mesh: DeviceMesh) -> tuple[Layout, Layout | None] | None:
+    def _known_layouts(self, module: Any, mesh: DeviceMesh) -> tuple[Layout, Layout | None] | None:
         """Layouts of weight and bias for a linear module of the framework's own, whose forward is known; else None."""
         if not (mesh.platform.fast or NOTHING_FASTER).is_plain_linear(module):
             return None
@@ -117,13 +115,13 @@ class WeightParallel(ModuleStyle):
             return None
         return weight, held.get("bias")
 
-    def keeps_whole(self, mesh: DeviceMesh) -> bool:
-        """Whether there are fewer heads than ranks, so that every rank keeps the whole weight."""
+    def _keeps_whole(self, mesh: DeviceMesh) -> bool:
+        """Return whether there are fewer heads than ranks, so that every rank keeps the whole weight."""
         return self.replicate_heads and isinstance(self.heads, int) and self.heads < mesh.size()
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the weight is cut part by part. One that is said to have a single part is cut as any other."""
+    def _is_packed(self) -> bool:
+        """Return whether the weight is cut part by part. A weight with a single part is cut like any other."""
         return isinstance(self.heads, tuple) or self.packed not in (None, 1)
 
     def _split_dim(self, kind: ModuleKind) -> int:
@@ -135,7 +133,7 @@ class WeightParallel(ModuleStyle):
 
     def parts(self, module: Any, platform: Platform, where: str | None = None) -> tuple[int, ...] | None:
         """Features of each matrix in a packed weight, None for a weight that is one matrix."""
-        if not self.is_packed:
+        if not self._is_packed:
             return None
         features = self.features(module, platform)
         if self.packed is None and isinstance(self.heads, tuple):
@@ -174,3 +172,23 @@ def _no_weight(module: Any, platform: Platform) -> str:
         "computes it (a parametrization, weight or spectral normalisation): apply that after parallelize_module, to "
         "the distributed weight"
     )
+
+
+def _instead(module: Any, platform: Platform, where: str) -> str:
+    """Return styles for a module that is no layer with one weight."""
+    called = [] if is_fused_attention(module) else platform.named_modules(module)
+    below = next((path for path, layer in called if path and platform.is_linear_module(layer)), None)
+    if below is not None:
+        return (
+            f"name its linear layers in the plan, such as {f'{where}.{below}'!r}, or use PrepareModuleInput, "
+            "PrepareModuleOutput or SequenceParallel for the module itself"
+        )
+    return (
+        "NoParallel() computes it whole on every rank, SequenceParallel() on a part of the sequence, ParameterParallel "
+        "places parameters of its own, and register_linear_module is for a class that computes a linear layer"
+    )
+
+
+def is_fused_attention(module: Any) -> bool:
+    """Return whether a module multiplies with the weights of its layers itself, as `MultiheadAttention` does."""
+    return all(hasattr(module, name) for name in ("in_proj_weight", "out_proj", "embed_dim"))

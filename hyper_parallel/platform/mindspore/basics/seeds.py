@@ -54,7 +54,7 @@ def undo_draw(kernel: str, seeds: tuple[int, int]) -> int | None:
 
 
 def is_of_one_call(primitive: Any) -> bool:
-    """Whether a function made the primitive for one call, and not a cell or a program, which keep it."""
+    """Return whether a function made the primitive for one call, and not a cell or a program, which keep it."""
     return primitive.attrs.get("random_cache") is False
 
 

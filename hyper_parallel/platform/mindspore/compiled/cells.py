@@ -48,12 +48,12 @@ def share_compiled_inputs(module: nn.Cell) -> None:
 
 
 def is_leaf(cell: nn.Cell) -> bool:
-    """Whether a style runs the forward of ``cell``."""
+    """Return whether a style runs the forward of ``cell``."""
     return "_replaced_forward" in vars(cell)
 
 
 def has_stand_in(cell: Any) -> bool:
-    """Whether another cell is to stand for ``cell``."""
+    """Return whether another cell is to stand for ``cell``."""
     return isinstance(cell, nn.Cell) and (is_leaf(cell) or "_graph_shares" in vars(cell) or _has_style_hooks(cell))
 
 

@@ -50,7 +50,7 @@ class _Method:
                 yield node, self.around[id(node)]
 
     def defines_functions(self) -> bool:
-        """Whether there are functions in it, of which the names mean something else."""
+        """Return whether the code defines functions, in which names mean something else."""
         inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
         return any(isinstance(node, inner) and node is not self.tree for node in ast.walk(self.tree))
 

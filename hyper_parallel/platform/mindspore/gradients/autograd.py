@@ -155,7 +155,7 @@ def counted_backward(plain: Callable) -> Callable:
 
 
 class _Identity(AutogradFunction):
-    """The same data as a new tensor, whatever its strides."""
+    """Identity whose result is a new tensor with the same data, for any strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -210,8 +210,11 @@ class DelayedGradients:
 
     @classmethod
     def take(cls, parameter: Any) -> bool:
-        """Whether the backward that is running is that of the innermost context, and it waits for ``parameter``. Not
-        of one that the function to be differentiated runs itself: it would read a gradient that is not complete."""
+        """Return whether the running backward belongs to the innermost context, and that waits for ``parameter``.
+
+        The answer is False for a backward that the differentiated function runs itself. That one would read a gradient
+        that is not complete.
+        """
         if not cls._open or is_recording():
             return False
         here = cls._open[-1]

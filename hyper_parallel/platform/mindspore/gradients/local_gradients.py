@@ -90,11 +90,11 @@ class LocalGradients:
 
 
 def is_part(layout: Any) -> bool:
-    """Whether a rank has a part of a gradient only."""
+    """Return whether a rank has a part of a gradient only."""
     return any(p.is_shard() and layout.mesh.shape[d] > 1 for d, p in enumerate(layout.placements))
 
 
 def layout_of_gradient(gradient: Any) -> tuple[bool, Any]:
-    """Whether a backward gave the tensor, and the layout of the distributed gradient that it is a part of."""
+    """Return whether a backward gave the tensor, and the layout of the distributed gradient that it is a part of."""
     marks = gradient.__dict__
     return _MARK in marks, marks.get(_MARK)

@@ -58,7 +58,7 @@ def attention_by_heads(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_served(a: dict[str, Any]) -> bool:
-    """Whether a call, by the names of its arguments, has nothing that stays with MindSpore's function."""
+    """Return whether a call, by the names of its arguments, has nothing that stays with MindSpore's function."""
     none = ("bias_k", "bias_v", "static_k", "static_v")
     query, mask = a["query"], a["attn_mask"]
     return (

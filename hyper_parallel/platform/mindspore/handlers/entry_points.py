@@ -71,7 +71,7 @@ def see_infinity(prim: Any, tensors: tuple) -> Any:
 
 
 def _has_infinity(x: Any) -> Any:
-    """As a sum, so that each rank looks at its part and one number is reduced."""
+    """Look for an infinity by a sum: each rank looks at its part, and one number is reduced."""
     return ops.logical_not(ops.isfinite(x)).astype(ms.float32).sum() > 0
 
 

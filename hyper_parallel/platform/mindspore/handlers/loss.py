@@ -34,7 +34,7 @@ def dispatched_loss(original: Callable, *args: Any, loss: str, **kwargs: Any) ->
 
 
 def _smooths(args: tuple, kwargs: dict) -> bool:
-    """Whether ``nll_loss`` is given label smoothing, which belongs to cross entropy and stays composed here."""
+    """Return whether ``nll_loss`` is given label smoothing, which belongs to cross entropy and stays composed here."""
     return bool(args[5] if len(args) > 5 else kwargs.get("label_smoothing", 0.0))
 
 

@@ -45,7 +45,7 @@ _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 
 
 def _choose_element_wise(row: NativeOp, place: int) -> Choose:
-    """The row of a loss for each element; a sum or mean of it is a composition."""
+    """Return a choice for losses: ``row`` without a reduction. A sum or a mean is composed instead."""
     return lambda args, kwargs: row if _REDUCTIONS.get(args[place]) == "none" else None
 
 
@@ -59,7 +59,7 @@ def _reduced_loss(function: Callable, place: int) -> Composition:
 
 
 def _reduced_by_attribute(function: Callable, row: NativeOp) -> Composition:
-    """The same where the primitive says how, and has more attributes: ``function(prim, *args)``."""
+    """Compose a loss whose primitive has the reduction as an attribute: ``function(prim, *args)``."""
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
         reduction = func.prim.reduction

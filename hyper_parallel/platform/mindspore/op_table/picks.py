@@ -52,7 +52,7 @@ def _unique_consecutive(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _unique_with_pad(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The elements that differ, and a number up to as many elements as there are; with the place of each."""
+    """Return the distinct elements, padded with a number to the size of ``x``, and the place of each element."""
     x, number = args
     if isinstance(number, Tensor) or not x.size:
         return NotImplemented
@@ -71,7 +71,7 @@ def _nonzero_columns(func: Any, args: tuple, kwargs: dict) -> Any:
 
 # -------------------------------------------------------------------- masks in an index
 def is_mask(item: Any) -> bool:
-    """Whether an item of an index is a distributed mask."""
+    """Return whether an item of an index is a distributed mask."""
     return getattr(item, "_layout", None) is not None and item.dtype == ms.bool_ and item.ndim > 0
 
 

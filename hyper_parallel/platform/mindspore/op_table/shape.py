@@ -58,7 +58,7 @@ def _choose_repeat_interleave(args: tuple, kwargs: dict) -> NativeOp | None:
 
 
 def _split(x: Any, size: Any, dim: int) -> Any:
-    """Not mint.split: in MindSpore 2.10 its gradient is wrong where a part is transposed twice."""
+    """Split with ops.split: the gradient of mint.split is wrong in MindSpore 2.10 where a part is transposed twice."""
     return ops.split(x, list(size) if isinstance(size, tuple) else size, dim)
 
 
@@ -68,7 +68,7 @@ def _of_unstack(func: Any, xs: tuple, static_args: tuple) -> Bound:
 
 
 def _padded(given: Given) -> tuple:
-    """MindSpore lists (before, after) from the last dimension backwards; here each dimension has its pair."""
+    """Bind a pad: MindSpore lists (before, after) from the last dimension backwards, the rule from the first."""
     numbers, prim = given.values["paddings"], given.func.prim
     ndim, count = len(given.shapes[0]), len(numbers) // 2
     if len(numbers) % 2 or count > ndim or not prim.paddings_contiguous:

@@ -33,7 +33,9 @@ _HCCL_OPS = {"sum", "max", "min"}
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether ``x`` is all of its storage, in order: collectives and in-place operations on CPU take nothing else."""
+    """Return whether ``x`` is all of its storage, in order: collectives and in-place operations on CPU take nothing
+    else.
+    """
     return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
 
 
@@ -129,7 +131,7 @@ class CollectiveVerbs:
         return local
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Any) -> Tensor:
-        """As a broadcast of all parts: CPU has nothing else. `supports` says no to it, so core broadcasts by itself."""
+        """Scatter by a broadcast of all parts, since the CPU has no scatter. `supports` refuses it: core broadcasts."""
         size = dist.get_world_size(group)
         parts = [out] * size if parts is None else parts
         everything = self.broadcast(ops.stack(tuple(parts)), src, group)

@@ -31,7 +31,7 @@ _NAMES = frozenset((*_OUT_OF_PLACE, *_REFUSED.split()))
 
 
 def is_collective(name: str) -> bool:
-    """Whether a primitive communicates."""
+    """Return whether a primitive communicates."""
     return name in _NAMES or name.startswith(("DistComm", "InnerComm"))
 
 

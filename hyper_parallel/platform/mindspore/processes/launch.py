@@ -264,8 +264,10 @@ def _adopt() -> World:
 
 
 def _select_device(environment: Any) -> None:
-    """Make the device of this rank the current one, unless the program has chosen: torchrun says ``LOCAL_RANK``, and
-    left to itself MindSpore takes device 0 on every rank. (msrun's ranks get theirs from MindSpore.)"""
+    """Select the device that ``LOCAL_RANK`` of torchrun names, unless the program has chosen one.
+
+    Without that MindSpore takes device 0 on every rank. Under msrun it selects the device itself.
+    """
     if int(ms.get_context("device_id")) == 0 and "LOCAL_RANK" in environment:
         ms.set_device("Ascend", number_in(environment, "LOCAL_RANK"))
 

@@ -24,7 +24,7 @@ _FAILURES = re.compile(
 
 
 def is_communication_failure(error: Exception) -> bool:
-    """Whether a collective lost a rank, rather than refused its arguments."""
+    """Return whether a collective lost a rank, rather than refused its arguments."""
     return _FAILURES.search(str(error)) is not None
 
 

@@ -69,7 +69,7 @@ class DistributedParameter:
         return self
 
     def assign_value(self: Any, value: Any) -> Any:
-        """As `set_data`: the code below, in C++, would take a value of any shape."""
+        """Assign a value with the checks of `set_data`: the C++ code alone would take a value of any shape."""
         if not is_dispatching() or not isinstance(value, Tensor):
             return Tensor.assign_value(self, value)
         _write(self, local_value(self, value), value.dtype)
@@ -179,5 +179,5 @@ class Classes:
 
     @classmethod
     def allow(cls, allowed: bool) -> None:
-        """Whether DTensors may be made."""
+        """Allow DTensors to be made, or refuse them."""
         cls.dtensor, cls.parameter = cls.made if allowed else (NeedsPatches("mindspore"),) * 2

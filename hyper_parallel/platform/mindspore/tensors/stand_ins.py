@@ -28,7 +28,7 @@ def stand_for(xs: Sequence[Any], parameters: Sequence[Any]) -> None:
 
 
 def is_stand_in(x: Any) -> bool:
-    """Whether ``x`` stands for a parameter."""
+    """Return whether ``x`` stands for a parameter."""
     return "set_data" in getattr(x, "__dict__", ())
 
 

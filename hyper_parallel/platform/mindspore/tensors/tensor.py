@@ -70,7 +70,7 @@ class NoDispatch:
 
 
 def is_dispatching() -> bool:
-    """Whether operations on DTensors are intercepted on this thread."""
+    """Return whether operations on DTensors are intercepted on this thread."""
     return not _STATE.depth
 
 

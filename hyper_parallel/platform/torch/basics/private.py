@@ -276,8 +276,9 @@ tracer: Callable[[], Any] = _take("_C._get_tracing_state", callable, lambda: tor
 
 
 def is_or_disables(found: Any, function: Callable) -> bool:
-    """Whether ``found`` is ``function``, or the wrapper with which ``torch.compile`` keeps it untraced. Methods of
-    torch's optimizers have it. Where torch marks that in another way, the answer is no."""
+    """Return whether ``found`` is ``function``, or the wrapper with which ``torch.compile`` keeps it untraced. Methods
+    of torch's optimizers have it. Where torch marks that in another way, the answer is no.
+    """
     return found is function or (
         getattr(found, "_torchdynamo_disable", False) and getattr(found, "__wrapped__", None) is function
     )
@@ -296,7 +297,7 @@ _ELSEWHERE = ("registration", "state_dict", "is_full_backward")
 
 
 def _knows_all_hooks() -> bool:
-    """Whether `calls` looks at everything that can surround a call of a module."""
+    """Return whether `calls` looks at everything that can surround a call of a module."""
 
     def about_calls(names: Any) -> set[str]:
         return {n for n in names if "hook" in n and not any(word in n for word in _ELSEWHERE)}
@@ -330,14 +331,15 @@ if dist.is_available():
 
 @cache
 def strided_shard() -> Any:
-    """The placement of torch's own DTensors for a dimension that a mesh dimension to the right has cut before. Looked
-    for when it is asked for: its module takes long to import."""
+    """Return torch's own placement for a dimension that a mesh dimension to the right has cut before.
+
+    The function imports its module, which takes long."""
     importlib.import_module("torch.distributed.tensor")
     return _take("distributed.tensor.placement_types._StridedShard", inspect.isclass)
 
 
 def in_loss_parallel() -> bool:
-    """Whether `torch.distributed.tensor.parallel.loss_parallel` is open, which counts for all threads.
+    """Return whether `torch.distributed.tensor.parallel.loss_parallel` is open, which counts for all threads.
 
     It puts handlers of its own into a table of torch's DTensors. Where torch has no such table, the answer is no. Its
     module takes long to import, and no context can be open before it was imported.
@@ -382,7 +384,7 @@ _keys_of = _take("_C._dispatch_key_set", callable)
 
 
 def is_batched(x: Tensor) -> bool:
-    """Whether a vmap, of either kind, has put ``x`` around another tensor."""
+    """Return whether a vmap, of either kind, has put ``x`` around another tensor."""
     return "Batched" in _keys_of(x)
 
 

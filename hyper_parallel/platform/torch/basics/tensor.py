@@ -76,12 +76,12 @@ def dispatch(native_op: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether ``x`` is distributed."""
+    """Return whether ``x`` is distributed."""
     return type(x) is State.tensor_class
 
 
 def allow_dtensors(allowed: bool) -> None:
-    """Whether DTensors may be made: while torch is patched."""
+    """Allow DTensors to be made while torch is patched, or refuse them."""
     State.wrapping = State.tensor_class if allowed else NeedsPatches("torch")
 
 
@@ -92,7 +92,7 @@ def stand_for(replacement: Any, original: Any) -> None:
 
 
 def is_local_class(cls: type) -> bool:
-    """Whether ``cls``, whose tensors compute by ``__torch_dispatch__``, is the ``base`` of `make_dtensor_class`."""
+    """Return whether ``cls`` is the ``base`` of `make_dtensor_class`; its tensors have ``__torch_dispatch__``."""
     made = State.tensor_class
     return made is not None and made.__bases__[-1] is not Tensor and issubclass(cls, made.__bases__[-1])
 

@@ -87,7 +87,7 @@ class UsageMode(TorchDispatchMode):
         weakref.finalize(storage, size.set, 0).atexit = False
 
     def resized(self, storage: Any) -> None:
-        """Its size is another one than it was."""
+        """Note that the size of a storage has changed."""
         if storage in self._sizes:
             self._sizes[storage].set(storage.nbytes())
             self.usage.timeline.append((storage.nbytes(), self.usage.live))

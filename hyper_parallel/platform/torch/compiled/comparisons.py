@@ -1,4 +1,4 @@
-"""Whether plain shards that compiled code takes are equal in size on all ranks.
+"""Check that the plain shards that compiled code takes are equal in size on all ranks.
 
 Eager mode compares them in the first call of a module. Compiled code does in the first run of a graph: `mark` leaves a
 mark in the graph that is traced, which is taken out before a backend gets the graph.

@@ -97,7 +97,7 @@ def _give(moves: Moves, y: Tensor | None, cut: int | None, even: bool = True) ->
 
 
 def _is_planned(p: Any, layout: Any) -> bool:
-    """Whether a parameter is the DTensor that the plan has made, or None where that had none."""
+    """Return whether a parameter is the DTensor that the plan has made, or None where that had none."""
     if layout is None or p is None:
         return p is layout
     return isinstance(p, State.tensor_class.__bases__[0]) and p._layout is layout
@@ -161,7 +161,7 @@ def _linear(how: CompiledForward) -> Callable[..., Any]:
 
 
 def is_simple(embedding: Any) -> bool:
-    """Whether an embedding only looks rows up: it writes none, and its gradients are dense."""
+    """Return whether an embedding only looks rows up: it writes none, and its gradients are dense."""
     return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
 

@@ -1,4 +1,4 @@
-"""Hooks of styles as torch's compiler traces them, and inputs that several modules read."""
+"""Hooks of styles in a form that torch's compiler can trace, also for an input of several modules."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _traced(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fits(x: Any, target: Any, weight: Any, options: Options) -> bool:
-    """Whether these may be operands: plain tensors of fitting kinds, and options that there are."""
+    """Return whether these may be operands: plain tensors of fitting kinds, and options that there are."""
     dtensor = State.tensor_class.__bases__[0]
     for one in (x, target) if weight is None else (x, target, weight):
         if not isinstance(one, Tensor) or isinstance(one, dtensor):
@@ -173,7 +173,7 @@ def loss_of_classes(
 
 
 def _nll(x: Tensor, target: Tensor, weight: Tensor | None, dim: int, classes: Found, options: Options) -> Any:
-    """The same of log-probabilities."""
+    """Compute the loss of log-probabilities."""
     if tuple(target.shape) != (*x.shape[:dim], *x.shape[dim + 1 :]) or target.is_floating_point():
         return None
     if weight is not None and (tuple(weight.shape) != (classes.total,) or weight.requires_grad):

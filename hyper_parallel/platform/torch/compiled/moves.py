@@ -110,7 +110,7 @@ class Moves:
         return y
 
     def cuts_evenly(self, x: Tensor, dim: int) -> bool:
-        """Whether all ranks get as much of ``dim``, which they have whole."""
+        """Return whether all ranks get as much of ``dim``, which they have whole."""
         return bool(x.shape[dim] % self.size == 0)
 
     def read(self, given: Any, x: Tensor, cut: int | None) -> Tensor:
@@ -132,7 +132,7 @@ class Moves:
         return functions.gather_for_parts(x, cut, (), self.size, self.rank, self.group)
 
     def whole(self, x: Tensor, cut: int | None, sizes: tuple[int, ...] = ()) -> Tensor:
-        """All of a tensor, for consumers that return the whole cotangent."""
+        """Gather a tensor for a consumer whose cotangent is whole on every rank."""
         if self.size == 1 or cut is None:
             return x
         return functions.gather(x, cut, sizes, self.size, self.rank, self.group)

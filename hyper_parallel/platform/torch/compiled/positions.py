@@ -37,7 +37,7 @@ _group_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_placed(x: Any) -> bool:
-    """Whether ``x`` stands for a DTensor of which ranks have equal parts, or all of it."""
+    """Return whether ``x`` stands for a DTensor of which ranks have equal parts, or all of it."""
     return isinstance(x, State.tensor_class.__bases__[0]) and x.placed_on is not None and x.gathers is None
 
 
@@ -62,7 +62,7 @@ def _wrapped(y: Tensor, mesh: Any, cut: int | None) -> Any:
 
 
 def _for_parts(x: Any, mesh: Any) -> Any:
-    """The local tensor of one that all ranks have whole, for a consumer that is cut."""
+    """Return the local tensor of a replicated one, for a consumer that computes on a part."""
     local = plain(x)
     if mesh.shape[0] == 1 or not local.is_floating_point():
         return local

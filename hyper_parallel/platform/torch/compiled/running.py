@@ -58,7 +58,7 @@ def _views(args: Any, held: list[int]) -> list[Any]:
 
 
 def _is_from_aot(y: Any) -> bool:
-    """Whether a tensor comes from a function that `localize` knows."""
+    """Return whether a tensor comes from a function that `localize` knows."""
     function = getattr(getattr(y, "grad_fn", None), "_forward_cls", None)
     return function is not None and getattr(vars(function).get(_COMPUTES), "_boxed_call", False)
 

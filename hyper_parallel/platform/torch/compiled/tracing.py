@@ -1,4 +1,4 @@
-"""Whether the second forward of a plan runs: under torch's compiler, or because a test asks for it."""
+"""The switch between the two forwards of a plan: the second runs under torch's compiler, or where a test asks."""
 
 from __future__ import annotations
 

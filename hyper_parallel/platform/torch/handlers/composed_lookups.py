@@ -62,13 +62,13 @@ def histc(input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 
 @composed(*find("allclose"))
 def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    """Whether no element is far from its counterpart."""
+    """Return whether no element is far from its counterpart."""
     return number((~torch.isclose(input, other, rtol, atol, equal_nan)).sum()) == 0
 
 
 @composed(*find("equal"))
 def equal(input: Any, other: Any) -> bool:
-    """Whether shapes and elements are equal."""
+    """Return whether shapes and elements are equal."""
     if input.dtype != other.dtype:
         raise UnboundCallError
     return tuple(input.shape) == tuple(other.shape) and number((input != other).sum()) == 0

@@ -40,7 +40,7 @@ def nonzero(input: Any, *, as_tuple: bool = False) -> Any:
 
 @composed(*find("nonzero_static"))
 def nonzero_static(input: Any, *, size: int, fill_value: int = -1) -> Any:
-    """So many places of elements that are not zero, and a number where there are not so many."""
+    """Return ``size`` places of elements that are not zero, padded with a number where there are fewer."""
     if size < 0:
         raise UnboundCallError
     places = nonzero(input)

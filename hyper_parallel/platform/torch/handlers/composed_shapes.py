@@ -48,7 +48,7 @@ def unsafe_chunk(input: Any, chunks: int, dim: int = 0) -> Any:
 
 @composed(*find("unsafe_split unsafe_split_with_sizes", torch, Tensor))
 def unsafe_split(input: Any, split_size: Any, dim: int = 0) -> Any:
-    """As `unsafe_chunk`."""
+    """Split as `unsafe_chunk` does."""
     return input.split(split_size, dim)
 
 

@@ -200,7 +200,9 @@ def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _is_where_one_device_has_it(x: Any) -> bool:
-    """Whether this rank's memory is that of a single device: ``x`` is replicated, and no view that had to be copied."""
+    """Return whether this rank's memory is that of a single device: ``x`` is replicated, and no view that had to be
+    copied.
+    """
     return x._layout.replicated and (x._family is None or x._family.source is None)
 
 

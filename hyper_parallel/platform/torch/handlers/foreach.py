@@ -61,7 +61,7 @@ def _tensors(args: tuple, kwargs: dict) -> list[Any]:
 
 
 def _fits(value: Any, layouts: list[Any]) -> bool:
-    """Whether a list has tensors laid out as ``layouts``, of which none is a partial sum."""
+    """Return whether a list has tensors laid out as ``layouts``, of which none is a partial sum."""
     if is_dtensor(value):
         return not value.dim()
     if not isinstance(value, (list, tuple)) or not value:

@@ -220,7 +220,7 @@ def _root_cotangent(x: Any, gradient: Any) -> Any:
 
 
 def as_cotangent(gradient: Any, layout: Any, what: str) -> Any:
-    """``gradient``, which ``what`` names in errors, as the gradient of a tensor of this layout."""
+    """Bring a gradient to the layout that gradients of a tensor with ``layout`` have; errors name it ``what``."""
     wanted = layout.cotangent
     if not is_dtensor(gradient):
         raise TypeError(

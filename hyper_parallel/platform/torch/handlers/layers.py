@@ -30,7 +30,7 @@ def alpha_dropout(
 def feature_alpha_dropout(
     input: Any, p: float = 0.5, training: bool = False, inplace: bool = False, train: bool = False
 ) -> Any:
-    """The same of whole channels: every rank has the few numbers that say which."""
+    """Drop whole channels. Every rank draws the few numbers that say which."""
     shape = (*input.shape[:2], *(1,) * (input.dim() - 2))
     return _alpha_dropout(input, p, training or train, inplace, shape)
 

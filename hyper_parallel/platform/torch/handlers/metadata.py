@@ -118,13 +118,13 @@ def stride(x: Any, dim: int | None = None) -> Any:
 
 @replaces(Tensor.is_same_size, torch.is_same_size)
 def is_same_size(input: Any, other: Any) -> bool:
-    """Whether the global sizes agree."""
+    """Return whether the global sizes agree."""
     return tuple(input.shape) == tuple(other.shape)
 
 
 @replaces(Tensor.__format__)
 def format_tensor(x: Any, spec: str) -> str:
-    """As torch: a tensor of one number as the number, others by their repr."""
+    """Format a tensor as torch does: a tensor of one number as the number, others by their repr."""
     if is_dtensor(x) and not x.dim():
         return format(x.item(), spec)
     return object.__format__(x, spec)
@@ -132,11 +132,11 @@ def format_tensor(x: Any, spec: str) -> str:
 
 @replaces(Tensor.__contains__)
 def contains(x: Any, element: Any) -> bool:
-    """Whether an element equals."""
+    """Return whether some element of ``x`` equals ``element``."""
     return bool((x == element).any().item())
 
 
 @replaces(Tensor.__reversed__)
 def reversed_tensor(x: Any) -> Any:
-    """As `torch.Tensor.__reversed__`."""
+    """Reverse the first dimension, as `torch.Tensor.__reversed__` does."""
     return x.flip(0) if x.dim() else x

@@ -146,8 +146,9 @@ class _LocalStep:
         self.columns: dict[tuple, tuple[Any, list[tuple[str | None, bool]]]] = {}
 
     def suits(self, optimizer: Any, distributed: list[Any]) -> bool:
-        """Whether the step may run on local tensors: it is not differentiable, and no parameter is a partial sum.
-        Gradients must be laid out like parameters, or be so after `collect`."""
+        """Return whether the step may run on local tensors: it is not differentiable, and no parameter is a partial
+        sum. Gradients must be laid out like parameters, or be so after `collect`.
+        """
         for group in optimizer.param_groups:
             if group.get("differentiable"):
                 return False
@@ -292,7 +293,7 @@ class _LocalStep:
     def _plain(self, x: Any) -> Any:
         """The plain tensor with the same data, kept on the distributed one."""
         if type(x) is not self.tensor_class:
-            raise KeyError("state that is to be distributed first")
+            raise KeyError("a plain tensor in the state of an optimizer: it is distributed before the step")
         # It shares the data and the version, and holds nothing of the distributed tensor, which so holds it safely.
         x._plain = x.detach()
         return x._plain

@@ -31,14 +31,15 @@ def _api() -> Any:
 
 
 def is_native(x: Any) -> bool:
-    """Whether ``x`` is one of torch's own DTensors."""
+    """Return whether ``x`` is one of torch's own DTensors."""
     api = sys.modules.get(_API)
     return api is not None and isinstance(x, api.DTensor)
 
 
 def are_native_apart(tensors: Sequence[Any], tensor_class: Any) -> bool:
-    """Whether there are torch's own DTensors among ``tensors`` that torch cannot take together with the others. They
-    are of several meshes, or mixed with DTensors of class ``tensor_class`` or plain tensors."""
+    """Return whether there are torch's own DTensors among ``tensors`` that torch cannot take together with the others.
+    They are of several meshes, or mixed with DTensors of class ``tensor_class`` or plain tensors.
+    """
     api = sys.modules.get(_API)
     if api is None:
         return False

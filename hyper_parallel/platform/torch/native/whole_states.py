@@ -35,7 +35,7 @@ def gather_first(original: Callable, state_dict: Any, *args: Any, **kwargs: Any)
 
 
 def _whole(x: Any, on_cpu: bool, keep: bool) -> Any:
-    """The same with whole plain tensors in place of DTensors; without content where they are not kept."""
+    """Replace DTensors by whole plain tensors, or by nothing on ranks that do not keep them."""
     if is_dtensor(x):
         with torch.no_grad():
             full = x.full_tensor()
@@ -87,7 +87,7 @@ def broadcast_into(
 def place_what_came(
     original: Callable, full_state_dict: Any, local_state_dict: Any, keys: Any, device: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Stands for the function that broadcasts a few tensors: no more of them than torch's are whole at a time."""
+    """Broadcast and place a few tensors, in place of torch's own function: few tensors are whole at a time."""
     held = {name: x for name in keys if is_dtensor(x := local_state_dict.get(name))}
     original(full_state_dict, local_state_dict, keys, device, *args, **kwargs)
     _place(local_state_dict, held, device)
@@ -116,7 +116,7 @@ def _require_plain(wrong: Sequence[str]) -> None:
 def _require_shapes(held: Mapping[str, Any], given: Mapping[str, Tensor]) -> None:
     _require_plain([name for name, x in given.items() if is_dtensor(x) or tuple(x.shape) == _NOT_WHOLE])
     wrong = [
-        f"{name} has shape {tuple(held[name].shape)}, given is {tuple(x.shape)}"
+        f"{name} has shape {tuple(held[name].shape)} in the optimizer and {tuple(x.shape)} in the state dict"
         for name, x in given.items()
         if tuple(x.shape) != tuple(held[name].shape)
     ]

@@ -40,7 +40,7 @@ def encode(x: Any, index: Any) -> tuple[tuple, tuple]:
 
 
 def is_mask(item: Any) -> bool:
-    """Whether an item of an index is a mask: numbers of the dtype uint8 are truth values too."""
+    """Return whether an item of an index is a mask: numbers of the dtype uint8 are truth values too."""
     return isinstance(item, Tensor) and _is_bool(item)
 
 

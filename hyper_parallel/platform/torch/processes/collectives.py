@@ -286,7 +286,7 @@ class CommunicationVerbs(Platform):
         lost_ranks.tell_of_failure([group() for group in groups], ranks, report)
 
     def _movable(self, x: Tensor) -> Tensor:
-        """The same memory, as a tensor of a dtype that the backend can move."""
+        """Return the memory of a tensor under a dtype that the backend can send."""
         if x.dtype in self.moved_dtypes:
             return x
         return x.detach().reshape(-1).view(torch.uint8)

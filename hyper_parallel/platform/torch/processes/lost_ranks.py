@@ -44,7 +44,7 @@ def timeout_of(group: Any, device_type: str) -> timedelta | None:
 
 
 def is_communication_failure(error: Exception) -> bool:
-    """Whether a backend lost a rank, rather than refused its arguments."""
+    """Return whether a backend lost a rank, rather than refused its arguments."""
     return isinstance(error, dist.DistError) or any(text in str(error) for text in _GLOO)
 
 

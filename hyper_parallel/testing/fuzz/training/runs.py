@@ -58,7 +58,7 @@ def told(error: Exception) -> str:
 
 
 def run(reference: Reference) -> tuple[str, str] | None:
-    """The verdict of this rank, None outside the mesh, as for chains of operations."""
+    """Run a program and return the verdict of this rank; None for a rank outside the mesh."""
     program = reference.program
     used = {0, *(a[1] for a in program.actions if a[0] == "resume")}
     # A job looks for its setup by value, and two may be the same.
@@ -95,7 +95,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
 
 
 def differs(trainer: Trainer | None) -> bool:
-    """Whether this rank and those that shard with it run different units at the end."""
+    """Return whether this rank and those that shard with it run different units at the end."""
     if trainer is None or not trainer.takes_part or trainer.dp is None or installed() is None:
         return False
     setup, (word, *orders) = trainer.now, trainer.program.actions[-1]

@@ -298,6 +298,6 @@ def directory(program: Program) -> Path:
 
 
 def clear(program: Program) -> None:
-    """Remove them."""
+    """Remove the checkpoints of a program."""
     with suppress(OSError):
         shutil.rmtree(directory(program))

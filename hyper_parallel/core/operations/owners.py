@@ -1,0 +1,45 @@
+"""Names of operands in messages: ``weight of 'layers.0.norm'`` says more than a number.
+
+Nothing here runs before an error. Models are remembered where a plan or a unit is made of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from hyper_parallel.platform import Platform
+
+__all__ = ["owner_of", "remember_model"]
+
+#: Modules that were given to `parallelize_module`, `fully_shard` and `replicate`, oldest first.
+_MODELS: list[weakref.ref[Any]] = []
+
+
+def remember_model(module: Any) -> None:
+    """Remember a module whose tensors `owner_of` can name for as long as the module lives."""
+    alive = [reference for reference in _MODELS if (model := reference()) is not None and model is not module]
+    _MODELS[:] = [*alive, weakref.ref(module)]
+
+
+def owner_of(x: Any, platform: Platform) -> str | None:
+    """Return the name and the longest known path of a parameter or buffer; None for other tensors."""
+    found = [
+        (path, name)
+        for reference in _MODELS
+        if (model := reference()) is not None
+        for path, module in platform.named_modules(model)
+        for name, held in _held(module, platform)
+        if held is x
+    ]
+    if not found:
+        return None
+    path, name = max(found, key=lambda entry: len(entry[0]))
+    return f"{name} of {path!r}" if path else name
+
+
+def _held(module: Any, platform: Platform) -> Iterator[tuple[str, Any]]:
+    yield from platform.named_parameters(module)
+    yield from platform.named_buffers(module)
+    yield from list(vars(module).items())  # whole parameters, while a unit runs

@@ -1,0 +1,29 @@
+"""Layers that their module never calls: `MultiheadAttention` of both frameworks reads the weights itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.tensor_parallel.checks.attention import Match
+from hyper_parallel.core.tensor_parallel.styles.weight import is_fused_attention
+
+__all__ = ["check_called"]
+
+
+def check_called(matches: list[Match], modules: dict[str, Any]) -> None:
+    """Refuse a style for a layer that no forward calls.
+
+    Raises:
+        ValueError: names the layer, the module around it and two ways out.
+    """
+    for path, module, style in matches:
+        above = path.rpartition(".")[0]
+        around = modules.get(above)
+        if around is None or around is module or not is_fused_attention(around):
+            continue
+        raise ValueError(
+            f"the plan gives {path!r} {type(style).__name__}, and the {type(around).__name__} {above!r} reads the "
+            "weight of that layer without calling it: the style would never run. Give the whole module NoParallel(), "
+            "or write attention with layers for query, key, value and output, and give these ColwiseParallel() and "
+            "RowwiseParallel()"
+        )
