@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
     @property
     def is_slice(self) -> bool:
-        """Whether the item is a slice."""
+        """Return whether the item is a slice."""
         return isinstance(self.item, tuple) and self.item[0] == "slice"
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,9 +111,9 @@ _PLAIN_TARGET = (
 
 
 def _roles(canonical: CanonicalOp | None, count: int) -> list[str]:
-    names = [] if canonical is None else re.split(r", (?![^(]*\))", canonical.operands)
-    names = [re.sub(r" \(.*\)| or None", "", name) for name in names]
-    return [names[i] if i < len(names) and "any number" not in names else "" for i in range(count)]
+    signature = None if canonical is None or canonical.signature.several else canonical.signature
+    names = [] if signature is None else [operand.name for operand in signature.operands]
+    return [names[i] if i < len(names) else "" for i in range(count)]
 
 
 def check_parts(func: Any, layouts: Sequence[Any]) -> None:

@@ -97,7 +97,7 @@ class Signature:
 
     @property
     def several(self) -> bool:
-        """Whether there may be any number of operands."""
+        """Return whether there may be any number of operands."""
         return any(operand.mark for operand in self.operands)
 
 

@@ -88,7 +88,7 @@ class Comparison:
 
     @property
     def departs(self) -> bool:
-        """Whether some tensor differs by more than rounding explains."""
+        """Return whether some tensor differs by more than rounding explains."""
         return self.first is not None
 
     @property
@@ -278,7 +278,7 @@ class _Comparing:
             self._rounding.agree(found if key[0] != "update" else self._drift(key, x, y, a.entry.scale))
 
     def _lacks(self, key: Key) -> bool:
-        """Whether a parameter of the second record has no gradient in a step in which others have one."""
+        """Return whether a parameter of the second record has no gradient in a step in which others have one."""
         others = (other for other in self._b if other[:2] == key[:2])
         return ("parameter", 0, *key[2:]) in self._b and next(others, None) is not None
 

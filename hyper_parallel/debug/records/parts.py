@@ -151,7 +151,7 @@ class Parts:
     def _taken(
         self, numbers: np.ndarray, whole: tuple[int, ...] | None, boxes: Sequence[Any]
     ) -> tuple[bool, np.ndarray]:
-        """Whether samples are taken, and the numbers to write: of each box those at the places of the whole."""
+        """Return whether samples are taken, and the numbers to write: of each box those at the places of the whole."""
         shape = numbers.shape if whole is None else whole
         grid = grid_of(shape, self._largest)
         sampled = math.prod(map(len, grid)) < math.prod(shape)

@@ -119,7 +119,7 @@ def run_and_record(ways: list[str], folder: str) -> None:
 
 
 def observed() -> bool:
-    """Whether the backend tells of steps and gradients."""
+    """Return whether the backend tells of steps and gradients."""
     return type(get_platform()).watch_steps is not ObservationRole.watch_steps
 
 
