@@ -295,7 +295,7 @@ def refused(mesh: Any) -> None:
     for keyword in ("input_layouts", "output_layouts"):
         with fails(TypeError, f"ColwiseParallel({keyword}=...)", *whose):
             ColwiseParallel(**{keyword: theirs})
-    derived = type("_StridedShard", (type(theirs),), {"__module__": "other.private"})()
+    derived = type("_CutShard", (type(theirs),), {"__module__": "other.private"})()
     with fails(TypeError, *whose):
         distribute_tensor(x, mesh, [derived])
     style = type("ColwiseParallel", (), {"__module__": "other.styles"})
