@@ -30,7 +30,7 @@ from hyper_parallel.core.plain_code.marks import (
     mark_of,
 )
 from hyper_parallel.core.plain_code.texts import gradient_problem, moved_problem, reshape_problem, unfit_problem
-from hyper_parallel.core.plain_code.views import RESHAPES, of_whole, reshaped
+from hyper_parallel.core.plain_code.views import RESHAPES, of_whole, piece_of_packed, reshaped
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.op_sharding import LocalCall
 
@@ -195,6 +195,10 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
             if ways
             else Verdict(problems=(reshape_problem(call.title, mark, operand.shape, call.shapes[0]),))
         )
+    if call.name == "getitem" and mark is not None and operand is not None and len(call.operands) == 1:
+        piece = piece_of_packed(mark, call.static[0], operand.shape)
+        if piece is not None:
+            return Verdict(results=((piece,),))
     texts = [
         describe(assumed.get(i, m), x.shape) for i, (x, m) in enumerate(zip(call.operands, marks, strict=True)) if x
     ]

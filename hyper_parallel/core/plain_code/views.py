@@ -119,6 +119,38 @@ def _full_slices(index: tuple, shape: tuple[int, ...], cut: set[int]) -> tuple:
     )
 
 
+def piece_of_packed(mark: Mark, index: tuple, shape: tuple[int, ...]) -> Mark | None:
+    """Return the mark of a slice that takes all of one of the parts that a `PackedShard` packs, else None.
+
+    Args:
+        mark: of a tensor that one mesh dimension cuts.
+        index: encoded index of the tensor.
+        shape: local shape of the tensor.
+    """
+    layout = mark.layout
+    cut = [d for d, p in enumerate(layout.placements) if isinstance(p, Shard)]
+    packed = layout.placements[cut[0]] if len(cut) == 1 else None
+    if not isinstance(packed, PackedShard):
+        return None
+    (mesh_dim,) = cut
+    size, ranks = layout.shape[packed.dim], layout.mesh.shape[mesh_dim]
+    sizes: Any = packed.resolve(size).sizes
+    ends = [end // ranks for end in itertools.accumulate(sizes, initial=0)]
+    pieces = {range(begin, end): whole for begin, end, whole in zip(ends, ends[1:], sizes, strict=False)}
+    whole = list(layout.shape)
+    for place in region_of(index, shape):
+        if not place.is_slice or place.dim is None or place.picked is None:
+            return None
+        if place.dim == packed.dim and place.picked in pieces:
+            whole[place.dim] = pieces[place.picked]
+        elif place.picked != range(shape[place.dim]):
+            return None
+    if whole[packed.dim] == size:
+        return None
+    placements = (*layout.placements[:mesh_dim], Shard(packed.dim), *layout.placements[mesh_dim + 1 :])
+    return Mark(get_layout(layout.mesh, placements, tuple(whole)), mark.summed)
+
+
 def marks_of_base(
     ways: tuple[Mark | None, ...],
     shape: tuple[int, ...],

@@ -105,6 +105,14 @@ def fused(module: Any, x: Any, a: Any) -> Any:
     return module.down(a.silu(q) * k * v)
 
 
+def sliced(module: Any, x: Any, a: Any) -> Any:
+    """The same, taken apart by slices of the sizes that are here."""
+    y = module.up(x)
+    n = y.shape[-1] // 3
+    q, k, v = y[..., :n], y[..., n : 2 * n], y[..., 2 * n :]
+    return module.down(a.silu(q) * k * v)
+
+
 def in_heads(module: Any, x: Any, a: Any) -> Any:
     """A norm inside of heads."""
     q = module.norm(a.reshape(module.up(x), heads(x, 6)))
@@ -217,6 +225,9 @@ WRONG = {
     "norm": Case(
         lambda m, x, a: m.down(a.layer_norm(m.up(x), a.tensor(floats(12)), a.tensor(floats(12)))), "whole", ("Norm",)
     ),
+    "fused projection, sliced": Case(
+        lambda m, x, a: m.down(m.up(x)[..., 6:18]), "whole", ("packed=",), {"up": C(packed=3), "down": W()}, PACKED
+    ),
     "fused projection": Case(fused, "whole", ("packed=", "heads="), {"up": C(packed=1), "down": W()}, PACKED),
     "norm inside heads": Case(normed, "gradient", ("HeadNormParallel()", "a parameter of shape (6,)"), MLP, HEAD_NORM),
     "latent": Case(latent, "gradient", ("partial_features=", "(2, 4, 1, 4)"), MLP | {"shared": NoParallel()}, SHARED),
@@ -243,6 +254,7 @@ RIGHT = {
     "mlp": Case(lambda m, x, a: m.down(a.gelu(m.up(x)))),
     "over tokens": Case(lambda m, x, a: m.down(a.softmax(m.up(x), 1))),
     "packed": Case(fused, plan={"up": C(packed=3), "down": W()}, modules=PACKED),
+    "packed, sliced": Case(sliced, plan={"up": C(packed=3), "down": W()}, modules=PACKED),
     "attention": Case(attention, plan={"w[qkv]": C(), "wo": W()}, modules=QKV),
     "merged": Case(merged),
     "norm inside heads": Case(in_heads, plan=MLP | {"norm": HeadNormParallel()}, modules=HEAD_NORM),
