@@ -51,7 +51,8 @@ def unary(names: str, sign: Callable[[int], str | None], *owners: Any) -> Table:
     """
 
     def facts(given: Given) -> tuple:
-        signature = sign(len(given.shapes[0]))
+        shape = given.shapes[0]
+        signature = None if shape is None else sign(len(shape))
         if signature is None:
             raise UnboundCallError
         shapes = _shapes(call_placed, given.func, given.operands, (given.places, given.rest, given.named))
