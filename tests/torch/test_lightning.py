@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,10 @@ from hyper_parallel.platform.torch.native.checkpoints import finds_distributed
 from hyper_parallel.testing.spmd import on_mesh
 from tests.support.programs import ROOT, program_of, run_ranks
 from tests.torch.support import device
+
+pytestmark = pytest.mark.skipif(
+    os.environ["HYPER_PARALLEL_PLATFORM"] != "torch-cpu", reason="the programs are for processes on CPUs"
+)
 
 PAGE = ROOT / "docs" / "lightning.md"
 OURS = "from hyper_parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module"

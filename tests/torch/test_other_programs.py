@@ -4,6 +4,7 @@ have the same gradients."""
 from __future__ import annotations
 
 import copy
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,10 @@ from hyper_parallel.testing.spmd import on_mesh
 from tests.support.pages import blocks_of
 from tests.support.programs import ROOT, program_of, run_ranks
 from tests.torch.support import close, device
+
+pytestmark = pytest.mark.skipif(
+    os.environ["HYPER_PARALLEL_PLATFORM"] != "torch-cpu", reason="the programs are for processes on CPUs"
+)
 
 PAGE = "docs/other_programs.md"
 _STYLES = "ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel"
