@@ -55,7 +55,7 @@ def table(record: dict[str, Any]) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     versions = sorted(
-        {", ".join(f"{name} {number}" for name, number in row["versions"].items()) for row in record.values()}
+        {", ".join(f"{name} {number}" for name, number in sorted(row["versions"].items())) for row in record.values()}
     )
     return "\n".join([*lines, "", f"{len(record)} models. Versions: {'; '.join(versions)}."])
 

@@ -39,6 +39,10 @@ PROGRAMS = {
     "train_sequence.py": "tests/torch/test_training_job.py",
     "finetune.py": "tests/torch/test_huggingface_trainer.py",
     "loop.py": "tests/torch/test_huggingface_trainer.py",
+    "lit.py": "tests/torch/test_lightning.py",
+    "fabric.py": "tests/torch/test_lightning.py",
+    "fsdp2.py": "tests/torch/test_other_programs.py",
+    "tensor_parallel.py": "tests/torch/test_other_programs.py",
     # MindSpore compiles from files only
     "trace.py": "tests/mindspore/test_jit.py",
     "bytecode.py": "tests/mindspore/test_jit.py",
@@ -154,6 +158,12 @@ def criterion(y, labels):
 import sys
 sys.path.insert(0, {str(ROOT / "examples" / "train_llama")!r})
 """,
+    "docs/other_programs.md": """
+from types import SimpleNamespace
+from tests.torch.test_other_programs import GptFast, NanoGpt
+config = SimpleNamespace(n_embd=16, n_head=4)
+model = NanoGpt(config)
+""",
     "docs/performance.md": """
 parallelize_module(model, mesh, plan)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -258,6 +268,9 @@ _whole = vocab_parallel_cross_entropy
 def vocab_parallel_cross_entropy(*given, vocab_size, **more):
     return _whole(*given, vocab_size=11, **more)
 """
+    },
+    "docs/other_programs.md": {
+        1: "model = GptFast(SimpleNamespace(dim=16, n_head=4, n_local_heads=4, head_dim=4))",
     },
     "docs/performance.md": {1: "model_, model = model, Loss()", 2: "model = model_"},
     "docs/torch_interop.md": {2: "model = Model()"},

@@ -169,6 +169,10 @@ def meshes_refused(mesh: Any) -> None:
     else:
         with pytest.raises(ValueError, match=r"rank \d is not part of"):
             two.to_torch()
+    lookalike = type("DeviceMesh", (), {"device_type": device().type})()
+    for wrong, words in ((3, "got builtins.int"), (lookalike, "which is not this library's")):
+        with pytest.raises(TypeError, match=f"distribute_tensor needs a hyper_parallel DeviceMesh, .*{words}"):
+            distribute_tensor(randn(4), wrong, [Shard(0)])
     theirs = init_torch_mesh(device().type, (2, 2), mesh_dim_names=("x", "y"))
     split = theirs["x"]._unflatten(0, (1, 2), ("x1", "x2"))
     with pytest.raises(ValueError, match=r"dimension 'x1'.*make a mesh that has it"):

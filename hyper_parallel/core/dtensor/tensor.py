@@ -242,6 +242,8 @@ class DTensor:
             return self
         platform = layout.mesh.platform
         with platform.no_dispatch():
+            if layout.mesh._coordinate is None:  # empty, however it is placed
+                return platform.wrap(platform.alias(self), target)
             y = redistribute(self, target)
             # The result has memory of its own, on one rank as on many.
             alias = 1 in layout.mesh.shape and platform.same_memory(self, y)

@@ -87,6 +87,15 @@ def _transform(target: str, function: Callable) -> Patch:
     return _patch(target, reason, calling(function))
 
 
+def _lightning(package: str) -> Patch:
+    """Both names under which the same code is installed."""
+    module = f"{package}.strategies.model_parallel"
+    reason = "Lightning's `ModelParallelStrategy` and Fabric load no checkpoint: they find no distributed parameters"
+    make = calling(checkpoints.finds_distributed)
+    check = takes("module")
+    return Patch((f"{module}._has_dtensor_modules",), reason, "2.6.6", make, check=check, required=False, after=module)
+
+
 def _whole_states(name: str, function: Callable, parameters: str) -> Patch:
     reason = "``set_optimizer_state_dict`` with ``full_state_dict=True`` leaves whole plain state next to shards"
     check = takes(parameters)
@@ -219,6 +228,8 @@ PATCHES = PatchSet(
             check=takes("self plan planner"),
             after=f"{_DCP}.hf_storage",
         ),
+        _lightning("lightning.fabric"),
+        _lightning("lightning_fabric"),
         _transform("torch._functorch.eager_transforms._wrap_for_grad", transforms.remember_wrapping),
         _transform("torch._functorch.eager_transforms._wrap_functional_tensor", transforms.remember_wrapping),
         _transform("torch._functorch.vmap._add_batch_dim", transforms.remember_wrapping),

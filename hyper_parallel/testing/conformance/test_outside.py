@@ -71,7 +71,9 @@ def made(mesh: Any) -> list[Any]:
     found += [make(4, 2, **at) for make in (zeros, ones, empty, rand, randn)]
     found.append(full((4, 2), 3.0, **at))
     x = placed(mesh)
-    found += [x + 1, x * x, adapter.exp(x), -x, copy.deepcopy(x), x.redistribute(placements=[Shard(0)])]
+    found += [x + 1, x * x, adapter.exp(x), -x, copy.deepcopy(x)]
+    found += [x.redistribute(placements=[p]) for p in PLACEMENTS]
+    found.append(placed(mesh, Partial()).redistribute(placements=[Shard(1)]))
     return found
 
 
@@ -120,8 +122,7 @@ def in_loss_parallel(mesh: Any) -> Any:
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
     **{f"full_tensor {p!r}": lambda m, p=p: placed(m, p).full_tensor() for p in [*PLACEMENTS, Partial()]},
-    "redistribute": lambda m: placed(m).redistribute(placements=[Replicate()]),
-    "to shards": lambda m: placed(m, Replicate()).redistribute(placements=[Shard(1)]),
+    "redistribute": lambda m: placed(m).redistribute(placements=[Replicate()], async_op=True),
     "matmul": lambda m: get_adapter().matmul(placed(m), placed(m, Replicate())),
     "matmul of shards": lambda m: get_adapter().matmul(placed(m, Shard(1)), placed(m)),
     "sum": lambda m: get_adapter().sum(placed(m)),

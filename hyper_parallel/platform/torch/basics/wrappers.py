@@ -8,6 +8,7 @@ communicate. So no part of torch is replaced, and code that builds on a wrapper 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -70,6 +71,14 @@ def _check_replicas(model: Any) -> None:
             )
 
 
+def _is_flat(x: Any) -> bool:
+    """Answer False to the function that collects the names of parameters, for state dicts. Refuse FSDP itself."""
+    asking = sys._getframe(2)  # behind the isinstance of a metaclass
+    if asking.f_code.co_name == "module_fn" and asking.f_globals["__name__"] == "torch.distributed.fsdp._common_utils":
+        return False
+    return _refuse_flat(x)
+
+
 def _refuse_flat(x: Any, value: Any = None) -> Any:
     raise TypeError(
         "FullyShardedDataParallel would flatten and cut distributed parameters, which are sharded already: use "
@@ -79,4 +88,4 @@ def _refuse_flat(x: Any, value: Any = None) -> Any:
 
 #: A property for the class of DTensors: the attribute by which torch's FSDP asks whether a parameter is one that it has
 #: made, which it does before it flattens and cuts the parameters.
-refuse_flat_parameter = property(_refuse_flat, _refuse_flat)
+refuse_flat_parameter = property(_is_flat, _refuse_flat)

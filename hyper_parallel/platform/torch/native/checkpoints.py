@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.basics.tensor import State, is_dtensor, wrap
@@ -24,11 +24,17 @@ from hyper_parallel.platform.torch.native.native_dtensors import from_native, is
 __all__ = [
     "PROTOCOL",
     "assign_distributed",
+    "finds_distributed",
     "offload_local",
     "part_of_whole",
     "refuse_parts_in_one_file",
     "write_chunks_apart",
 ]
+
+
+def finds_distributed(original: Callable[[Any], bool], module: Any) -> bool:
+    """Stands for the function that asks whether a module has parameters that are torch's DTensors."""
+    return original(module) or (isinstance(module, nn.Module) and any(map(is_dtensor, module.parameters())))
 
 
 # ---------------------------------------------------------------------------------------------- the part of a rank
