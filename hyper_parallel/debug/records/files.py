@@ -292,7 +292,7 @@ def _fits(entry: Entry, places: int, numbers: int) -> bool:
         return False
     sized = entry.values is None or entry.sampled or count == math.prod(entry.local)
     named = entry.kind in KINDS and isinstance(entry.path, str) and -1 <= entry.place < places
-    return named and sized and start + count <= numbers and entry.squares + entry.scale + entry.not_finite >= 0
+    return named and sized and start + count <= numbers and min(entry.squares, entry.scale, entry.not_finite) >= 0
 
 
 def _numbers(file: Path, count: int) -> np.ndarray:

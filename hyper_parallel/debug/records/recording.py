@@ -154,7 +154,8 @@ class record:
                     continue
                 _, after, _ = numbers_of(p, self._platform)
                 if after is not None and after.shape == before.shape:
-                    scale = float(np.sqrt(np.square(before).mean())) if before.size else 0.0
+                    finite = before[np.isfinite(before)]
+                    scale = float(np.sqrt(np.square(finite).mean())) if finite.size else 0.0
                     key = ("update", self._step, name, 0, "", "")
                     self._add(key, p, like=p, scale=scale, array=after - before)
                     self._updated = True
