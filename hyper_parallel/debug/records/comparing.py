@@ -220,8 +220,9 @@ class _Comparing:
         also: dict[Key, list[tuple[Key, Key]]] = {}
         for other in self._b:
             if other not in backwards and other[1] in steps[0]:
-                key = (other[0], other[1], paths.get(other[2], other[2]), *other[3:])
-                there = self._links[1].same(other, self._links[0], key)
+                path = paths.get(other[2])
+                key = (other[0], other[1], path or "", *other[3:])
+                there = None if path is None else self._links[1].same(other, self._links[0], key)
                 if there is None:
                     self.only_b.append(_name(other))
                 else:
