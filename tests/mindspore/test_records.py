@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mindspore as ms
+import numpy as np
 import pytest
+from mindspore import nn
 
-from hyper_parallel.debug import compare
+from hyper_parallel.debug import compare, record
 from hyper_parallel.testing.extent import in_gate
 from tests.support.programs import ROOT, program_of
 
@@ -85,3 +88,29 @@ def test_example(tmp_path: Path) -> None:
         named[name] = found.culprit or ""
         assert not (found.only_a or found.unfit), str(found)
     assert named == {name: culprit for name, (_, _, culprit) in CHANGES.items()}
+
+
+def test_a_cell_that_trains_another(tmp_path: Path) -> None:
+    """The paths of `nn.TrainOneStepCell` begin otherwise, it has names of parameters that are no paths, and its
+    optimizer is a cell."""
+    rng = np.random.default_rng(0)
+    x = ms.Tensor(rng.standard_normal((4, 8)).astype(np.float32))
+    weight = rng.standard_normal((8, 8)).astype(np.float32)
+    for name in ("plain", "cell"):
+        model = nn.SequentialCell(nn.LayerNorm((8,)), nn.Dense(8, 8, has_bias=False))
+        model[1].weight.set_data(ms.Tensor(weight.copy()))
+        optimizer = nn.Momentum(model.trainable_params(), 0.1, 0.9)
+        if name == "plain":
+            step = ms.value_and_grad(lambda x, y, model=model: nn.MSELoss()(model(x), y), None, optimizer.parameters)
+            with record(tmp_path / name, model):
+                optimizer(step(x, x)[1])
+        else:
+            train = nn.TrainOneStepCell(nn.WithLossCell(model, nn.MSELoss()), optimizer)
+            with record(tmp_path / name):
+                train(x, x)
+    found = compare(tmp_path / "plain", tmp_path / "cell")
+    assert not (found.departs or found.only_a or found.unfit) and found.names["added"] == "network._backbone", str(
+        found
+    )
+    kinds = {row.kind for row in found.rows}
+    assert kinds == {"parameter", "input", "output", "gradient", "parameter gradient", "update"}

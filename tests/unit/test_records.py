@@ -278,7 +278,8 @@ def test_a_missing_gradient_departs(tmp_path: Path) -> None:
         made.close()
     found = compare(tmp_path / "a", tmp_path / "b")
     assert found.culprit == "y" and "no gradient" in str(found) and found.first is found.first_gradient
-    assert json.loads(json.dumps(found.as_dict()))["first"]["path"] == "y"
+    first = json.loads(json.dumps(found.as_dict(), allow_nan=False))["first"]
+    assert first["path"] == "y" and first["difference"] is None
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,6 +336,23 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "a shape": (lambda file: changed_entry(file, local=[-4, 6]), "does not fit the others"),
     "a box": (lambda file: changed_entry(file, boxes=[[[0, 0], [9, 6], [0, 0]]]), "does not fit the others"),
     "a word for a number": (lambda file: changed_entry(file, squares="many"), "does not fit the others"),
+    "fewer numbers": (lambda file: rewrite(file, largest=3), "entry 0 of 'up' (output) does not fit the others"),
+    "a mesh": (
+        lambda file: rewrite(file, places=[{"names": ["tp"], "shape": [2], "ranks": [0], "placements": ["R"]}]),
+        "place 0 does not fit the others",
+    ),
+    "the root": (
+        lambda file: rewrite(file, root={"names": [], "shape": [2], "ranks": [0, 1], "placements": ["R"]}),
+        "place 0 does not fit the others",
+    ),
+    "a call": (
+        lambda file: rewrite(file, calls=[{**asdict(Call(0, "up", "Linear", 0, 5))}]),
+        "call 0 of 'up' (Linear) does not fit the others",
+    ),
+    "a tensor of a call": (
+        lambda file: rewrite(file, calls=[{**asdict(Call(0, "up", "Linear", 0, -1)), "inputs": ["x"]}]),
+        "call 0 of 'up' (Linear) does not fit the others",
+    ),
     "cut": (lambda file: file.with_suffix(".bin").write_bytes(b"1234"), "rank-0.bin has 4 bytes"),
     "no arrays": (lambda file: file.with_suffix(".bin").unlink(), "rank-0.bin cannot be read"),
     "rank that is not there": (

@@ -83,7 +83,7 @@ def _paths(tensors: Mapping[Key, Tensor]) -> list[str]:
 
 def _matches(names: Names, paths_a: Collection[str], paths_b: Collection[str]) -> int:
     there = set(paths_b)
-    return sum(names(path) in there for path in paths_a)
+    return sum(bool(found := names(path)) and found in there for path in paths_a)
 
 
 def _prefixes(paths: Collection[str]) -> list[str]:

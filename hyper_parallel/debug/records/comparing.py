@@ -61,6 +61,10 @@ class Row:
         slot = f" [{self.slot}]" if self.slot else ""
         return f"{what}{slot} of {self.path or 'the model'}{call}"
 
+    def as_dict(self) -> dict[str, Any]:
+        """The row for JSON, which has no infinity."""
+        return {**asdict(self), "difference": self.difference if math.isfinite(self.difference) else None}
+
 
 @dataclass
 class Comparison:
@@ -108,15 +112,15 @@ class Comparison:
         return None if self.first is None else self.first.culprit
 
     def as_dict(self) -> dict[str, Any]:
-        """The data for JSON."""
+        """The data for JSON. Differences that are infinite, as of a gradient that is missing, are None."""
         first, gradient = self.first, self.first_gradient
         return {
             **{name: value for name, value in asdict(self).items() if name != "rows"},
             "departs": self.departs,
             "culprit": self.culprit,
-            "first": None if first is None else asdict(first),
-            "first_gradient": None if gradient is None else asdict(gradient),
-            "rows": [asdict(row) for row in self.rows],
+            "first": None if first is None else first.as_dict(),
+            "first_gradient": None if gradient is None else gradient.as_dict(),
+            "rows": [row.as_dict() for row in self.rows],
         }
 
     def svg(self) -> str:
@@ -216,8 +220,9 @@ class _Comparing:
         also: dict[Key, list[tuple[Key, Key]]] = {}
         for other in self._b:
             if other not in backwards and other[1] in steps[0]:
-                key = (other[0], other[1], paths.get(other[2], other[2]), *other[3:])
-                there = self._links[1].same(other, self._links[0], key)
+                path = paths.get(other[2])
+                key = (other[0], other[1], path or "", *other[3:])
+                there = None if path is None else self._links[1].same(other, self._links[0], key)
                 if there is None:
                     self.only_b.append(_name(other))
                 else:
@@ -229,9 +234,8 @@ class _Comparing:
             if namesake is not None:
                 self._compare(key, key, namesake)
             elif key[0] == "parameter gradient" and self._lacks(namesakes[key]):
-                self._append(
-                    key, self._a[key].entry.local, (self._a[key].entry.dtype, ""), math.inf, 0.0, "B: no gradient"
-                )
+                entry = self._a[key].entry
+                self._append(key, -1, entry.local, (entry.dtype, ""), math.inf, 0.0, "B: no gradient")
             elif key[1] in steps[1]:
                 self.only_a.append(_name(key))
             for named, other in also.get(key, ()):
@@ -250,7 +254,7 @@ class _Comparing:
         pair = _pair(a, b)
         if pair is None and a.ways() and b.ways():
             shapes = f"shapes {_shapes(a)} and {_shapes(b)}"
-            self._append(key, a.ways()[0].shape, (a.entry.dtype, b.entry.dtype), math.inf, 0.0, shapes)
+            self._append(key, a.entry.tensor, a.ways()[0].shape, (a.entry.dtype, b.entry.dtype), math.inf, 0.0, shapes)
         if pair is None:
             if not a.ways() or not b.ways():
                 self.unfit.append(f"{_name(key)}: {_shapes(a)} and {_shapes(b)}")
@@ -273,7 +277,7 @@ class _Comparing:
             if stray is not None:
                 how.append(f"{letter}: the copy of rank {stray[0]} differs by {stray[1]:.1e}")
                 found = max(found, stray[1])
-        departs = self._append(key, x.shape, dtypes, found, bound, "; ".join(how))
+        departs = self._append(key, a.entry.tensor, x.shape, dtypes, found, bound, "; ".join(how))
         if not departs:
             self._rounding.agree(found if key[0] != "update" else self._drift(key, x, y, a.entry.scale))
 
@@ -283,11 +287,18 @@ class _Comparing:
         return ("parameter", 0, *key[2:]) in self._b and next(others, None) is not None
 
     def _append(
-        self, key: Key, shape: tuple[int, ...], dtypes: tuple[str, str], found: float, bound: float, how: str
+        self,
+        key: Key,
+        tensor: int,
+        shape: tuple[int, ...],
+        dtypes: tuple[str, str],
+        found: float,
+        bound: float,
+        how: str,
     ) -> bool:
-        """Add a row, and return whether it departs."""
+        """Add a row for the tensor of this number, and return whether it departs."""
         departs = not found <= bound
-        culprit = self._culprits.of(key) if departs and not self._departed() else ""
+        culprit = self._culprits.of(key, tensor) if departs and not self._departed() else ""
         self.rows.append(Row(*key, tuple(shape), dtypes, found, bound, departs, culprit, how))
         return departs
 

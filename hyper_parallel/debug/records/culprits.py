@@ -46,7 +46,7 @@ class Culprits:
     """
 
     def __init__(self, record: Record, tensors: Mapping[Key, Any]) -> None:
-        self._calls, self._tensors = record.calls, tensors
+        self._calls = record.calls
         self._index = {(c.step, c.path, c.number): i for i, c in enumerate(self._calls)}
         self._takers: dict[int, list[int]] = {}
         for i, call in enumerate(self._calls):
@@ -58,8 +58,13 @@ class Culprits:
         for i, call in enumerate(self._calls):
             self._of_module.setdefault((call.step, call.path), []).append(i)
 
-    def of(self, key: Key) -> str:
-        """The module or parameter to which the first departure is charged, that of the tensor ``key``."""
+    def of(self, key: Key, tensor: int) -> str:
+        """The module or parameter to which the first departure is charged.
+
+        Args:
+            key: of the tensor that departs, by the name of a call that gave or took it.
+            tensor: its number.
+        """
         kind, step, path, number, _, of = key
         if kind in ("parameter", "buffer", "parameter gradient", "update"):
             return path
@@ -71,7 +76,6 @@ class Culprits:
             top = call
             while top.parent >= 0:
                 top = self._calls[top.parent]
-            tensor = self._tensors[key].entry.tensor
             return "the inputs of the run" if tensor in top.inputs else self._code(self._calls[call.parent])
         if kind == "output":
             return path or call.kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
@@ -13,6 +13,7 @@ from typing import IO, Any
 import numpy as np
 
 from hyper_parallel.debug.records.errors import RecordError
+from hyper_parallel.debug.records.samples import grid_of
 
 __all__ = ["KINDS", "Call", "Entry", "Place", "Record", "Writer", "read_record"]
 
@@ -192,7 +193,7 @@ def read_record(path: str | Path) -> Record:
             f"{folder} holds no record: there is no file rank-0.json in it. `hyper_parallel.debug.record` writes it "
             "when its context ends"
         )
-    entries, places, arrays = {}, {}, {}
+    entries, places, arrays, calls = {}, {}, {}, {}
     indexes = {rank: _index(file, rank) for rank, file in sorted(found.items())}
     first = min(indexes)
     head = indexes[first]
@@ -206,8 +207,8 @@ def read_record(path: str | Path) -> Record:
         places[rank] = [_make(Place, row, file) for row in index["places"]]
         entries[rank] = [_make(Entry, row, file) for row in index["entries"]]
         arrays[rank] = _numbers(file.with_suffix(".bin"), index["numbers"])
-        for entry in entries[rank]:
-            _check(entry, len(places[rank]), index["numbers"], file)
+        calls[rank] = [_make(Call, row, file) for row in index["calls"]]
+        _check(entries[rank], places[rank], calls[rank], index, file)
         lacking = sorted({r for place in places[rank] for r in place.ranks} - set(found))
         if lacking:
             raise RecordError(
@@ -215,11 +216,11 @@ def read_record(path: str | Path) -> Record:
                 "files of all ranks into one folder"
             )
     root = None if head["root"] is None else _make(Place, head["root"], found[first])
+    _check((), () if root is None else (root,), (), head, found[first])
     if root is not None and set(root.ranks) != set(found):
         root = None
-    calls = [_make(Call, row, found[first]) for row in head["calls"]]
     notes = list(dict.fromkeys(note for index in indexes.values() for note in index["notes"]))
-    return Record(str(path), head["platform"], head["largest"], root, calls, entries, places, arrays, notes)
+    return Record(str(path), head["platform"], head["largest"], root, calls[first], entries, places, arrays, notes)
 
 
 #: Fields of the index of a rank, and their types.
@@ -269,30 +270,53 @@ def _frozen(x: Any) -> Any:
     return tuple(map(_frozen, x)) if isinstance(x, list) else x
 
 
-def _check(entry: Entry, places: int, numbers: int, file: Path) -> None:
-    """Refuse an entry whose numbers are not where it says."""
-    try:
-        right = _fits(entry, places, numbers)
-    except (TypeError, ValueError):  # of fields that are no numbers, or too few
-        right = False
-    if not right:
-        raise RecordError(f"{file} is damaged: its entry of {entry.path!r} ({entry.kind}) does not fit the others")
+def _check(entries: Sequence[Entry], places: Sequence[Place], calls: Sequence[Call], head: Any, file: Path) -> None:
+    """Refuse an index whose parts do not fit each other."""
+    checks: tuple[tuple[str, Sequence[Any], Callable[[Any], bool]], ...] = (
+        ("place", places, _is_place),
+        ("call", calls, lambda call: _is_call(call, len(calls))),
+        ("entry", entries, lambda entry: _is_entry(entry, len(places), head["numbers"], head["largest"])),
+    )
+    for kind, rows, fits in checks:
+        for i, row in enumerate(rows):
+            try:
+                right = fits(row)
+            except (TypeError, ValueError):  # of fields that are no numbers, or too few
+                right = False
+            if not right:
+                name = f" of {row.path!r} ({row.kind})" if kind != "place" else ""
+                raise RecordError(f"{file} is damaged: its {kind} {i}{name} does not fit the others")
 
 
-def _fits(entry: Entry, places: int, numbers: int) -> bool:
+def _is_place(place: Place) -> bool:
+    """Whether a mesh has as many ranks as its shape says, and a letter for each dimension."""
+    letters = all(re.fullmatch(r"[RP?]|S\d+", letter) for letter in place.placements)
+    known = len(place.placements) == len(place.shape) == len(place.names)
+    return known and letters and math.prod(place.shape) == len(place.ranks) > 0
+
+
+def _is_call(call: Call, count: int) -> bool:
+    numbers = (call.step, call.number, *call.inputs, *call.outputs)
+    return -1 <= call.parent < count and min(numbers) >= 0 and isinstance(call.path, str) and isinstance(call.kind, str)
+
+
+def _is_entry(entry: Entry, places: int, numbers: int, largest: int) -> bool:
     start, count = entry.values or (0, 0)
     whole = entry.local if entry.whole is None else entry.whole
     if any(not isinstance(n, int) or n < 0 for n in (start, count, *entry.local, *whole)):
         return False
-    if any(
-        len(offsets) != len(whole)
-        or any(o < 0 or o + n > size for o, n, size in zip(offsets, sizes, whole, strict=True))
-        for offsets, sizes, _ in entry.boxes
-    ):
-        return False
-    sized = entry.values is None or entry.sampled or count == math.prod(entry.local)
+    expected = math.prod(map(len, grid := grid_of(whole, largest)))
+    if entry.whole is not None:
+        expected = 0
+        for offsets, sizes, _ in entry.boxes:
+            bounds = zip(offsets, sizes, whole, grid, strict=True)
+            if any(o < 0 or n < 1 or o + n > size for o, n, size, _ in bounds):
+                return bool(0 in whole)
+            box = zip(offsets, sizes, grid, strict=True)
+            expected += math.prod(int(np.searchsorted(i, o + n) - np.searchsorted(i, o)) for o, n, i in box)
     named = entry.kind in KINDS and isinstance(entry.path, str) and -1 <= entry.place < places
-    return named and sized and start + count <= numbers and entry.squares + entry.scale + entry.not_finite >= 0
+    held = entry.values is None or (count == expected and start + count <= numbers)
+    return named and held and min(entry.squares, entry.scale, entry.not_finite) >= 0
 
 
 def _numbers(file: Path, count: int) -> np.ndarray:

@@ -72,6 +72,8 @@ class record:
         self._calls: list[Call] = []
         self._step, self._begun, self._updated, self._live = 0, False, False, True
         self._paths: dict[int, str] = {}
+        self._named: set[str] = set()
+        self._optimizers: set[str] = set()
         self._roots: list[tuple[str, Any]] = []
         self._open: list[tuple[Any, int]] = []
         self._numbers: dict[tuple[int, str], int] = {}
@@ -154,7 +156,8 @@ class record:
                     continue
                 _, after, _ = numbers_of(p, self._platform)
                 if after is not None and after.shape == before.shape:
-                    scale = float(np.sqrt(np.square(before).mean())) if before.size else 0.0
+                    finite = before[np.isfinite(before)]
+                    scale = float(np.sqrt(np.square(finite).mean())) if finite.size else 0.0
                     key = ("update", self._step, name, 0, "", "")
                     self._add(key, p, like=p, scale=scale, array=after - before)
                     self._updated = True
@@ -182,6 +185,10 @@ class record:
                 continue
             path = ".".join(filter(None, (prefix, *(part for part in path.split(".") if part not in _WRAPPERS))))
             self._paths[id(module)] = path
+            self._named.add(path)
+            if platform.is_optimizer(module) or any(path.startswith(f"{own}.") for own in self._optimizers):
+                self._optimizers.add(path)  # a module of its own on some frameworks, within that which trains
+                continue
             for _, mesh in getattr(module, APPLIED, ()):
                 self._parts.see(mesh)
             self._handles.append(
@@ -293,24 +300,34 @@ class record:
         return found
 
     # ------------------------------------------------------------------------------------------------- parameters
-    def _parameters(self) -> Iterator[tuple[str, Any]]:
-        """Each parameter once, by its name in checkpoints."""
-        seen: set[int] = set()
+    def _saved(self) -> Iterator[tuple[str, Any]]:
+        """Each parameter and buffer once, by its name in checkpoints."""
+        found: dict[int, tuple[str, Any]] = {}
+        named: set[int] = set()
         for prefix, root in self._roots:
-            for name, x in self._platform.saved_tensors(root):
-                if isinstance(x, self._platform.Parameter) and id(x) not in seen:
-                    seen.add(id(x))
-                    yield ".".join(filter(None, (prefix, name))), x
+            for own, x in self._platform.saved_tensors(root):
+                name = ".".join(filter(None, (prefix, own)))
+                if id(x) in named or any(name.startswith(f"{path}.") for path in self._optimizers):
+                    continue
+                # A cell that trains another has its parameters, too, under names that are no paths.
+                if name.rpartition(".")[0] in self._named:
+                    named.add(id(x))
+                elif id(x) in found:
+                    continue
+                found[id(x)] = (name, x)
+        yield from found.values()
+
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        for name, x in self._saved():
+            if isinstance(x, self._platform.Parameter):
+                yield name, x
 
     def _describe_state(self) -> None:
         """Record buffers, and in the first step parameters."""
-        seen: set[int] = set()
-        for prefix, root in self._roots:
-            for name, x in self._platform.saved_tensors(root):
-                kind = "parameter" if isinstance(x, self._platform.Parameter) else "buffer"
-                if id(x) not in seen and (kind == "buffer" or self._step == 0):
-                    seen.add(id(x))
-                    self._add((kind, self._step, ".".join(filter(None, (prefix, name))), 0, "", ""), x)
+        for name, x in self._saved():
+            kind = "parameter" if isinstance(x, self._platform.Parameter) else "buffer"
+            if kind == "buffer" or self._step == 0:
+                self._add((kind, self._step, name, 0, "", ""), x)
 
     def _add(
         self,

@@ -313,14 +313,14 @@ PATCHES = PatchSet(
 )
 
 
-#: There while a program is watched, inside `CommDebugMode`, and not otherwise.
+#: There while a program is watched, inside `CommDebugMode` and `record`, and not otherwise.
 WATCHING = PatchSet(
     "MindSpore, watched",
     mindspore.__version__,
     [
         _patch(
             "mindspore.nn.Cell.__call__",
-            "`CommDebugMode` does not know which cell runs",
+            "neither `CommDebugMode` nor `record` knows which cell runs",
             calling(observation.watched_call),
             check=takes("self args kwargs"),
             required=False,
