@@ -113,8 +113,7 @@ def contiguous_only(static_args: tuple, shape: Shape, strides: Strides, result_s
 
 
 def without_dots(index: tuple, ndim: int) -> tuple:
-    """An encoded index without ``...``: it has ``:`` for each of the ``ndim`` dimensions that the first ``...`` stands
-    for. The same goes for dimensions that it leaves out at the end.
+    """Return an encoded index with a ``:`` for each dimension that ``...`` stands for, and for omitted last ones.
 
     Example:
         >>> without_dots((0, ..., None), 2)
