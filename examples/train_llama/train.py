@@ -15,13 +15,15 @@ predict its validation text better than byte frequencies do.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +36,7 @@ from hyper_parallel import DeviceMesh, get_platform, init_device_mesh
 from hyper_parallel.checkpoint import latest, load, save
 from hyper_parallel.debug import record as written
 from launch import launch, under_launcher
+from picture import picture_of
 from progress import Progress
 from weights import write_initial_weights
 
@@ -44,6 +47,9 @@ EARLY_STEPS, EARLY_TOLERANCE = 10, 1e-5
 LATE_STEPS, LATE_TOLERANCE = 100, 1e-3
 GRADIENT_TOLERANCE = 1e-5
 RECORDED_STEPS = 2
+
+#: Losses are printed after so many steps.
+SHOWN = 10
 
 
 class Trainer(Protocol):
@@ -203,7 +209,8 @@ def train(
                 f" (byte frequencies: {record.unigram_bits_per_byte:.3f})"
             )
         steps.note = f"{record.tokens_per_second:.0f} tokens/s"
-        steps.print(line)
+        if done == 0 or validate or (step + 1) % SHOWN == 0 or step + 1 == until:
+            steps.print(line)
         after(step + 1)
 
 
@@ -211,6 +218,7 @@ def report(record: Record, samples: Sequence[bytes], out: Path) -> bool:
     """Print samples and figures, write the record, and say whether all promises were kept."""
     for sample in samples:
         print(f"--- sample\n{sample.decode(errors='replace')}")
+    print(f"---\n{picture_of(record.sharded_losses, record.unsharded_losses, record.first_step)}")
     print(
         f"---\n{record.tokens_per_second:.0f} tokens/s; relative difference of losses:"
         f" {record.loss_difference(EARLY_STEPS):.1e} over {EARLY_STEPS} steps,"
@@ -298,8 +306,21 @@ def work(run: RunConfig, arguments: argparse.Namespace) -> int:
     show_bytes(sharded, unsharded, mesh)
     samples = generate(sharded, run, PROMPTS, show=first) if record.complete else []
     kept = report(record, samples, out or RUNS / f"{platform.name}-{name}.json") if first else True
-    platform.destroy_process_group()
+    with quiet_errors() if framework == "mindspore" else contextlib.nullcontext():
+        platform.destroy_process_group()
     return 0 if kept else 1
+
+
+@contextlib.contextmanager
+def quiet_errors() -> Iterator[None]:
+    """Drop the error stream of this process. MindSpore logs the end of its threads there, whatever GLOG_v says."""
+    stream = sys.stderr.fileno()
+    before, nowhere = os.dup(stream), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream)
+    try:
+        yield
+    finally:
+        os.dup2(before, stream)
 
 
 def main() -> int:

@@ -324,8 +324,7 @@ def _time(directory: Path, run: str) -> int:
 
 
 def _with_own(values: Any, own: list[dict[str, Any]]) -> Any:
-    """``values`` with those that each rank alone has: each different value once, and for every rank the index of its
-    own."""
+    """Fill the values of the ranks into ``values``: each distinct value once, and its index for every rank."""
     if isinstance(values, list):
         return [_with_own(value, own) for value in values]
     if not isinstance(values, dict):

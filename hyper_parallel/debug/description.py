@@ -99,7 +99,7 @@ class Description:
         return sum(module.bytes for module in self.modules)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields for JSON."""
+        """Return all fields as values that JSON has."""
         return {"modules": [asdict(m) for m in self.modules], "bytes": self.bytes, "local_bytes": self.local_bytes}
 
     def __str__(self) -> str:

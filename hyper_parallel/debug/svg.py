@@ -43,6 +43,13 @@ class Svg:
                 f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='#555' stroke-width='0.2'/>"
             )
 
+    def line(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        """Draw a straight line."""
+        self._parts.append(
+            f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='#555' stroke-width='0.7'/>"
+        )
+        self._grow(max(x1, x2), max(y1, y2))
+
     def text(self, x: float, y: float, text: str, *, bold: bool = False, colour: str = "#222") -> None:
         """A line of text; ``y`` is its foot."""
         weight = " font-weight='bold'" if bold else ""

@@ -37,6 +37,7 @@ PROGRAMS = {
     "gpt_model.py": "tests/torch/test_training_job.py",
     "train_gpt.py": "tests/torch/test_training_job.py",
     "train_sequence.py": "tests/torch/test_training_job.py",
+    "nanogpt.py": "tests/torch/test_training_job.py",
     "finetune.py": "tests/torch/test_huggingface_trainer.py",
     "loop.py": "tests/torch/test_huggingface_trainer.py",
     "lit.py": "tests/torch/test_lightning.py",

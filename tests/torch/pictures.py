@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,38 @@ def drawn() -> dict[str, str]:
     found["step.svg"] = _step()
     found["ways.svg"] = _ways()
     found["positions.svg"] = _positions()
+    found["experts.svg"] = _experts()
     return found
+
+
+def _experts() -> str:
+    """Two ranks, four experts: tokens go to the rank of their expert and come back."""
+    own = [{"a": 0, "b": 0, "c": 2, "d": 3}, {"p": 1, "q": 3, "r": 3}]  # token -> expert, of each rank
+    expert_of = {**own[0], **own[1]}
+    held = [sorted((t for t in expert_of if expert_of[t] // 2 == rank), key=expert_of.__getitem__) for rank in (0, 1)]
+    picture, side, tops = Svg(), 28.0, (40.0, 150.0)
+    columns = [(130.0, "tokens, by expert", own), (330.0, "at the experts", held), (530.0, "back", own)]
+    places: list[dict[str, tuple[float, float]]] = []
+    for left, title, ranks in columns:
+        picture.text(left, 24, title)
+        places.append({t: (left + i * side, tops[rank]) for rank in (0, 1) for i, t in enumerate(ranks[rank])})
+    for here, there in pairwise(places):
+        for token, (x, y) in here.items():
+            to_x, to_y = there[token]
+            if to_y != y:  # a token of an expert here stays
+                foot, to_foot = (side, 0.0) if to_y > y else (0.0, side)
+                picture.line(x + side / 2, y + foot, to_x + side / 2, to_y + to_foot)
+    for rank, top in enumerate(tops):
+        picture.text(12, top + 14, f"rank {rank}")
+        picture.text(12, top + 30, f"experts {2 * rank}, {2 * rank + 1}")
+        for placed in places:
+            for token, (x, y) in placed.items():
+                if y == top:
+                    picture.box(x, y, side, side, COLOURS[expert_of[token]], token)
+    for expert in range(4):
+        picture.box(130 + expert * 110, 215, 14, 14, COLOURS[expert])
+        picture.text(150 + expert * 110, 227, f"expert {expert}")
+    return str(picture)
 
 
 def _sharding(title: str, mesh: tuple[int, ...], shape: tuple[int, ...], placements: list[Any]) -> str:

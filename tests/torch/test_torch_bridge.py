@@ -175,7 +175,7 @@ def meshes_refused(mesh: Any) -> None:
             distribute_tensor(randn(4), wrong, [Shard(0)])
     theirs = init_torch_mesh(device().type, (2, 2), mesh_dim_names=("x", "y"))
     split = theirs["x"]._unflatten(0, (1, 2), ("x1", "x2"))
-    with pytest.raises(ValueError, match=r"dimension 'x1'.*make a mesh that has it"):
+    with pytest.raises(ValueError, match=r"dimension 'x1'.*make a mesh that has the dimension"):
         DeviceMesh.from_torch(split)
 
 

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+from hyper_parallel import loss_parallel, parallelize_module
+from hyper_parallel.testing import spmd
 from tests.support.programs import ROOT, program_of
 
 PAGE = ROOT / "docs" / "tutorials" / "training_job.md"
@@ -56,3 +61,66 @@ def test_a_distributed_batch_has_the_losses_of_one_rank(pool: Any, folder: str) 
     assert wanted[-1] < wanted[0]
     for losses, _ in pool.run(4, run_in, folder, "train_sequence.py"):
         assert losses == pytest.approx(wanted, rel=1e-4)
+
+
+class Attention(nn.Module):
+    """Attention that counts all heads, as nanoGPT does."""
+
+    def __init__(self, features: int, heads: int) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(features, 3 * features), nn.Linear(features, features)
+        self.n_head, self.n_embd = heads, features
+
+    def forward(self, x: Any) -> Any:
+        batch, length, features = x.size()
+        parts = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (y.view(batch, length, self.n_head, features // self.n_head).transpose(1, 2) for y in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, features))
+
+
+class GPT(nn.Module):
+    """A model with the module paths of nanoGPT, one layer, which computes its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.ModuleDict({"ln_1": nn.LayerNorm(8), "attn": Attention(8, 4), "ln_2": nn.LayerNorm(8)})
+        block["mlp"] = nn.ModuleDict({"c_fc": nn.Linear(8, 32), "c_proj": nn.Linear(32, 8)})
+        names = {"wte": nn.Embedding(13, 8), "wpe": nn.Embedding(6, 8), "h": nn.ModuleList([block])}
+        self.transformer = nn.ModuleDict({**names, "ln_f": nn.LayerNorm(8)})
+        self.lm_head = nn.Linear(8, 13, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, ids: Any, targets: Any) -> Any:
+        t = self.transformer
+        x = t.wte(ids) + t.wpe(torch.arange(ids.size(1)))
+        for block in t.h:
+            x = x + block.attn(block.ln_1(x))
+            x = x + block.mlp.c_proj(F.gelu(block.mlp.c_fc(block.ln_2(x))))
+        logits = self.lm_head(t.ln_f(x))
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+@spmd.on_mesh()
+def nanogpt(mesh: Any, source: str) -> None:
+    names: dict[str, Any] = {}
+    exec(source, names)
+    torch.manual_seed(0)
+    single = GPT()
+    torch.manual_seed(0)
+    model = parallelize_module(GPT(), mesh, names["plan_of"](4))
+    ids, targets = torch.arange(12).reshape(2, 6), torch.arange(1, 13).reshape(2, 6)
+    wanted = single(ids, targets)
+    wanted.backward()
+    with loss_parallel():
+        loss = model(ids, targets)
+        loss.backward()
+    torch.testing.assert_close(loss.full_tensor(), wanted)
+    for p, q in zip(model.parameters(), single.parameters(), strict=True):
+        gradient = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        torch.testing.assert_close(gradient, q.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_plan_for_nanogpt(pool: Any, world_size: int) -> None:
+    pool.run(world_size, nanogpt, program_of(PAGE, "nanogpt.py"))

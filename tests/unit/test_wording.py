@@ -89,3 +89,13 @@ def test_places(wording: Any, project: Path, capsys: pytest.CaptureFixture[str])
 
 def test_the_record_is_of_these_rules(wording: Any) -> None:
     assert set(json.loads((ROOT / wording.RECORD).read_text())) == set(wording.RULES)
+
+
+@pytest.mark.nightly
+def test_a_sample_is_drawn_with_a_seed(wording: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = []
+    for seed in ("5", "5", "6"):
+        assert wording.main(["--sample", seed]) == 0
+        drawn.append(capsys.readouterr().out.splitlines())
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(drawn[0]) == 80 and all(line.startswith("hyper_parallel/") for line in drawn[0][:40])

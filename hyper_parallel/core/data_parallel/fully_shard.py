@@ -305,7 +305,7 @@ def _placement(
         raise TypeError(f"{what}: shard_placement_fn gives a Shard or None, got {wanted!r}")
     elif not -len(shape) <= wanted.dim < len(shape):
         raise ValueError(
-            f"{what}, of shape {shape}: shard_placement_fn gives {wanted!r}, which it has no dimension for"
+            f"{what} has shape {shape}, and shard_placement_fn gives {wanted!r}: give a dimension that it has"
         )
     else:
         wanted = Shard(wanted.dim % len(shape))

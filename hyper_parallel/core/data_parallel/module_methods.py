@@ -43,7 +43,9 @@ class GradientReductionHandle:
         if unit is None or unit.model is None:
             return
         if unit.model.abandoned != self._count:
-            raise RuntimeError("reset_iter_state has dropped the gradients that were to be waited for")
+            raise RuntimeError(
+                "reset_iter_state has dropped the gradients of this handle: wait for them before that call"
+            )
         with unit.platform.no_grad(), unit.platform.no_dispatch():
             unit.model.finish()
 

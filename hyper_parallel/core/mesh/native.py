@@ -82,8 +82,8 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
         dims = _dims_of_row(root, row, coordinate)
         if dims is None:
             raise ValueError(
-                f"dimension {name!r}, with the ranks {row} here, is not one of {root}, nor several as one: make a mesh "
-                "that has it"
+                f"the ranks {row} of dimension {name!r} are those of no dimension of {root}, and of no flattened ones: "
+                "make a mesh that has the dimension"
             )
         root.slices.flat_groups.setdefault(dims, known.groups[dim])
         root.slices.flat_names[name] = dims

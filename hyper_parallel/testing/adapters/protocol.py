@@ -316,7 +316,7 @@ class Adapter(Protocol):
         """The slices of ``x`` along ``dim`` that a 1-D ``index`` names."""
 
     def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
-        """``x`` at the places along ``dim`` that ``index``, of as many dimensions, names."""
+        """Take elements of ``x`` along ``dim`` at ``index``, which has as many dimensions as ``x``."""
 
     def topk(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The ``k`` largest along the last dimension, and their places. Asked for where `optimizer` is."""

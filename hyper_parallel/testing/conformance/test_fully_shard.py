@@ -100,7 +100,7 @@ def test_training(pool: Any, world_size: int, kind: str, sizes: tuple[int, int])
 
 @spmd.on_mesh()
 def kept(mesh: Any) -> None:
-    """Called twice in a step; a parameter in two places of the unit; without gradients; after an error."""
+    """Run a unit twice in a step, with a parameter in two places, without gradients, and after an error."""
     adapter, size = get_adapter(), mesh.shape[0]
     ids = np.random.default_rng(8).integers(0, 7, (size, 3)).astype(np.int64)
     single, sharded = (adapter.load(adapter.Tied(7, 6), np.random.default_rng(5)) for _ in range(2))

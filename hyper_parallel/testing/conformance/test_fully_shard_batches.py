@@ -191,7 +191,7 @@ def mixed() -> None:
         fully_shard(mlp, mesh=mesh)
         mesh.platform.register_forward_pre_hook(mlp.down, lambda module, args, convert=convert: (convert(args[0]),))
         # A tensor that has the data of a batch comes from the unit around it, which has gathered by then, on all ranks.
-        with pytest.raises(ValueError, match="one loss or one each"):
+        with pytest.raises(ValueError, match="data-parallel ranks have one loss"):
             adapter.call(mlp, given)
     other = adapter.tensor(x)
     with fails(ValueError, "give a DTensor on that mesh"):

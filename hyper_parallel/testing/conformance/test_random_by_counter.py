@@ -33,7 +33,7 @@ def seed(value: int, mesh: Any) -> None:
 
 
 def job(*shape: int, names: tuple[str, ...] | None = None) -> Callable[[Callable], Callable]:
-    """`spmd.on_mesh`; in the end nothing is drawn by counter any more."""
+    """Run a function on a mesh, as `spmd.on_mesh` does, and switch drawing by counter off afterwards."""
 
     def decorate(run: Callable) -> Callable:
         @functools.wraps(run)

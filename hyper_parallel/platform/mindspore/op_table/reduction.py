@@ -72,7 +72,7 @@ _MEDIAN = repeated("reduce_pair", "x dims=-1 keepdim=False")
 
 
 def _choose_median(args: tuple, kwargs: dict) -> NativeOp | None:
-    """On Ascend it is one of all elements."""
+    """Choose the row of a median; on Ascend the primitive takes the median of all elements."""
     return _MEDIAN if device_target() == "CPU" else None
 
 

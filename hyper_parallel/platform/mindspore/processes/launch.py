@@ -85,7 +85,7 @@ class World:
     process: int = field(default_factory=os.getpid)
 
     def leave(self) -> None:
-        """Return when all ranks leave, or those that do not are lost. Until then they may need this rank's messages."""
+        """Wait until every rank leaves or is lost: until then it may need messages of this rank."""
         atexit.unregister(self._end)
         if self.store is None and not self.failed and "MS_SCHED_HOST" in os.environ:
             with suppress(RuntimeError):  # a rank is lost

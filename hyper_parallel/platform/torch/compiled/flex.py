@@ -78,7 +78,7 @@ def attend(
     query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, scale: Any, enable_gqa: bool,
     return_lse: bool, kernel_options: Any, return_aux: Any,
 ) -> Any:  # fmt: skip
-    """The call, with all arguments."""
+    """Run `flex_attention` on DTensors, and torch's own function on other tensors."""
     dtensor = State.tensor_class.__bases__[0]
     if not (isinstance(query, dtensor) or isinstance(key, dtensor) or isinstance(value, dtensor)):
         if not is_tracing() and (mixes := MIXES.get()) is not None:

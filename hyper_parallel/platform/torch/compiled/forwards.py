@@ -248,7 +248,7 @@ def _parts(how: CompiledForward, cls: Any) -> Callable[..., Any]:
 
 
 def _distributed(how: CompiledForward, cls: Any) -> Callable[..., Any] | None:
-    """A module's own forward on stand-ins for DTensors: `views` says which operations on those are traced."""
+    """Return a module's own forward, run on stand-ins for DTensors; `views` lists the operations that are traced."""
     if cls.__module__.startswith("torch."):
         return None  # random numbers and writes, which would not be traced
     moves, given, planned, forward = _moves(how), how.given, tuple(how.layouts.items()), cls.forward

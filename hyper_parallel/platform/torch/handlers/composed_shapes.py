@@ -146,7 +146,7 @@ def vstack(tensors: Any) -> Any:
 
 @composed(*find("dstack"))
 def dstack(tensors: Any) -> Any:
-    """Joined along a third dimension."""
+    """Join tensors along a third dimension."""
     return torch.cat([at_least_3d(x) for x in tensors], 2)
 
 
