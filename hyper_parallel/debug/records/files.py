@@ -289,7 +289,7 @@ def _check(entries: Sequence[Entry], places: Sequence[Place], calls: Sequence[Ca
 
 
 def _is_place(place: Place) -> bool:
-    """Whether a mesh has as many ranks as its shape says, and a letter for each dimension."""
+    """Return whether a mesh has as many ranks as its shape says, and a letter for each dimension."""
     letters = all(re.fullmatch(r"[RP?]|S\d+", letter) for letter in place.placements)
     known = len(place.placements) == len(place.shape) == len(place.names)
     return known and letters and math.prod(place.shape) == len(place.ranks) > 0
