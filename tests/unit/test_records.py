@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -293,6 +294,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     picture = tmp_path / "difference.svg"
     assert main(["compare", a, b, "--svg", str(picture), "--reference", a]) == 1
     assert "part at up" in capsys.readouterr().out and "the runs part at up" in picture.read_text()
+    assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
     assert main(["compare", a, b, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["culprit"] == "up"
     assert main(["compare", a, c, "--name", "up=net.up"]) == 0
