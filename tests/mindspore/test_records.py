@@ -91,8 +91,7 @@ def test_example(tmp_path: Path) -> None:
 
 
 def test_a_cell_that_trains_another(tmp_path: Path) -> None:
-    """The paths of `nn.TrainOneStepCell` begin otherwise. It has names of parameters that are no paths. Its optimizer is
-    a cell."""
+    """`nn.TrainOneStepCell` has longer paths, parameters under names that are no paths, and its optimizer is a cell."""
     rng = np.random.default_rng(0)
     x = ms.Tensor(rng.standard_normal((4, 8)).astype(np.float32))
     weight = rng.standard_normal((8, 8)).astype(np.float32)
