@@ -219,7 +219,7 @@ def wrong_plans(mesh: Any) -> None:
     for on, arguments, match in (
         (ep, {**WHOLE, "tp_dim": "cp"}, "has no dimension 'cp'"),
         (mesh["dp"], WHOLE, "which lacks 'tp'"),
-        (ep, {**WHOLE, "inside": INSIDE}, "which has 'tp' itself"),
+        (ep, {**WHOLE, "inside": INSIDE}, "which has the dimension 'tp'"),
         (mesh["dp"], {**WHOLE, "inside": {"down": Shard(1)}}, "inside names \\['down'\\]"),
         (mesh["dp"], {**WHOLE, "inside": {"down": Shard(1), "gate_up": Shard(3)}}, "Shard"),
     ):
