@@ -141,7 +141,7 @@ class Called:
 
 
 @pytest.mark.parametrize(
-    ("row", "static_args"), [("cross_entropy", ("mean", -100, 0.0)), ("nll_loss", ("sum", 1))], ids=str
+    ("row", "static_args"), [("cross_entropy", ("mean", -100, 0.0, None)), ("nll_loss", ("sum", 1))], ids=str
 )
 def test_losses_are_mint_s(request: pytest.FixtureRequest, row: str, static_args: tuple) -> None:
     """The called function runs on Ascend; the CPU has no kernel for it, and runs that of `mindspore.ops`."""
@@ -151,7 +151,7 @@ def test_losses_are_mint_s(request: pytest.FixtureRequest, row: str, static_args
     request.getfixturevalue("ascend")
     assert loss.LOSSES[row].call(native, xs, static_args) == "of mint"
     reduction, ignore, *smoothing = static_args
-    assert native.args == (*xs, ignore, reduction, *smoothing)
+    assert native.args == (*xs, ignore, reduction, *smoothing[:1])
 
 
 def test_embedding_is_mint_s(request: pytest.FixtureRequest) -> None:

@@ -106,7 +106,13 @@ def exchanged_in_forward(mesh: Any) -> None:
         module._parameters["weight"] = nn.Parameter(module.weight.full_tensor().detach())
 
     sharded.down.register_forward_pre_hook(unshard)
-    refused(lambda: sharded(randn(3, 6)), "'weight'", "'down'", "fully_shard", "call that one")
+    refused(
+        lambda: sharded(randn(3, 6)),
+        "'weight'",
+        "'down'",
+        "fully_shard",
+        "call the module that fully_shard was applied to",
+    )
 
 
 def test_exchanged_in_forward(pool: Any) -> None:

@@ -25,8 +25,10 @@ from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.interception import name_of
 from hyper_parallel.platform.watching import tensors_in
 
-__all__ = ["FOLLOWING", "Following"]
+__all__ = ["FOLLOWING", "UNEVEN", "Following"]
 
+#: The reason for losing a part whose size differs from rank to rank.
+UNEVEN = "parts of unequal size"
 #: The programs that are followed, the innermost last; it is the one that counts.
 FOLLOWING: list[Following] = []
 
@@ -210,12 +212,7 @@ class Following:
         if is_even(layout):
             self._platform.write_mark(x, Held((mark,), self._styled, stated=True))
         else:
-            self.given_uneven(x, layout.mesh)
-
-    def given_uneven(self, x: Any, mesh: DeviceMesh) -> None:
-        """A plain tensor ``x`` is a part on ``mesh``, and parts have unequal sizes: it is not followed."""
-        self._mesh = mesh
-        self.lose(x, "parts of unequal size")
+            self.lose(x, UNEVEN, layout.mesh)
 
     def joined(self, x: Any, pieces: Sequence[Any], dim: int) -> None:
         """A style joined ``pieces`` to ``x`` along ``dim``, each with marks of its own."""
@@ -223,8 +220,11 @@ class Following:
         found = Joined(dim, tuple(p.shape[dim] for p in pieces), tuple(ways_of(p) for p in pieces))
         self._platform.write_mark(x, Held(found, self._styled, stated=True))
 
-    def lose(self, x: Any, why: str) -> None:
-        """Note that code with ``x`` is not followed from here on: ``why`` is for the report."""
+    def lose(self, x: Any, why: str, mesh: DeviceMesh) -> None:
+        """Note that code with ``x``, a part on ``mesh``, is not followed from here on: ``why`` is for the report."""
+        self._mesh = mesh
+        if self._own_samples or self._platform.in_backward():
+            return
         self.unknown[why] = self.unknown.get(why, 0) + 1
         self._platform.write_mark(x, Held(Lost(why), self._styled, stated=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hyper_parallel.core.dtensor.api import distribute_parameter
@@ -91,6 +92,10 @@ class _LocalChannels:
                 names.pop(parameter, None)
 
 
+#: The reason for not following the code of a mixer.
+_BY_HEADS = "a mixer by heads"
+
+
 class ColumnsOfHeads(ColwiseParallel):
     """`ColwiseParallel` of a weight that is several, which the code takes apart into groups of these.
 
@@ -100,8 +105,12 @@ class ColumnsOfHeads(ColwiseParallel):
     def prepare_output(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
         given = super().prepare_output(module, y, i, what, mesh)
         if FOLLOWING:
-            FOLLOWING[-1].lose(given, "a mixer by heads")
+            FOLLOWING[-1].lose(given, _BY_HEADS, mesh)
         return given
+
+    def local_forward(self, module: Any, forward: Any, mesh: DeviceMesh) -> LocalForward | None:
+        local = super().local_forward(module, forward, mesh)
+        return None if local is None else replace(local, gives=None, lost=_BY_HEADS)
 
 
 class RowsReadByParts(RowwiseParallel):

@@ -9,7 +9,7 @@ from typing import Any
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Placement, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.plain_code.following import FOLLOWING
+from hyper_parallel.core.plain_code.following import FOLLOWING, UNEVEN
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,15 @@ class LocalForward:
         distributed: ``distributed(module, x)`` for a DTensor.
         given: the placement that ``plain`` assumes of a plain tensor, where the ranks must compare theirs. They compare
             shards by their sizes, and replicated tensors by their values.
-        gives: the placement of the output, None where features have parts of unequal size.
+        gives: the placement of the output, None for one that a program cannot be followed with: see ``lost``.
+        lost: the reason.
     """
 
     plain: Callable[[Any, Any], Any] | None
     distributed: Callable[[Any, Any], Any]
     given: Placement | None = None
     gives: Placement | None = None
+    lost: str = UNEVEN
 
 
 def layout_of_even_part(x: Any, mesh: DeviceMesh, placement: Placement) -> Layout:
@@ -66,7 +68,7 @@ def tell_output(local: LocalForward, x: Any, y: Any, given: Placement | None, me
     if _gives_even_parts(local, tuple(whole), mesh):
         FOLLOWING[-1].given(y, layout_of_even_part(y, mesh, local.gives))  # type: ignore[arg-type]
     else:
-        FOLLOWING[-1].given_uneven(y, mesh)
+        FOLLOWING[-1].lose(y, local.lost, mesh)
     return y
 
 
