@@ -17,7 +17,7 @@ from hyper_parallel.core.operations.binding import bind_of
 from hyper_parallel.core.plain_code.borders import misfit, output_problem
 from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of, place_in_program
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
-from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Ways, held, is_even, mark_of, ways_of
+from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark, Ways, held, is_even, mark_of, ways_of
 from hyper_parallel.core.plain_code.views import marks_of_base
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.batch_parts import BATCH_PART
@@ -61,6 +61,7 @@ class Following:
         self._inside: Any = None
         self._styled, self._own_samples = "", False
         self._rows: _Rows | None = None
+        self._ways: tuple[Mark | None, ...] = ()
         self._verdicts: dict[Any, Verdict] = {}
 
     @property
@@ -210,7 +211,9 @@ class Following:
         if mark is None or self._own_samples or self._platform.in_backward():
             return
         if is_even(layout):
-            self._platform.write_mark(x, Held((mark,), self._styled, stated=True))
+            # Of one head of one token, the placement that the style says is one of several that are possible.
+            ways = self._ways if mark in self._ways else (mark,)
+            self._platform.write_mark(x, Held(ways, self._styled, stated=True))
         else:
             self.lose(x, UNEVEN, layout.mesh)
 
@@ -228,18 +231,20 @@ class Following:
         self.unknown[why] = self.unknown.get(why, 0) + 1
         self._platform.write_mark(x, Held(Lost(why), self._styled, stated=True))
 
-    def cut_of(self, x: Any, mesh: DeviceMesh, whole: int) -> Shard | None:
+    def cut_of(self, x: Any, mesh: DeviceMesh, whole: int, usual: Shard) -> Shard | None:
         """Return the placement of a plain tensor that is known to be a part on the 1-D ``mesh``, else None.
 
-        A cut of one of the last ``whole`` dimensions gives None too.
+        A cut of one of the last ``whole`` dimensions gives None too. Of several that are possible, as where a rank has
+        one head of one token, it is the ``usual`` one.
         """
-        ways = ways_of(x)
+        ways, found = ways_of(x), []
         for mark in ways if isinstance(ways, tuple) else ():
             if mark is not None and mark.layout.mesh is mesh:
                 placement = mark.layout.placements[0]
                 if isinstance(placement, Shard) and placement.dim < mark.layout.ndim - whole:
-                    return placement
-        return None
+                    found.append(placement)
+        first = usual.dim % max(len(x.shape), 1)
+        return min(found, key=lambda placement: placement.dim != first, default=None)
 
     def taken(self, x: Any, layout: Layout) -> None:
         """A plain tensor became a DTensor of ``layout``: it must be that."""
@@ -295,15 +300,18 @@ class Following:
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = self._inside, self._styled, self._own_samples, self._rows
+            before = self._inside, self._styled, self._own_samples, self._rows, self._ways
             self._inside, self._styled, self._own_samples = module, name, own_samples or self._own_samples
-            rows = self._rows = _merged_rows(next(tensors_in(args, self._platform.Tensor), None))
+            first = next(tensors_in(args, self._platform.Tensor), None)
+            rows = self._rows = _merged_rows(first)
+            ways = () if first is None else ways_of(first)
+            self._ways = ways if isinstance(ways, tuple) else ()
             self.paused += 1
             try:
                 result = call(*args, **kwargs)
             finally:
                 self.paused -= 1
-                self._inside, self._styled, self._own_samples, self._rows = before
+                self._inside, self._styled, self._own_samples, self._rows, self._ways = before
             if rows is not None and rows.problem is not None:
                 self._reached.add(self._find(rows.problem, "from_local"))
             return result

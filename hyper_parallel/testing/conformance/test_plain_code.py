@@ -119,6 +119,13 @@ def in_heads(module: Any, x: Any, a: Any) -> Any:
     return module.down(a.reshape(q, (*x.shape[:2], -1)))
 
 
+def one_token(module: Any, x: Any, a: Any) -> Any:
+    """Keys behind those of a cache: of one head of one token, either dimension could be the one that is cut."""
+    past, last = (module.norm(a.transpose(a.reshape(module.up(y), heads(y, 6)), 1, 2)) for y in (x, x[:, :1]))
+    k = a.transpose(a.cat((past, last), 2), 1, 2)
+    return module.down(a.reshape(k, (x.shape[0], x.shape[1] + 1, -1)))
+
+
 def normed(module: Any, x: Any, a: Any) -> Any:
     """Heads of which the norm is written out."""
     y = a.reshape(module.up(x), heads(x, 6))
@@ -258,6 +265,11 @@ RIGHT = {
     "attention": Case(attention, plan={"w[qkv]": C(), "wo": W()}, modules=QKV),
     "merged": Case(merged),
     "norm inside heads": Case(in_heads, plan=MLP | {"norm": HeadNormParallel()}, modules=HEAD_NORM),
+    "one head of one token": Case(
+        one_token,
+        plan=MLP | {"norm": HeadNormParallel()},
+        modules=HEAD_NORM | {"up": linear(8, 12), "down": linear(12, 8)},
+    ),
     "latent": Case(latent, plan=MLP | {"shared": NoParallel(partial_features=4)}, modules=SHARED),
     "one key head": Case(
         shared_heads,

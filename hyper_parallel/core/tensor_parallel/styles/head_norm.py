@@ -43,5 +43,7 @@ class HeadNormParallel(ModuleStyle):
     def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
         # A plain input is whole in the last dimension. Which of the others counts as the sharded one does not matter,
         # nor whether the ranks' parts of it are equal: so they are not compared.
-        given = FOLLOWING[-1].cut_of(x, mesh, mesh.platform.normalized_dims(module) or 0) if FOLLOWING else None
-        return to_placement(x, mesh, given or self.input_layouts[i], None, what)
+        usual = given = self.input_layouts[i]
+        if FOLLOWING:
+            given = FOLLOWING[-1].cut_of(x, mesh, mesh.platform.normalized_dims(module) or 0, usual) or usual
+        return to_placement(x, mesh, given, None, what)
