@@ -93,7 +93,7 @@ class GPT(nn.Module):
 
     def forward(self, ids: Any, targets: Any) -> Any:
         t = self.transformer
-        x = t.wte(ids) + t.wpe(torch.arange(ids.size(1)))
+        x = t.wte(ids) + t.wpe(torch.arange(ids.size(1), device=ids.device))
         for block in t.h:
             x = x + block.attn(block.ln_1(x))
             x = x + block.mlp.c_proj(F.gelu(block.mlp.c_fc(block.ln_2(x))))
@@ -106,10 +106,10 @@ def nanogpt(mesh: Any, source: str) -> None:
     names: dict[str, Any] = {}
     exec(source, names)
     torch.manual_seed(0)
-    single = GPT()
+    single = GPT().to(mesh.device_type)
     torch.manual_seed(0)
-    model = parallelize_module(GPT(), mesh, names["plan_of"](4))
-    ids, targets = torch.arange(12).reshape(2, 6), torch.arange(1, 13).reshape(2, 6)
+    model = parallelize_module(GPT().to(mesh.device_type), mesh, names["plan_of"](4))
+    ids, targets = (torch.arange(i, 12 + i, device=mesh.device_type).reshape(2, 6) for i in (0, 1))
     wanted = single(ids, targets)
     wanted.backward()
     with loss_parallel():
