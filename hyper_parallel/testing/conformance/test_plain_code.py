@@ -412,6 +412,11 @@ def odd_corners(mesh: Any) -> None:
     with fails(TypeError, "check_plain_code takes a", "got int"), check_plain_code(3):
         pass
 
+    # An input without a dimension is the module's own error.
+    model = parallelize_module(program(RIGHT["mlp"].run, UP_DOWN), mesh, MLP)
+    with check_plain_code(model), pytest.raises((RuntimeError, ValueError, TypeError)):
+        adapter.call(model, adapter.tensor(np.float32(1.0)))
+
     # Parts of unequal size are not followed, on no rank.
     uneven = program(lambda m, x, a: a.call(m.down, a.softmax(m.up(x), -1)), {"up": linear(8, 7), "down": linear(7, 8)})
     parallelize_module(uneven, mesh, MLP)

@@ -45,37 +45,23 @@ def layout_of_even_part(x: Any, mesh: DeviceMesh, placement: Placement) -> Layou
     return get_layout(mesh, (placement,), tuple(shape))
 
 
-def tell_input(x: Any, mesh: DeviceMesh, given: Placement | None) -> None:
-    """Tell a followed program what a plain tensor ``x`` is taken for, where ranks have parts of one size."""
-    if given is not None and len(x.shape):
-        FOLLOWING[-1].taken(x, layout_of_even_part(x, mesh, given))
-
-
-def tell_output(local: LocalForward, x: Any, y: Any, given: Placement | None, mesh: DeviceMesh) -> Any:
+def tell_output(local: LocalForward, y: Any, whole: tuple[int, ...], mesh: DeviceMesh) -> Any:
     """Return ``y``, the output of ``local``. Tell a followed program how a plain ``y`` is placed.
 
     Args:
         local: that has run.
-        x: plain, or a DTensor.
-        y: output for ``x``.
-        given: the placement of a plain ``x``.
+        y: output.
+        whole: global shape of the input.
         mesh: 1-D mesh.
     """
     if not FOLLOWING or type(y) is not mesh.platform.Tensor:
         return y
-    plain = type(x) is mesh.platform.Tensor
-    whole = layout_of_even_part(x, mesh, given).shape if plain and given is not None and len(x.shape) else x.shape
-    if _gives_even_parts(local, tuple(whole), mesh):
-        FOLLOWING[-1].given(y, layout_of_even_part(y, mesh, local.gives))  # type: ignore[arg-type]
+    gives, ndim = local.gives, len(whole)
+    even = (
+        isinstance(gives, Shard) and ndim > 0 and (gives.dim % ndim == ndim - 1 or whole[gives.dim] % mesh.size() == 0)
+    )
+    if gives is not None and (even or not isinstance(gives, Shard)):
+        FOLLOWING[-1].given(y, layout_of_even_part(y, mesh, gives))
     else:
         FOLLOWING[-1].lose(y, local.lost, mesh)
     return y
-
-
-def _gives_even_parts(local: LocalForward, whole: tuple[int, ...], mesh: DeviceMesh) -> bool:
-    """Return whether all ranks get outputs of one size for an input of the global shape ``whole``. Its last dimension
-    is that of the features, for which `LocalForward.gives` speaks."""
-    gives, ndim = local.gives, len(whole)
-    if gives is None or not ndim:
-        return False
-    return not isinstance(gives, Shard) or gives.dim % ndim == ndim - 1 or whole[gives.dim] % mesh.size() == 0

@@ -29,7 +29,7 @@ from hyper_parallel.core.tensor_parallel.program.convert import (
 from hyper_parallel.core.tensor_parallel.program.distributed_batches import OtherMeshError, run_on_parts
 from hyper_parallel.core.tensor_parallel.program.local_forward import (
     LocalForward,
-    tell_input,
+    layout_of_even_part,
     tell_output,
 )
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import (
@@ -290,7 +290,7 @@ class ModuleStyle(ParallelStyle):
                 x: Any = args[0]
                 y = local.distributed(module, x)
                 if y is not NotImplemented:
-                    return tell_output(local, x, y, None, mesh)
+                    return tell_output(local, y, tuple(x.shape), mesh)
             return self.prepare_outputs(module, forward(module, *args, **kwargs), mesh)
 
         new_forward = convert
@@ -336,13 +336,15 @@ class ModuleStyle(ParallelStyle):
 
         def tell_borders(module: Any, *args: Any, **kwargs: Any) -> Any:
             """Run as always, and say at the borders of plain code what each tensor is."""
-            given = self.input_layouts[0]
-            if len(args) != 1 or kwargs or type(args[0]) not in by_class:
+            if len(args) != 1 or kwargs or type(args[0]) not in by_class or not args[0].shape:
                 return convert(module, *args, **kwargs)  # which says it
-            x: Any = args[0]  # plain shards have one size: the ranks compare them
-            if type(x) is plain:
-                tell_input(x, mesh, given)
-            return tell_output(local, x, run(module, x), given, mesh)
+            x: Any = args[0]
+            whole = x.shape
+            if type(x) is plain:  # a plain shard is as large as those of the other ranks, which compare
+                layout = layout_of_even_part(x, mesh, self.input_layouts[0])  # type: ignore[arg-type]
+                FOLLOWING[-1].taken(x, layout)
+                whole = layout.shape
+            return tell_output(local, run(module, x), tuple(whole), mesh)
 
         new_forward = run
         return run
