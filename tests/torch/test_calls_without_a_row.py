@@ -72,7 +72,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "fftn with a list of tensors": lambda x, n: torch.fft.fftn(x, [n, n + 1]),
     "pixel_shuffle of a matrix": lambda x: F.pixel_shuffle(x, 2),
     "local_response_norm of a vector": lambda v: F.local_response_norm(v, 2),
-    "scatter along a word": lambda x, i: torch.scatter(x, "a", i, x),
     "scatter along a tensor": lambda x, i, n: torch.scatter(x, n, i, x),
     "searchsorted of a number": lambda v: torch.searchsorted(v.sort().values, 0.25),
     "narrow from nowhere": lambda x: x.narrow(0, None, 2),

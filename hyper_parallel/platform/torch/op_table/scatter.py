@@ -9,7 +9,7 @@ import torch
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.contract.dispatch import Bound, Given
 from hyper_parallel.platform.indexing import decode_index
-from hyper_parallel.platform.torch.op_table.binding import WORDS, Table, UnboundCallError, as_called, find, rows
+from hyper_parallel.platform.torch.op_table.binding import WORDS, Table, as_called, find, rows
 from hyper_parallel.platform.torch.op_table.index import encode
 
 __all__ = ["INDEX_ADD", "table"]
@@ -50,13 +50,7 @@ def _nothing(given: Given) -> tuple:
 
 def _at(how: str) -> Any:
     """Return a function that gives the static arguments of ``scatter`` and ``index_write``."""
-
-    def facts(given: Given) -> tuple:
-        if not isinstance(given.values.get("dim"), int):
-            raise UnboundCallError
-        return given.values["dim"], how
-
-    return facts
+    return lambda given: (given.values["dim"], how)
 
 
 def _scattered(given: Given) -> tuple:
