@@ -113,3 +113,45 @@ def test_a_cell_that_trains_another(tmp_path: Path) -> None:
     )
     kinds = {row.kind for row in found.rows}
     assert kinds == {"parameter", "input", "output", "gradient", "parameter gradient", "update"}
+
+
+class Odd(nn.Cell):
+    """Gives a dictionary of tensors of several dtypes, one of which NumPy lacks, and a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Dense(8, 8, has_bias=False)
+
+    def construct(self, x: Any) -> dict[str, Any]:
+        y = self.dense(x)
+        return {"half": y.astype(ms.bfloat16), "pair": (y, y.astype(ms.complex64)), "text": "none"}
+
+
+def test_cells_without_an_optimizer(tmp_path: Path) -> None:
+    """Two cells of one class are told apart; dtypes that NumPy lacks, and gradients that the program gives."""
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal((8, 8)).astype(np.float32) for _ in range(2))
+    for name, factor in (("one", 1), ("other", 2)):
+        cells = [Odd(), Odd()]
+        for cell, scale in zip(cells, (1, factor), strict=True):
+            cell.dense.weight.set_data(ms.Tensor(weight * scale))
+        with record(tmp_path / name) as recorder:
+            for cell in cells:
+                cell(ms.Tensor(x))
+            recorder.step()
+            cells[0](ms.Tensor(x))
+    found = compare(tmp_path / "one", tmp_path / "other")
+    assert str(found.culprit).startswith("Odd"), str(found)
+    assert {row.slot for row in found.rows if row.kind == "output"} >= {"half", "pair.1"}
+
+    model = Odd()
+    step = ms.value_and_grad(lambda x: model(x)["pair"][0].square().mean(), None, model.trainable_params())
+    with record(tmp_path / "gradients", model) as recorder:
+        _, (gradient,) = step(ms.Tensor(x))
+        recorder.step({"dense.weight": gradient})
+    again = compare(tmp_path / "gradients", tmp_path / "gradients")
+    assert "parameter gradient" in {row.kind for row in again.rows} and not again.departs
+
+    for arguments, error, words in (((None, 0), ValueError, "largest"), ((3, 1), TypeError, "takes a module")):
+        with pytest.raises(error, match=words), record(tmp_path / "none", arguments[0], largest=arguments[1]):
+            pass
