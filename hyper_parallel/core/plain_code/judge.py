@@ -30,7 +30,7 @@ from hyper_parallel.core.plain_code.marks import (
     mark_of,
 )
 from hyper_parallel.core.plain_code.texts import gradient_problem, moved_problem, reshape_problem, unfit_problem
-from hyper_parallel.core.plain_code.views import RESHAPES, of_whole, piece_of_packed, reshaped
+from hyper_parallel.core.plain_code.views import RESHAPES, of_whole, piece_of_packed, reshaped, taken_along
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.op_sharding import LocalCall
 
@@ -333,23 +333,13 @@ def _judge_joined(call: Call) -> Verdict:
 
 def _piece(joined: Joined, index: tuple, shape: tuple[int, ...]) -> Ways | None:
     """The marks of the piece that a slice of the joined dimension takes, other dimensions being taken whole."""
-    at = 0
-    for i, item in enumerate(index):
-        if item is ...:
-            at = len(shape) - sum(1 for rest in index[i + 1 :] if rest is not None)
-            continue
-        if item is None:
-            return None
-        if at == joined.dim and isinstance(item, tuple) and item[0] == "slice":
-            start, stop, step = slice(*item[1:]).indices(shape[at])
-            begins = list(itertools.accumulate(joined.sizes, initial=0))
-            for begin, size, ways in zip(begins, joined.sizes, joined.marks, strict=False):
-                if step == 1 and begin <= start and stop <= begin + size:
-                    return ways
-            return None
-        if item != ("slice", None, None, None):
-            return None
-        at += 1
+    taken = taken_along(index, shape, joined.dim)
+    if taken is None or taken.step != 1:
+        return None
+    begins = itertools.accumulate(joined.sizes, initial=0)
+    for begin, size, ways in zip(begins, joined.sizes, joined.marks, strict=False):
+        if begin <= taken.start and taken.stop <= begin + size:
+            return ways
     return None
 
 

@@ -119,6 +119,20 @@ def _full_slices(index: tuple, shape: tuple[int, ...], cut: set[int]) -> tuple:
     )
 
 
+def taken_along(index: tuple, shape: tuple[int, ...], dim: int) -> range | None:
+    """Return the elements along ``dim`` that an encoded index takes as a slice. None for an index that does more than
+    to take all of the other dimensions."""
+    taken = None
+    for place in region_of(index, shape):
+        if not place.is_slice or place.dim is None or place.picked is None:
+            return None
+        if place.dim == dim:
+            taken = place.picked
+        elif place.picked != range(shape[place.dim]):
+            return None
+    return taken
+
+
 def piece_of_packed(mark: Mark, index: tuple, shape: tuple[int, ...]) -> Mark | None:
     """Return the mark of a slice that takes all of one of the parts that a `PackedShard` packs, else None.
 
@@ -133,22 +147,16 @@ def piece_of_packed(mark: Mark, index: tuple, shape: tuple[int, ...]) -> Mark | 
     if not isinstance(packed, PackedShard):
         return None
     (mesh_dim,) = cut
-    size, ranks = layout.shape[packed.dim], layout.mesh.shape[mesh_dim]
+    dim, size, ranks = packed.dim, layout.shape[packed.dim], layout.mesh.shape[mesh_dim]
     sizes: Any = packed.resolve(size).sizes
     ends = [end // ranks for end in itertools.accumulate(sizes, initial=0)]
     pieces = {range(begin, end): whole for begin, end, whole in zip(ends, ends[1:], sizes, strict=False)}
-    whole = list(layout.shape)
-    for place in region_of(index, shape):
-        if not place.is_slice or place.dim is None or place.picked is None:
-            return None
-        if place.dim == packed.dim and place.picked in pieces:
-            whole[place.dim] = pieces[place.picked]
-        elif place.picked != range(shape[place.dim]):
-            return None
-    if whole[packed.dim] == size:
+    taken = taken_along(index, shape, dim)
+    if taken not in pieces or pieces[taken] == size:
         return None
-    placements = (*layout.placements[:mesh_dim], Shard(packed.dim), *layout.placements[mesh_dim + 1 :])
-    return Mark(get_layout(layout.mesh, placements, tuple(whole)), mark.summed)
+    placements = (*layout.placements[:mesh_dim], Shard(dim), *layout.placements[mesh_dim + 1 :])
+    whole = (*layout.shape[:dim], pieces[taken], *layout.shape[dim + 1 :])
+    return Mark(get_layout(layout.mesh, placements, whole), mark.summed)
 
 
 def marks_of_base(

@@ -114,7 +114,7 @@ class record:
         """
         if not self._updated:
             for name, p in self._parameters():
-                g = gradients.get(name) if gradients is not None else p.grad if self._has_grad(p) else None
+                g = self._gradient_on(p) if gradients is None else gradients.get(name)
                 if g is not None:
                     self._add(("parameter gradient", self._step, name, 0, "", ""), g, like=p)
         self._step += 1
@@ -136,7 +136,7 @@ class record:
         with self._platform.no_dispatch():
             names = {id(p): name for name, p in self._parameters()}
             held = [p for group in self._platform.optimizer_state(optimizer).parameters for p in group]
-            given = [p.grad if self._has_grad(p) else None for p in held] if gradients is None else list(gradients)
+            given = list(map(self._gradient_on, held) if gradients is None else gradients)
             for p, g in zip(held, given, strict=False):
                 name = names.get(id(p))
                 if name is None:
@@ -164,8 +164,9 @@ class record:
         if self._updated:
             self.step()
 
-    def _has_grad(self, p: Any) -> bool:
-        return self._platform.accumulates_gradients
+    def _gradient_on(self, p: Any) -> Any:
+        """Return the gradient that a parameter holds, None where the framework returns gradients."""
+        return p.grad if self._platform.accumulates_gradients else None
 
     # ------------------------------------------------------------------------------------------------- modules
     def _attach(self, root: Any) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.layouts.placement_types import Partial, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.plain_code.following import FOLLOWING
+from hyper_parallel.core.tensor_parallel.program.local_forward import layout_of_even_part
 
 
 def as_heads(heads: int | Sequence[int] | None, style: str) -> int | tuple[int, ...] | None:
@@ -88,6 +88,5 @@ def local_heads(y: Any, heads: Any, mesh: DeviceMesh) -> Any:
     size = shape[-1] // heads
     own = platform.narrow(local, len(shape) - 1, mesh.get_local_rank() * heads // mesh.size() * size, size)
     if FOLLOWING:  # as if there were as many heads as ranks
-        whole = (*shape[:-1], size * mesh.size())
-        FOLLOWING[-1].given(own, get_layout(mesh, (Shard(len(shape) - 1),), whole))
+        FOLLOWING[-1].given(own, layout_of_even_part(own, mesh, Shard(-1)))
     return own
