@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mindspore as ms
@@ -23,6 +24,7 @@ from examples.train_llama.model_mindspore import LlamaDecoderLayer, LlamaForCaus
 from hyper_parallel import (
     ColwiseParallel,
     CommDebugMode,
+    ModuleStyle,
     NoParallel,
     Partial,
     PrepareModuleInput,
@@ -126,6 +128,13 @@ def flat(result: Any) -> list[np.ndarray]:
     return [whole(result)]
 
 
+class Columns(ModuleStyle):
+    """A style of a user's own, which says the same as `ColwiseParallel`."""
+
+    placements = MappingProxyType({"weight": Shard(0), "bias": Shard(0)})
+    output_layouts = (Shard(-1),)
+
+
 # ------------------------------------------------------------------------------------------------ styles and layouts
 LINEAR = {
     "column": ({"up": ColwiseParallel(), "down": RowwiseParallel()}, False),
@@ -145,6 +154,7 @@ LINEAR = {
         {"up": NoParallel(partial_features=2), "down": NoParallel(local_output_grad_placements=(Partial(),))},
         False,
     ),
+    "of a user's own": ({"up": Columns(), "down": RowwiseParallel()}, False),
     "parts of features": ({"down": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1))}, False),
 }
 

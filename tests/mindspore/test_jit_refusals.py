@@ -25,7 +25,8 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.debug import CommDebugMode
-from hyper_parallel.platform.mindspore.compiled import hooks, parsing
+from hyper_parallel.platform.contract.programs import STEPS
+from hyper_parallel.platform.mindspore.compiled import functions, hooks, parsing
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import error_of, make_net
 
@@ -169,6 +170,11 @@ def held(mesh: Any) -> dict[str, str]:
         assert comm.get_total_counts() == 0, name
     mesh._has_uneven_shards = False
     return found
+
+
+def test_graphs_have_every_step() -> None:
+    """A bias alone is made one of the summands, which `ScatterAndAdd` does."""
+    assert {*functions._MOVES, "one_summand"} == {verb.moves for verb in STEPS.values()}
 
 
 def test_modules_that_no_graph_can_hold(pool: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from hyper_parallel import (
     CommDebugMode,
     DTensor,
     HeadNormParallel,
+    ModuleStyle,
     NoParallel,
+    ParameterParallel,
     Partial,
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -26,6 +29,8 @@ from hyper_parallel import (
     Shard,
     parallelize_module,
 )
+from hyper_parallel.platform.contract.programs import STEPS
+from hyper_parallel.platform.torch.compiled import functions
 from hyper_parallel.testing.extent import everything
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.compiled import Graphs, fresh, same_counts
@@ -48,6 +53,39 @@ class Scale(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Gain(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, features))
+
+    def forward(self, x: Any) -> Any:
+        return x * self.gain + x
+
+
+class GainParallel(ModuleStyle):
+    """Styles of a user's own, which say the same as ours or something else."""
+
+    placements = MappingProxyType({"gain": Shard(0)})
+    input_layouts = desired_input_layouts = output_layouts = (Shard(-1),)
+
+
+class Columns(ModuleStyle):
+    placements = MappingProxyType({"weight": Shard(0), "bias": Shard(0)})
+    output_layouts = (Shard(-1),)
+
+
+class Rows(ModuleStyle):
+    placements = MappingProxyType({"weight": Shard(1)})
+    input_layouts = desired_input_layouts = (Shard(-1),)
+    output_layouts = (Shard(1),)
+
+
+class EachPosition(ModuleStyle):
+    input_layouts = output_layouts = (Shard(1),)
+    use_local_output = False
+    whole_dims = 1
 
 
 class Pair(nn.Module):
@@ -124,6 +162,14 @@ def alike(mesh: Any) -> Iterator[Case]:
     yield nn.Embedding(ROWS, 8, 3), NoParallel(input_layout=Shard(0), output_layout=Shard(1)), {0: ids(mesh, Shard(0))}
 
 
+def own(mesh: Any) -> Iterator[Case]:
+    yield Gain(FEATURES), GainParallel(), {0: part(mesh, Shard(-1))}
+    yield nn.Linear(FEATURES, 8), Rows(), {0: part(mesh, Shard(-1))}
+    yield nn.Linear(FEATURES, 8, bias=False), ParameterParallel({"weight": Shard(0)}), {0: part(mesh, WHOLE)}
+    yield nn.Linear(FEATURES, 8), Columns(), {0: part(mesh, WHOLE)}
+    yield nn.LayerNorm(FEATURES), EachPosition(), {0: part(mesh, Shard(1))}
+
+
 def prepared(mesh: Any) -> Iterator[Case]:
     for given in CUTS:
         for wanted in CUTS:
@@ -158,6 +204,7 @@ GROUPS = {
     "embedding": embeddings,
     "norm": norms,
     "replicated": alike,
+    "of a user's own": own,
     "prepared": prepared,
 }
 
@@ -215,6 +262,10 @@ def some_styles(mesh: Any, names: tuple[str, ...], every: int = 1) -> None:
     for (what, y), (_, expected) in zip(found, wanted, strict=True):
         close(y, expected, what)
     same_counts(graphs, comm)
+
+
+def test_every_step_is_traced() -> None:
+    assert set(functions._MOVES) == {verb.moves for verb in STEPS.values()}
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.communication.shard_steps import AllToAll, Gather, ReduceScatter, Slice
 from hyper_parallel.core.communication.transitions import (
+    KINDS,
     AllReduce,
     ConvertCotangent,
     Move,
-    OneSummand,
     ReduceExtreme,
     ReduceProduct,
     identity_reduce_grad,
@@ -24,6 +23,7 @@ from hyper_parallel.core.layouts.chunking import shard_sizes
 from hyper_parallel.core.layouts.cuts import cut_order
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Placement, Replicate, Shard
+from hyper_parallel.platform.contract.programs import SUMMANDS, step_between
 
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
@@ -140,14 +140,16 @@ def _step_between(before: Layout, after: Layout) -> Move:
     pairs = zip(before.placements, after.placements, strict=True)
     mesh_dim = next(i for i, (p, q) in enumerate(pairs) if p is not q)
     source, target = before.placements[mesh_dim], after.placements[mesh_dim]
-    if isinstance(source, Shard):
-        kind: type[Move] = AllToAll if isinstance(target, Shard) else Gather
-    elif isinstance(source, Partial):
+    kind = KINDS[step_between(_way(source), _way(target)) or ""]
+    if kind is AllReduce:
         reductions = {"max": ReduceExtreme, "min": ReduceExtreme, "product": ReduceProduct}
-        kind = ReduceScatter if isinstance(target, Shard) else reductions.get(source.reduce_op, AllReduce)
-    else:
-        kind = Slice if isinstance(target, Shard) else OneSummand
+        kind = reductions.get(source.reduce_op, AllReduce)  # type: ignore[attr-defined]
     return kind(before.mesh, mesh_dim, source, target, _sizes(before, mesh_dim), _sizes(after, mesh_dim), after)
+
+
+def _way(placement: Placement) -> int | str | None:
+    """A placement as `step_between` takes it."""
+    return placement.dim if isinstance(placement, Shard) else SUMMANDS if placement.is_partial() else None
 
 
 def _sizes(layout: Layout, mesh_dim: int) -> tuple[int, ...]:

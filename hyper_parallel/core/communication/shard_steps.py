@@ -8,7 +8,7 @@ from typing import Any
 
 from hyper_parallel.core.communication import collectives
 from hyper_parallel.core.communication.recorder import dim_name
-from hyper_parallel.core.communication.transitions import Move, Step
+from hyper_parallel.core.communication.transitions import Move
 from hyper_parallel.core.layouts.chunking import packed_ranges
 from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Replicate, Shard
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
@@ -18,9 +18,7 @@ from hyper_parallel.platform.contract.autograd import TensorFunction, named
 class Gather(Move):
     """Gather a shard for consumers that return the full cotangent."""
 
-    @cached_property
-    def back(self) -> Step:
-        return self._reversed(Slice)
+    verb = "gather"
 
     def __call__(self, x: Any) -> Any:
         return self.share(x, self.data_of(x))
@@ -103,17 +101,14 @@ class Gather(Move):
 class GatherForParts(Gather):
     """Gather a shard for consumers that each compute a part, and return a partial cotangent."""
 
-    @cached_property
-    def back(self) -> Step:
-        return self._reversed(ReduceScatter, Partial())
+    verb = "gather_for_parts"
+    ends = Replicate()
 
 
 class Slice(Move):
     """This rank's part of a tensor that all ranks have."""
 
-    @cached_property
-    def back(self) -> Step:
-        return self._reversed(Gather)
+    verb = "slice"
 
     def move(self, x: Any) -> Any:
         if x._summands is None or self.mesh_dim not in x._summands[0]:
@@ -143,9 +138,7 @@ class Slice(Move):
 class AllToAll(Move):
     """Exchange shards of one dimension for shards of another."""
 
-    @cached_property
-    def back(self) -> Step:
-        return self._reversed(AllToAll)
+    verb = "exchange"
 
     @cached_property
     def collective(self) -> TensorFunction:
@@ -160,9 +153,8 @@ class AllToAll(Move):
 class ReduceScatter(Move):
     """A sum or an average, of which each rank keeps its part."""
 
-    @cached_property
-    def back(self) -> Step:
-        return self._reversed(GatherForParts, target=Replicate())
+    verb = "scatter"
+    starts = Partial()
 
     @cached_property
     def collective(self) -> TensorFunction:

@@ -6,19 +6,21 @@ keep one contract for the cotangent of a local tensor. For `Replicate` it is the
 shard of it. For `Partial` it is the full gradient, which each summand receives. The steps from and to shards are in
 `shard_steps`.
 
-====================  =========================  =======================  ====================
-step                  placements                 forward                  step of the cotangent
-====================  =========================  =======================  ====================
-`Gather`              Shard(d) -> Replicate      all-gather               `Slice`
-`GatherForParts`      the same, partial view     all-gather               `ReduceScatter`
-`Slice`               Replicate -> Shard(d)      slice                    `Gather`
-`AllReduce`           Partial -> Replicate       all-reduce               `IdentityReduceGrad`
-`ReduceScatter`       Partial -> Shard(d)        reduce-scatter           `GatherForParts`
-`AllToAll`            Shard(a) -> Shard(b)       all-to-all               `AllToAll`
-`OneSummand`          Replicate -> Partial       value on one rank        `SummandGradient`
-`SummandGradient`     a gradient, see there      identity                 `OneSummand`
-`IdentityReduceGrad`  partial-gradient view      identity                 `AllReduce`
-====================  =========================  =======================  ====================
+====================  ====================  =========================  =======================
+step                  in `STEPS`            placements                 forward
+====================  ====================  =========================  =======================
+`Gather`              ``gather``            Shard(d) -> Replicate      all-gather
+`GatherForParts`      ``gather_for_parts``  the same, partial view     all-gather
+`Slice`               ``slice``             Replicate -> Shard(d)      slice
+`AllReduce`           ``sum``               Partial -> Replicate       all-reduce
+`ReduceScatter`       ``scatter``           Partial -> Shard(d)        reduce-scatter
+`AllToAll`            ``exchange``          Shard(a) -> Shard(b)       all-to-all
+`OneSummand`          ``one_summand``       Replicate -> Partial       value on one rank
+`SummandGradient`     ``summand_gradient``  a gradient, see there      identity
+`IdentityReduceGrad`  ``read_for_parts``    partial-gradient view      identity
+====================  ====================  =========================  =======================
+
+`STEPS`, of `platform.contract.programs`, says the step of each cotangent, to these classes and to backends.
 
 Steps that run often also have bound forms, properties that give a function of the tensor alone. With the functions of
 `Platform.fast` they cost less, and give the same.
@@ -32,7 +34,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.communication import collectives
@@ -42,6 +44,7 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Partial, Replicate
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
 from hyper_parallel.platform.contract.autograd import TensorFunction, named
+from hyper_parallel.platform.contract.programs import STEPS
 
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
@@ -54,6 +57,9 @@ class Step(ABC):
         platform: whose autograd records it.
         where: which mesh dimension, for the name of the node in the graph: ``AllReduce_tp``.
     """
+
+    #: The name in `STEPS`, if it is one of them.
+    verb: ClassVar[str] = ""
 
     def __init__(self, platform: Platform, where: str = "") -> None:
         name = "_".join(filter(None, (type(self).__name__.strip("_"), where)))
@@ -97,6 +103,8 @@ class IdentityReduceGrad(_View):
     """Identity whose backward all-reduces over ``mesh_dims``: for consumers whose cotangents are summands. Get it with
     `identity_reduce_grad`."""
 
+    verb = "read_for_parts"
+
     def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> None:
         super().__init__(mesh.platform, "_".join(dim_name(mesh, d) for d in mesh_dims))
         self.mesh, self.mesh_dims = mesh, mesh_dims
@@ -125,6 +133,10 @@ class IdentityReduceGrad(_View):
         return platform.gradient_view(reduce, (mesh, mesh_dims))
 
 
+#: By name in `STEPS`.
+KINDS: dict[str, type[Move]] = {}
+
+
 class Move(Step):
     """One change of placement on one mesh dimension.
 
@@ -134,8 +146,15 @@ class Move(Step):
         source_sizes, target_sizes: for `Shard`, how many elements of the sharded dimension each rank of the mesh
             dimension holds; empty otherwise.
         layout: layout after the step, None for a step on a cotangent.
-        back: the step of the cotangent.
     """
+
+    #: For the step of a cotangent: the placements before and after it, where its kind says them.
+    starts: ClassVar[Any] = None
+    ends: ClassVar[Any] = None
+
+    def __init_subclass__(cls) -> None:
+        if "verb" in vars(cls):
+            KINDS[cls.verb] = cls
 
     def __init__(
         self,
@@ -151,9 +170,12 @@ class Move(Step):
         self.mesh, self.mesh_dim, self.source, self.target, self.layout = mesh, mesh_dim, source, target, layout
         self.source_sizes, self.target_sizes, self.size = source_sizes, target_sizes, mesh.shape[mesh_dim]
 
-    @property
-    @abstractmethod
-    def back(self) -> Step: ...
+    @cached_property
+    def back(self) -> Step:
+        """The step of the cotangent."""
+        kind = KINDS[STEPS[self.verb].back]
+        source, target = kind.starts or self.target, kind.ends or self.source
+        return kind(self.mesh, self.mesh_dim, source, target, self.target_sizes, self.source_sizes)
 
     def move(self, x: Any) -> Any:
         """The step of a DTensor: gives one of `layout`. Call it under `Platform.no_dispatch`."""
@@ -162,11 +184,6 @@ class Move(Step):
     def bind(self) -> TensorFunction:
         """The step as a function of the tensor alone that is called often, under `Platform.no_dispatch`."""
         return self
-
-    def _reversed(self, kind: type[Move], source: Any = None, target: Any = None) -> Move:
-        """The step of this ``kind`` the other way round."""
-        source, target = source or self.target, target or self.source
-        return kind(self.mesh, self.mesh_dim, source, target, self.target_sizes, self.source_sizes)
 
     def backward(self, ctx: Any, g: Any) -> Any:
         g = self.back(g)
@@ -178,6 +195,8 @@ class Move(Step):
 
 class AllReduce(Move):
     """A sum or an average that all ranks get."""
+
+    verb = "sum"
 
     @cached_property
     def back(self) -> Step:
@@ -257,9 +276,7 @@ class OneSummand(Move):
     """Step from one value on all ranks to a sum: one rank has the value and the others have zeros. For other
     reductions all ranks keep the value."""
 
-    @cached_property
-    def back(self) -> Step:
-        return self._reversed(SummandGradient)
+    verb = "one_summand"
 
     def forward(self, ctx: Any, x: Any) -> Any:
         if self.target.reduce_op != "sum" or self.mesh.get_local_rank(self.mesh_dim) == 0:
@@ -270,6 +287,8 @@ class OneSummand(Move):
 class SummandGradient(_View, Move):
     """The gradient of summands, as the gradient of their replicated sum: values computed from it count once, see
     `AllReduce.back`."""
+
+    verb = "summand_gradient"
 
     @property
     def back(self) -> Step:

@@ -18,8 +18,8 @@ from hyper_parallel.core.plain_code.first_call import follow_first_call
 from hyper_parallel.core.rules.random import share_draws
 from hyper_parallel.core.tensor_parallel.checks.forgotten_layers import guard_forgotten_layers
 from hyper_parallel.core.tensor_parallel.checks.plan import Match, Plan, plan_facts, resolve_plan
-from hyper_parallel.core.tensor_parallel.program.compiled import share_inputs
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import UNIT, name_module
+from hyper_parallel.core.tensor_parallel.program.programs import share_inputs
 
 __all__ = ["parallelize_module"]
 

@@ -34,12 +34,9 @@ from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
 from hyper_parallel.platform.contract.compiled import (
     ClassShards,
-    Comparison,
-    CompiledForward,
     CompiledInputs,
     CompilerRole,
     Conversion,
-    Cut,
 )
 from hyper_parallel.platform.contract.core import Core
 from hyper_parallel.platform.contract.devices import DeviceRole
@@ -51,6 +48,7 @@ from hyper_parallel.platform.contract.interception import InterceptionRole
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
 from hyper_parallel.platform.contract.observation import ObservationRole
 from hyper_parallel.platform.contract.passes import PassRole
+from hyper_parallel.platform.contract.programs import Comparison, Program
 from hyper_parallel.platform.contract.state import OptimizerState, StateRole
 from hyper_parallel.platform.contract.storage import StorageRole
 from hyper_parallel.platform.contract.tensors import TensorRole
@@ -59,11 +57,9 @@ __all__ = [
     "ClassShards",
     "NOTHING_FASTER",
     "Comparison",
-    "CompiledForward",
     "CompiledInputs",
     "Conversion",
     "Core",
-    "Cut",
     "Dispatch",
     "Fast",
     "LinearCollective",
@@ -73,6 +69,7 @@ __all__ = [
     "NativeOp",
     "OptimizerState",
     "Platform",
+    "Program",
     "Usage",
     "cached_view",
 ]

@@ -8,79 +8,19 @@ autograd functions and collectives that the compiler can see. A backend without 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
+
+from hyper_parallel.platform.contract.programs import Comparison, Cut, Program
 
 __all__ = [
     "ClassShards",
     "CompiledLosses",
-    "Comparison",
-    "CompiledForward",
     "CompiledInputs",
     "CompilerRole",
     "Conversion",
-    "Cut",
 ]
-
-#: How a tensor lies on a 1-D mesh: the dimension that is cut into consecutive parts, or None where all have all of it.
-Cut: TypeAlias = "int | None"
-#: ``compare(module, shape)`` raises, on all ranks, where plain shards for a module differ in shape between them;
-#: ``module`` is its name in messages. Functions that compare in the same way are equal.
-Comparison: TypeAlias = Callable[[str, tuple[int, ...]], None]
-
-
-@dataclass(frozen=True)
-class CompiledForward:
-    """A module as its style runs it.
-
-    Attributes:
-            kind: the kind of the module and of its parameters.
-
-            - ``"column"``: a linear layer, or an embedding, of which each rank has some output features. The input is
-              whole, and each rank computes a part of its gradient.
-            - ``"row"``: a linear layer of which each rank has some input features, or an embedding of which it has some
-              rows; the bias is whole. Each rank computes a summand of the output.
-            - ``"parts"``: any module that treats the parts of its input as the whole: norms. Its parameters are whole,
-              and each rank computes a summand of their gradients. The output is cut as the input.
-            - ``"alike"``: any module that computes the same on all ranks.
-            - ``"distributed"``: any module, which computes by its own forward on a distributed input and distributed
-              parameters. A backend traces it where each operation of it is one that needs no communication in forward.
-        mesh: 1-D mesh of core.
-        group: of its ranks.
-        size, rank: how many they are, and which one this is.
-        given: how a plain input lies.
-        wanted: how the output is to lie.
-        local: whether the output is plain, not a DTensor.
-        layouts: of the parameters that the module itself holds, by name, None for one that is plain.
-        sizes: of ``"column"`` and ``"row"``, how many of the features or rows each rank has.
-        packed: whether these are several matrices in one, each cut by itself.
-        normalized: of ``"parts"``, how many of the last dimensions of the input must be whole.
-        partial_features: of ``"alike"`` with a plain output, of how many of its last features each rank computes a part
-            of the gradient, which is added up; -1 of all.
-        compare: for plain inputs of which no weight knows the size; None where the ranks need not compare them.
-    """
-
-    kind: str
-    mesh: Any
-    group: Any
-    size: int
-    rank: int
-    given: Cut
-    wanted: Cut
-    local: bool
-    layouts: Mapping[str, Any]
-    sizes: tuple[int, ...] = ()
-    packed: bool = False
-    normalized: int = 0
-    partial_features: int = 0
-    compare: Comparison | None = None
-
-    @property
-    def key(self) -> tuple:
-        """All that tells it from others on its mesh: equivalent modules have equal keys, and share compiled code."""
-        shape = self.kind, self.given, self.wanted, self.local, self.sizes, self.packed, self.normalized
-        return (*shape, self.partial_features, self.compare, tuple(self.layouts.items()))
 
 
 @dataclass(frozen=True)
@@ -91,7 +31,7 @@ class Conversion:
         key: its position, or its keyword.
         given: how a plain one lies.
         wanted: how it is to lie.
-        compare: as in `CompiledForward`.
+        compare: as in `Program`.
     """
 
     key: Any
@@ -105,7 +45,7 @@ class CompiledInputs:
     """Conversions of a hook of a style: inputs of a module, or outputs.
 
     Attributes:
-        mesh, group, size, rank: see `CompiledForward`.
+        mesh, group, size, rank: see `Program`.
         conversions: in order.
         count: how many there must be: outputs, or at least so many positional inputs.
         local: whether the results are plain, not DTensors.
@@ -123,7 +63,7 @@ class CompiledInputs:
 
     @property
     def key(self) -> tuple:
-        """The key of the compiled program, as `CompiledForward.key`."""
+        """The key of the compiled program, as `Program.key`."""
         return self.conversions, self.count, self.local, self.of_outputs
 
 
@@ -182,7 +122,7 @@ class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings n
     """Verbs of a framework with a compiler. By default they do nothing: there is no compiler, or DTensors are kept
     from it."""
 
-    def set_compiled_forward(self, module: Any, how: CompiledForward | None) -> None:
+    def set_compiled_forward(self, module: Any, how: Program | None) -> None:
         """Let a compiler trace the forward that ``how`` describes in place of the one that `ModuleRole.replace_forward`
         gave ``module``. With None the module stays outside of compiled code."""
         return

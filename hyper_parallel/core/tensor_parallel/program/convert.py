@@ -11,9 +11,10 @@ from hyper_parallel.core.communication.redistribute import redistribute
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.chunking import shard_sizes
 from hyper_parallel.core.layouts.layout import Layout, requested_layout
-from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard, own_placement
+from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.following import FOLLOWING
 from hyper_parallel.core.tensor_parallel.program.distributed_batches import OtherMeshError
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label
 from hyper_parallel.core.tensor_parallel.program.uneven_shards import COMPARED, HANDED_OUT, compare_shapes
@@ -123,6 +124,29 @@ def to_output(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bo
         return y
     HANDED_OUT[y._layout]
     return y.to_local()
+
+
+def read_by_parts(y: Any, mesh: DeviceMesh, features: int = -1) -> Any:
+    """A plain tensor that is the same on all ranks of a 1-D mesh. Each rank computes a part of its gradient.
+
+    Args:
+        y: the tensor.
+        mesh: 1-D mesh.
+        features: that holds for the last so many features alone; -1 is all of ``y``.
+
+    Returns:
+        A plain tensor whose gradient is summed over the ranks.
+    """
+    if mesh.size() == 1:
+        return y
+    if features < 0:
+        return DTensor.from_local(y, mesh, (Replicate(),)).to_local(grad_placements=(Partial(),))
+    before, read = y[..., :-features], y[..., -features:]
+    pieces = before, read_by_parts(read, mesh)
+    joined = mesh.platform.cat(pieces, -1)
+    if FOLLOWING:
+        FOLLOWING[-1].joined(joined, pieces, -1)
+    return joined
 
 
 def too_few_inputs(module: Any, args: tuple, layouts: Sequence[Any], style: Any) -> ValueError:

@@ -12,11 +12,12 @@ from hyper_parallel.core.communication.errors import explain_along
 from hyper_parallel.core.communication.recorder import LISTENERS, attributed, record
 from hyper_parallel.core.communication.redistribute import partial_grad_view
 from hyper_parallel.core.layouts.layout import Layout, get_layout
-from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.layouts.placement_types import Replicate, Shard
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.program.programs import placement_of
 from hyper_parallel.platform.contract import NOTHING_FASTER, LinearCollective
+from hyper_parallel.platform.contract.programs import KEPT, Program
 
 _MIB = 1 << 20
 
@@ -68,27 +69,21 @@ def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None
         _ACTIVE.reset(token)
 
 
-def overlapped_first(
-    local: LocalForward,
-    mesh: DeviceMesh,
-    of_weight: Layout,
-    of_bias: Layout | None,
-    input_layout: Placement,
-    output_layout: Placement,
-    use_local_output: bool,
-) -> LocalForward:
+def overlapped_first(local: LocalForward, program: Program) -> LocalForward:
     """``local``, preceded by `Fast.linear_with_collective` where that is asked for, for the inputs that it takes.
 
     A row-parallel layer multiplies and sums, by an all-reduce or a reduce-scatter. A column-parallel layer whose plain
     input is a shard of another dimension than the features gathers and multiplies.
 
     Args:
-        local: the forward that runs otherwise.
-        mesh: 1-D mesh.
-        of_weight, of_bias: layouts of the weight (out, in) and of the bias, None without one.
-        input_layout, output_layout: of the style.
-        use_local_output: give a plain tensor.
+        local: the forward of ``program`` that runs otherwise.
     """
+    if program.gives == KEPT:
+        return local
+    mesh, use_local_output = program.mesh, program.local
+    of_weight, of_bias = program.layouts["weight"], program.layouts.get("bias")
+    wanted: Any = -1 if program.gives == -1 else program.wanted
+    input_layout, output_layout = placement_of(program.given), placement_of(wanted)
     platform, (shard,), size = mesh.platform, of_weight.placements, mesh.size()
     fast = platform.fast or NOTHING_FASTER
     # All ranks must go one way, and where sizes do not divide they have tensors of different shapes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ from hyper_parallel.core.communication.recorder import LISTENERS, current_module
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_undistributed
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform, dtensor_class
 from hyper_parallel.core.dtensor.undistributed import check_first_call
-from hyper_parallel.core.layouts.layout import Layout, get_layout, normalize_placements
+from hyper_parallel.core.layouts.layout import get_layout, normalize_placements
 from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard, own_placements
 from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
@@ -22,6 +23,7 @@ from hyper_parallel.core.plain_code.following import FOLLOWING
 from hyper_parallel.core.tensor_parallel.program.convert import (
     Slots,
     convert_outputs,
+    read_by_parts,
     to_output,
     to_placement,
     too_few_inputs,
@@ -32,16 +34,19 @@ from hyper_parallel.core.tensor_parallel.program.local_forward import (
     layout_of_even_part,
     tell_output,
 )
+from hyper_parallel.core.tensor_parallel.program.overlap import overlapped_first
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import (
     module_label,
     parameter_check,
     path_of,
     remember_layouts,
 )
+from hyper_parallel.core.tensor_parallel.program.programs import program_of
 from hyper_parallel.core.tensor_parallel.program.same_inputs import compare_input
+from hyper_parallel.core.tensor_parallel.program.short_way import short_way
 from hyper_parallel.core.tensor_parallel.program.uneven_shards import COMPARED, compare_shapes
-from hyper_parallel.platform.contract import CompiledForward
 from hyper_parallel.platform.contract.modules import APPLIED
+from hyper_parallel.platform.contract.programs import Program
 
 _WHOLE = Replicate()
 
@@ -120,6 +125,8 @@ class ParallelStyle(ABC):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
+#: Methods that say more than the data of a style.
+_CONVERSIONS = ("prepare_input", "prepare_output", "prepare_inputs", "prepare_outputs", "_new_forward")
 #: Errors of a framework for an input that does not fit. Not every exception: torch's checkpointing ends a recomputation
 #: with one of its own, and nothing may be computed after it.
 _OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
@@ -142,6 +149,10 @@ class ModuleStyle(ParallelStyle):
         output_layouts: the placement to which each output is brought, None for one that stays as the module gives it.
             None in place of all is for a single output that stays placed as it is.
         use_local_output: give plain local tensors.
+        whole_dims: how many of the last dimensions of its input the module needs whole, if it treats all positions
+            along the others alike. None asks the platform, which knows norms.
+        partial_output_features: of how many of the last features of a plain output each rank computes a part of the
+            gradient; -1 of all.
 
     Example:
         For a layer that multiplies its features by a parameter ``gain``, of which each rank has some:
@@ -161,6 +172,17 @@ class ModuleStyle(ParallelStyle):
     desired_input_layouts: Slots | None = None
     output_layouts: Slots | None = (Replicate(),)
     use_local_output: bool = True
+    whole_dims: int | None = None
+    partial_output_features: int = 0
+    #: Whether the ranks compare plain shards that they give the module.
+    compares_input: bool = True
+    #: Why a program cannot be followed through the output; empty where it can.
+    not_followed: str = ""
+
+    def input_placements(self, module: Any, mesh: DeviceMesh) -> tuple[Placement | None, Placement | None]:
+        """The placement of a plain first input, and the one that the module needs, None for that which it has."""
+        desired = self.desired_input_layouts
+        return self.input_layouts[0], None if desired is None else desired[0]
 
     def parameter_placements(self, module: Any, mesh: DeviceMesh) -> Mapping[str, Placement]:
         """The placements of parameters that ``module`` itself holds, by name; all others are replicated."""
@@ -182,7 +204,8 @@ class ModuleStyle(ParallelStyle):
     def prepare_output(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
         """Convert an output ``y`` of the module's forward for the caller; arguments as for `prepare_input`."""
         desired = None if self.output_layouts is None else self.output_layouts[i]
-        return to_output(y, mesh, desired, self.use_local_output, what)
+        y = to_output(y, mesh, desired, self.use_local_output, what)
+        return read_by_parts(y, mesh, self.partial_output_features) if self.partial_output_features else y
 
     def prepare_inputs(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
         """The arguments with which the module's forward runs: `prepare_input` of each that has a layout."""
@@ -221,12 +244,26 @@ class ModuleStyle(ParallelStyle):
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
         """A shorter way for a single input, where style and module determine everything when the style is applied; else
         None. It must do the same as ``forward``, the module's own, between the conversions."""
-        return None
+        program = self._program(module, mesh)
+        local = None if program is None else short_way(program, module, forward)
+        if local is None or program is None:
+            return None
+        local = overlapped_first(local, program)
+        return replace(local, gives=None, lost=self.not_followed) if self.not_followed else local
 
-    def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
-        """Return the function that a compiler of the framework traces in place of ``module``, whose parameters are
-        distributed. None is for a module that stays outside of compiled code."""
-        return None
+    def program(self, module: Any, mesh: DeviceMesh) -> Program | None:
+        """The steps and the operation of ``module``, whose parameters are distributed. The short way runs them, and
+        compilers trace them. None where the data do not say them, as for a module of several inputs. A class that
+        overrides one of the conversions has no program, unless it overrides this too."""
+        return program_of(self, module, mesh)
+
+    def _program(self, module: Any, mesh: DeviceMesh) -> Program | None:
+        for cls in type(self).__mro__:
+            if "program" in vars(cls):
+                break
+            if any(name in vars(cls) for name in _CONVERSIONS):
+                return None
+        return self.program(module, mesh)
 
     def excludes(self, other: ParallelStyle) -> bool:
         return isinstance(other, ModuleStyle)
@@ -255,9 +292,9 @@ class ModuleStyle(ParallelStyle):
         for _, submodule in list(platform.named_modules(module)):
             replicate_undistributed(submodule, device_mesh, self.src_data_rank)
         remember_layouts(module, device_mesh)
-        compiled = self.compiled_forward(module, device_mesh)
+        program = self._program(module, device_mesh)
         platform.replace_forward(module, lambda forward: self._new_forward(module, forward, device_mesh))
-        platform.set_compiled_forward(module, compiled)
+        platform.set_compiled_forward(module, program)
         mark_applied(module, self, device_mesh)
         return module
 
@@ -291,7 +328,10 @@ class ModuleStyle(ParallelStyle):
                 y = local.distributed(module, x)
                 if y is not NotImplemented:
                     return tell_output(local, y, tuple(x.shape), mesh)
-            return self.prepare_outputs(module, forward(module, *args, **kwargs), mesh)
+            y = self.prepare_outputs(module, forward(module, *args, **kwargs), mesh)
+            if FOLLOWING and self.not_followed:
+                FOLLOWING[-1].lose(y, self.not_followed, mesh)
+            return y
 
         new_forward = convert
         if local is None:
@@ -391,8 +431,3 @@ def check_flag(value: Any, keyword: str, style: str) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{style}({keyword}=...) is True or False, got {value!r}")
     return value
-
-
-def is_placed(layout: Layout, mesh: DeviceMesh, placement: Placement) -> bool:
-    """Return whether a layout is that of ``placement`` on the 1-D ``mesh``."""
-    return layout.mesh is mesh and layout.placements[0] is placement

@@ -7,10 +7,10 @@ from typing import Any
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.plain_code.following import FOLLOWING
-from hyper_parallel.core.tensor_parallel.program.compiled import describe
 from hyper_parallel.core.tensor_parallel.program.convert import to_placement
+from hyper_parallel.core.tensor_parallel.program.programs import program_of
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag
-from hyper_parallel.platform.contract import CompiledForward
+from hyper_parallel.platform.contract.programs import Program
 
 
 class HeadNormParallel(ModuleStyle):
@@ -33,12 +33,14 @@ class HeadNormParallel(ModuleStyle):
 
     input_layouts = (Shard(-2),)
     output_layouts = None
+    whole_dims = 1
+    compares_input = False
 
     def __init__(self, *, use_local_output: bool = True) -> None:
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
 
-    def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
-        return describe(self, module, mesh, "parts", compares=False, normalized=1)
+    def program(self, module: Any, mesh: DeviceMesh) -> Program | None:
+        return program_of(self, module, mesh)
 
     def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
         # A plain input is whole in the last dimension. Which of the others counts as the sharded one does not matter,

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.plain_code.following import FOLLOWING
-from hyper_parallel.core.tensor_parallel.program.compiled import describe
 from hyper_parallel.core.tensor_parallel.program.convert import as_single
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag
 from hyper_parallel.core.tensor_parallel.styles.weight import linear_sizes
-from hyper_parallel.platform.contract import CompiledForward
 
 
 class NoParallel(ModuleStyle):
@@ -83,7 +79,7 @@ class NoParallel(ModuleStyle):
                 "local_output_grad_placements out. partial_features says it for the last features alone, "
                 "local_output_grad_placements for all of them"
             )
-        if self._summed and not (self.use_local_output and self.output_layout is Replicate()):
+        if self.partial_output_features and not (self.use_local_output and self.output_layout is Replicate()):
             raise ValueError(
                 f"{name}: how a plain output is read can be said of one that all ranks have whole, "
                 f"output_layout=Replicate() and use_local_output=True, got {self.output_layout!r} and "
@@ -96,45 +92,16 @@ class NoParallel(ModuleStyle):
         return self.partial_features is not None or self.local_output_grad_placements is not None
 
     @property
-    def _summed(self) -> int:
-        """Return the number of last features over which the gradient is summed, -1 for all."""
+    def partial_output_features(self) -> int:  # type: ignore[override]
+        """See `ModuleStyle`."""
         return -1 if self.local_output_grad_placements == (Partial(),) else self.partial_features or 0
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
         super().check(module, device_mesh, where)
-        if self._summed > 0 and device_mesh.platform.is_linear_module(module):
+        read = self.partial_output_features
+        if read > 0 and device_mesh.platform.is_linear_module(module):
             features = linear_sizes(module, device_mesh.platform)[1]
-            if self._summed > features:
+            if read > features:
                 raise ValueError(
-                    f"{self!r} on {where!r}, which gives {features} features: correct partial_features={self._summed}"
+                    f"{self!r} on {where!r}, which gives {features} features: correct partial_features={read}"
                 )
-
-    def prepare_output(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
-        given = super().prepare_output(module, y, i, what, mesh)
-        return read_by_parts(given, mesh, self._summed) if self._summed else given
-
-    def compiled_forward(self, module: Any, mesh: DeviceMesh) -> CompiledForward | None:
-        return describe(self, module, mesh, "alike", partial_features=self._summed)
-
-
-def read_by_parts(y: Any, mesh: DeviceMesh, features: int = -1) -> Any:
-    """A plain tensor that is the same on all ranks of a 1-D mesh. Each rank computes a part of its gradient.
-
-    Args:
-        y: the tensor.
-        mesh: 1-D mesh.
-        features: that holds for the last so many features alone; -1 is all of ``y``.
-
-    Returns:
-        A plain tensor whose gradient is summed over the ranks.
-    """
-    if mesh.size() == 1:
-        return y
-    if features < 0:
-        return DTensor.from_local(y, mesh, (Replicate(),)).to_local(grad_placements=(Partial(),))
-    before, read = y[..., :-features], y[..., -features:]
-    pieces = before, read_by_parts(read, mesh)
-    joined = mesh.platform.cat(pieces, -1)
-    if FOLLOWING:
-        FOLLOWING[-1].joined(joined, pieces, -1)
-    return joined

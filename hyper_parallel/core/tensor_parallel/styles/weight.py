@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from hyper_parallel.core.layouts.chunking import shard_sizes
-from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.program.convert import as_single, to_placement
 from hyper_parallel.core.tensor_parallel.program.heads import as_heads, check_heads, sizes_of_heads
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, planned_layouts
+from hyper_parallel.core.tensor_parallel.program.programs import program_of
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag
 from hyper_parallel.platform import Platform
-from hyper_parallel.platform.contract import NOTHING_FASTER, ModuleKind
+from hyper_parallel.platform.contract import ModuleKind
+from hyper_parallel.platform.contract.programs import Program
 
 
 class WeightParallel(ModuleStyle):
@@ -89,31 +89,29 @@ class WeightParallel(ModuleStyle):
             placements[kind.bias or ""] = shard if self._splits_outputs else Replicate()
         return placements
 
-    def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
-        platform, layout = mesh.platform, self.input_layouts[0]
+    def input_placements(self, module: Any, mesh: DeviceMesh) -> tuple[Placement, Placement]:
+        platform, layout, needed = mesh.platform, self.input_layouts[0], self.desired_input_layouts[0]
         if not platform.is_linear_module(module):
-            return to_placement(x, mesh, layout, Replicate(), what, taker=module)
-        needed, size = self.desired_input_layouts[0], None
+            return layout, Replicate()
         if not self._splits_outputs and (parts := self.parts(module, platform)) is not None:
             needed = PackedShard(-1, parts)
             layout = needed if layout is Shard(-1) else layout
-        if isinstance(layout, Shard) and layout.dim in (-1, len(x.shape) - 1):
+        return layout, needed
+
+    def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        layout, needed = self.input_placements(module, mesh)
+        size = None
+        if (
+            mesh.platform.is_linear_module(module)
+            and isinstance(layout, Shard)
+            and layout.dim in (-1, len(x.shape) - 1)
+        ):
             # The weight knows the number of features, so uneven shards of them need no word from the user.
-            size, _ = linear_sizes(module, platform)
+            size, _ = linear_sizes(module, mesh.platform)
         return to_placement(x, mesh, layout, needed, what, size, module)
 
-    def _known_layouts(self, module: Any, mesh: DeviceMesh) -> tuple[Layout, Layout | None] | None:
-        """Layouts of weight and bias for a linear module of the framework's own, whose forward is known; else None."""
-        if not (mesh.platform.fast or NOTHING_FASTER).is_plain_linear(module):
-            return None
-        held: Any = planned_layouts(module)
-        weight = held[mesh.platform.kind_of(module).weight]
-        (shard,) = weight.placements
-        if 0 in shard_sizes(shard, weight.shape[shard.dim], mesh.size()):
-            # Kernels for nothing are not to be relied on: backends see to them where they dispatch. All ranks must go
-            # one way.
-            return None
-        return weight, held.get("bias")
+    def program(self, module: Any, mesh: DeviceMesh) -> Program | None:
+        return None if self._keeps_whole(mesh) else program_of(self, module, mesh)
 
     def _keeps_whole(self, mesh: DeviceMesh) -> bool:
         """Return whether there are fewer heads than ranks, so that every rank keeps the whole weight."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from mindspore import nn
 
-from hyper_parallel.platform.contract import CompiledForward, CompiledInputs
-from hyper_parallel.platform.mindspore.compiled.forwards import ColumnLinear, GraphCell, NotTracedError, make_cell
+from hyper_parallel.platform.contract import CompiledInputs, Program
+from hyper_parallel.platform.mindspore.compiled.forwards import GraphCell, NotTracedError, make_cell
 from hyper_parallel.platform.mindspore.compiled.hooks import make_surrounded
 from hyper_parallel.platform.mindspore.tensors.tensor import NoDispatch
 
@@ -29,9 +29,9 @@ _made: weakref.WeakKeyDictionary[nn.Cell, tuple[Any, GraphCell, int]] = weakref.
 _numbers = count()
 
 
-def set_compiled_forward(module: nn.Cell, how: CompiledForward | None) -> None:
+def set_compiled_forward(module: nn.Cell, how: Program | None) -> None:
     """See `CompilerRole.set_compiled_forward`."""
-    how = None if how is None or how.kind == "distributed" else how
+    how = None if how is None or how.distributed else how
     # A function, which copies of the module share: the description in it is not to be copied.
     object.__setattr__(module, "_graph_form", lambda: how)
 
@@ -112,19 +112,20 @@ def _make(cell: nn.Cell) -> GraphCell:
     return make_cell(cell, how)
 
 
-def _form(cell: nn.Cell) -> CompiledForward | None:
+def _form(cell: nn.Cell) -> Program | None:
     form = vars(cell).get("_graph_form")
     if form is None or vars(cell).get("_hyper_parallel_unit") is not None:
         return None
     return form()
 
 
-def _column(cell: nn.Cell | None) -> CompiledForward | None:
+def _column(cell: nn.Cell | None) -> Program | None:
     """Return the style's description of a column-parallel linear layer whose input is the same on all ranks."""
     if cell is None or not is_leaf(cell):
         return None
-    how, made = _form(cell), stand_in(cell)
-    return how if isinstance(made, ColumnLinear) and how is not None and how.given is None else None
+    how = _form(cell)
+    stand_in(cell)  # which raises where there is none
+    return how if how is not None and how.input_for_parts and how.given is None else None
 
 
 def number_of(cell: nn.Cell) -> int:

@@ -1,6 +1,6 @@
 """Styled modules as MindSpore's graphs have them: cells of plain local tensors and collectives.
 
-Made of a style's data (`CompiledForward`). Such a cell holds the very parameters of its module, under names that no
+Made of a style's data (`Program`). Such a cell holds the very parameters of its module, under names that no
 other code uses: only here the parser is given a distributed parameter, which is then its local tensor.
 """
 
@@ -9,25 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import mindspore as ms
 from mindspore import Tensor, mint, nn, ops
 
-from hyper_parallel.platform.contract import CompiledForward
-from hyper_parallel.platform.mindspore.compiled.functions import (
-    Exchange,
-    Gather,
-    GatherForParts,
-    Part,
-    Ranks,
-    ReadForParts,
-    Same,
-    Scatter,
-    ScatterAndAdd,
-    SumUp,
-)
+from hyper_parallel.platform.contract.programs import KEPT, SUMMANDS, Program
+from hyper_parallel.platform.mindspore.compiled.functions import Ranks, Same, ScatterAndAdd, step_cell
 from hyper_parallel.platform.mindspore.compiled.shapes import ShapeCheck
 
-__all__ = ["ColumnLinear", "GraphCell", "NotTracedError", "make_cell", "move_cell", "original_class", "read_cell"]
+__all__ = ["GraphCell", "Layer", "NotTracedError", "make_cell", "original_class"]
 
 
 class NotTracedError(Exception):
@@ -58,7 +46,7 @@ class GraphCell(nn.Cell):
         object.__setattr__(self, name, p)
 
 
-def make_cell(module: nn.Cell, how: CompiledForward) -> GraphCell:
+def make_cell(module: nn.Cell, how: Program) -> Layer:
     """The cell that stands for ``module``, with the parameters that it has now.
 
     Raises:
@@ -70,125 +58,131 @@ def make_cell(module: nn.Cell, how: CompiledForward) -> GraphCell:
     for name, layout in how.layouts.items():
         if getattr(own.get(name), "_layout", None) is not layout:
             raise NotTracedError("its parameters are not those that the style has distributed")
-    if how.kind == "row" and how.wanted == -1 and _outputs(own, how) % how.size:
+    return Layer(module, how, own)
+
+
+class Layer(GraphCell):
+    """A program: the steps of the input, the operation, the steps of its result."""
+
+    def __init__(self, module: Any, how: Program, own: dict[str, Any]) -> None:
+        super().__init__(own)
+        ranks = Ranks(how.group, how.size, how.rank)
+        takes: Any = how.given if how.takes == KEPT else how.takes
+        gives: Any = takes if how.gives == KEPT else how.gives
+        wanted: Any = gives if how.wanted == KEPT else how.wanted
+        _check_steps(how, own, takes, gives, wanted)
+        of_input = how.sizes if takes == -1 and gives == SUMMANDS else ()
+        self.read = step_cell(ranks, how.given, takes, of_input, how.input_for_parts)
+        self.move = step_cell(ranks, gives, wanted, how.sizes if gives == -1 else ())
+        self.check = ShapeCheck(module, how, wanted, output_dims=int(_is_embedding(module)))
+        self.operate, bias = _operation(module, how, own, ranks)
+        self.bias_inside = bias is not None and wanted is not None and how.size > 1
+        self.bias_after = bias is not None and not self.bias_inside
+        if self.bias_inside:
+            self.add_both = ScatterAndAdd(ranks, wanted)
+        if bias is not None:
+            self.hold("_bias", bias)
+        self.last = how.partial_features
+        self.read_last = step_cell(ranks, None, None, for_parts=True)
+
+    def construct(self, x: Tensor) -> Tensor:
+        self.check(x.shape, x.dtype)
+        y = self.operate(self.read(x))
+        if self.bias_inside:
+            return self.add_both(y, self._bias)
+        y = self.move(y)
+        if self.bias_after:
+            y = y + self._bias
+        n = self.last
+        if n == 0:
+            return y
+        if n < 0:
+            return self.read_last(y)
+        return mint.cat((y[..., :-n], self.read_last(y[..., -n:])), -1)
+
+
+def _check_steps(how: Program, own: dict[str, Any], takes: Any, gives: Any, wanted: Any) -> None:
+    """Raise NotTracedError for steps that graphs do not have."""
+    if how.packed and gives == -1 and wanted != -1:
+        raise NotTracedError("it has several matrices in one, and its output is gathered")
+    if how.packed and takes == -1 and how.given != -1:
+        raise NotTracedError("it has several matrices in one, and its input is whole")
+    if takes == -1 and how.given not in (None, -1) and not how.even:
+        raise NotTracedError("its input would go from some parts to others of unequal sizes")
+    if gives == -1 and wanted not in (None, -1) and how.size > 1 and not how.even:
+        raise NotTracedError("its output would go from parts of unequal sizes to others")
+    if gives == SUMMANDS and wanted == -1 and _outputs(own) % how.size:
         raise NotTracedError("its output would be cut along its features, into parts of unequal sizes")
-    if how.kind in ("column", "row"):
-        if original_class(module) in (nn.Dense, mint.nn.Linear):
-            return _linear(module, how, own)
-        return _embedding(module, how, own)
-    if how.kind == "parts":
-        return _Parts(module, how, own)
-    return _Alike(module, how, own)
 
 
-def _outputs(own: dict[str, Any], how: CompiledForward) -> int:
+def _outputs(own: dict[str, Any]) -> int:
     """How many features the output of a row-parallel layer has: the dimension of its weight that is not cut."""
     weight = next(p for p in own.values() if len(p.shape) == 2)
     return int(weight.shape[1 - weight._layout.placements[0].dim])
 
 
-# ------------------------------------------------------------------------------------------------ between the layouts
-def move_cell(ranks: Ranks, cut: Any, wanted: int | None, sizes: tuple[int, ...] = ()) -> nn.Cell:
-    """From one layout to another."""
-    if cut == wanted or ranks.size == 1:
-        return Same()
-    if wanted is None:
-        return Gather(ranks, cut, sizes)
-    if cut is None:
-        return Part(ranks, wanted)
-    if sizes and min(sizes) != max(sizes):
-        raise NotTracedError("its output would go from parts of unequal sizes to others")
-    return Exchange(ranks, cut, wanted)
+# ------------------------------------------------------------------------------------------------ operations
+def _operation(module: Any, how: Program, own: dict[str, Any], ranks: Ranks) -> tuple[nn.Cell, Any]:
+    """The operation on local tensors, and the bias that is added to the sum of its results."""
+    if how.sizes and not _is_embedding(module):
+        known = original_class(module) in (nn.Dense, mint.nn.Linear)
+        if not known or getattr(module, "activation", None) is not None:
+            raise NotTracedError("it is an nn.Dense with an activation of its own, or another kind of linear layer")
+        summands = how.gives == SUMMANDS
+        bias = own.get("bias")
+        return _Linear(own["weight"], None if summands else bias), bias if summands else None
+    if how.sizes:
+        return _Embedding(module, how, own), None
+    return _body(module, own, lambda: step_cell(ranks, None, None, for_parts=how.parameters_for_parts)), None
 
 
-def read_cell(ranks: Ranks, cut: int | None) -> nn.Cell:
-    """All of an input, for a consumer that returns a summand of the cotangent."""
-    if ranks.size == 1:
-        return Same()
-    return ReadForParts(ranks) if cut is None else GatherForParts(ranks, cut)
+def _is_embedding(module: Any) -> bool:
+    return isinstance(module, (nn.Embedding, mint.nn.Embedding))
 
 
-def _add_up(ranks: Ranks, wanted: int | None) -> nn.Cell:
-    """The sum of the ranks' summands."""
-    if ranks.size == 1:
-        return Same()
-    return SumUp(ranks) if wanted is None else Scatter(ranks, wanted)
-
-
-def _ranks(how: CompiledForward) -> Ranks:
-    return Ranks(how.group, how.size, how.rank)
-
-
-# ------------------------------------------------------------------------------------------------ linear layers
-def _linear(module: Any, how: CompiledForward, own: dict[str, Any]) -> GraphCell:
-    if getattr(module, "activation", None) is not None:
-        raise NotTracedError("it is an nn.Dense with an activation of its own")
-    return (ColumnLinear if how.kind == "column" else _RowLinear)(module, how, own)
-
-
-class ColumnLinear(GraphCell):
-    """A linear layer of which each rank has some output features."""
-
-    def __init__(self, module: Any, how: CompiledForward, own: dict[str, Any]) -> None:
-        super().__init__(own)
-        ranks = _ranks(how)
-        if how.wanted == -1:
-            self.move = Same()
-        elif how.packed:
-            raise NotTracedError("it has several matrices in one, and its output is gathered")
-        else:
-            self.move = move_cell(ranks, -1, how.wanted, how.sizes)
-        self.read = read_cell(ranks, how.given)
-        self.check = ShapeCheck(module, how, output=how.wanted)
-        self.hold("_weight", own["weight"])
-        self.has_bias = own.get("bias") is not None
+class _Linear(GraphCell):
+    def __init__(self, weight: Any, bias: Any) -> None:
+        super().__init__()
+        self.hold("_weight", weight)
+        self.has_bias = bias is not None
         if self.has_bias:
-            self.hold("_bias", own["bias"])
+            self.hold("_bias", bias)
 
     def construct(self, x: Tensor) -> Tensor:
-        self.check(x.shape, x.dtype)
-        x = self.read(x)
         if self.has_bias:
-            y = mint.nn.functional.linear(x, self._weight, self._bias)
-        else:
-            y = mint.nn.functional.linear(x, self._weight)
-        return self.move(y)
+            return mint.nn.functional.linear(x, self._weight, self._bias)
+        return mint.nn.functional.linear(x, self._weight)
 
 
-class _RowLinear(GraphCell):
-    def __init__(self, module: Any, how: CompiledForward, own: dict[str, Any]) -> None:
+class _Embedding(GraphCell):
+    """Looks up rows: all of them, or those that this rank has, with zeros for others."""
+
+    def __init__(self, module: Any, how: Program, own: dict[str, Any]) -> None:
         super().__init__(own)
-        ranks = _ranks(how)
-        if how.packed and how.given != -1:
-            raise NotTracedError("it has several matrices in one, and its input is whole")
-        if how.given is None:
-            self.take: nn.Cell = Part(ranks, -1, how.sizes) if how.size > 1 else Same()
-        elif how.given != -1 and min(how.sizes) != max(how.sizes):
-            raise NotTracedError("its input would go from some parts to others of unequal sizes")
+        special = getattr(module, "use_one_hot", False) or getattr(module, "max_norm", None) is not None
+        if isinstance(module, mint.nn.Embedding):
+            special = special or module.padding_idx is not None or module.scale_grad_by_freq
+        if len(own) != 1 or special:
+            raise NotTracedError("an embedding that does more than look rows up, or this kind of module, is not traced")
+        self.looks_up = original_class(module) is nn.Embedding
+        if self.looks_up:
+            self.hold("_table", *own.values())  # its own code knows how many features there are
         else:
-            self.take = move_cell(ranks, how.given, -1)
-        self.add_up = _add_up(ranks, how.wanted)
-        self.check = ShapeCheck(module, how, output=how.wanted)
-        self.hold("_weight", own["weight"])
-        self.bias_inside = own.get("bias") is not None and how.wanted is not None and how.size > 1
-        self.bias_after = own.get("bias") is not None and not self.bias_inside
-        if self.bias_inside:
-            self.add_both = ScatterAndAdd(ranks, how.wanted)  # type: ignore[arg-type]
-        if own.get("bias") is not None:
-            self.hold("_bias", own["bias"])
+            self.body = _body(module, own, Same)
+        self.has_all = how.gives != SUMMANDS
+        self.first, self.count = sum(how.sizes[: how.rank]), how.sizes[how.rank]
 
-    def construct(self, x: Tensor) -> Tensor:
-        self.check(x.shape, x.dtype)
-        y = mint.nn.functional.linear(self.take(x), self._weight)
-        if self.bias_inside:
-            return self.add_both(y, self._bias)
-        y = self.add_up(y)
-        if self.bias_after:
-            y = y + self._bias
-        return y
+    def look_up(self, ids: Tensor) -> Tensor:
+        return ops.gather(self._table, ids, 0) if self.looks_up else self.body(ids)
+
+    def construct(self, ids: Tensor) -> Tensor:
+        if self.has_all:
+            return self.look_up(ids)
+        elsewhere = ops.logical_or(ids < self.first, ids >= self.first + self.count)
+        y = self.look_up(ops.masked_fill(ids - self.first, elsewhere, 0))
+        return ops.masked_fill(y, elsewhere.expand_dims(-1), 0.0)
 
 
-# ------------------------------------------------------------------------------------------------ other modules
 def _weight(self: Any) -> Any:
     return self.read_weight()
 
@@ -249,87 +243,3 @@ def _body(module: Any, own: dict[str, Any], read: Callable[[], nn.Cell]) -> nn.C
     for name, p in own.items():
         object.__setattr__(new, f"read_{name}", _Parameter(p, read()))
     return new
-
-
-def _embedding(module: Any, how: CompiledForward, own: dict[str, Any]) -> GraphCell:
-    simple = isinstance(module, (nn.Embedding, mint.nn.Embedding)) and len(own) == 1
-    special = getattr(module, "use_one_hot", False) or getattr(module, "max_norm", None) is not None
-    if isinstance(module, mint.nn.Embedding):
-        special = special or module.padding_idx is not None or module.scale_grad_by_freq
-    if not simple or special:
-        raise NotTracedError("an embedding that does more than look rows up, or this kind of module, is not traced")
-    return (_ColumnEmbedding if how.kind == "column" else _RowEmbedding)(module, how, own)
-
-
-class _Embedding(GraphCell):
-    def __init__(self, module: Any, how: CompiledForward, own: dict[str, Any]) -> None:
-        super().__init__(own)
-        ranks = _ranks(how)
-        (table,) = own.values()
-        self.looks_up = original_class(module) is nn.Embedding
-        if self.looks_up:
-            self.hold("_table", table)  # its own code knows how many features there are
-        else:
-            self.body = _body(module, own, Same)
-        self.take = move_cell(ranks, how.given, None)
-        self.check = ShapeCheck(module, how, output=how.wanted, output_dims=1)
-        self.first, self.count = sum(how.sizes[: how.rank]), how.sizes[how.rank]
-        if how.kind == "column":
-            self.move = move_cell(ranks, -1, how.wanted, how.sizes)
-        else:
-            self.add_up = _add_up(ranks, how.wanted)
-
-
-class _ColumnEmbedding(_Embedding):
-    def construct(self, ids: Tensor) -> Tensor:
-        self.check(ids.shape, ms.float32)
-        ids = self.take(ids)
-        y = ops.gather(self._table, ids, 0) if self.looks_up else self.body(ids)
-        return self.move(y)
-
-
-class _RowEmbedding(_Embedding):
-    def construct(self, ids: Tensor) -> Tensor:
-        self.check(ids.shape, ms.float32)
-        ids = self.take(ids)
-        elsewhere = ops.logical_or(ids < self.first, ids >= self.first + self.count)
-        own = ops.masked_fill(ids - self.first, elsewhere, 0)
-        y = ops.gather(self._table, own, 0) if self.looks_up else self.body(own)
-        return self.add_up(ops.masked_fill(y, elsewhere.expand_dims(-1), 0.0))
-
-
-class _Parts(GraphCell):
-    """A norm of parts of its input, each of which gives a summand of its parameters' gradients."""
-
-    def __init__(self, module: Any, how: CompiledForward, own: dict[str, Any]) -> None:
-        super().__init__(own)
-        ranks = _ranks(how)
-        self.check = ShapeCheck(module, how)
-        self.body = _body(module, own, lambda: read_cell(ranks, None))
-
-    def construct(self, x: Tensor) -> Tensor:
-        self.check(x.shape, x.dtype)
-        return self.body(x)
-
-
-class _Alike(GraphCell):
-    """A module that computes the same on all ranks."""
-
-    def __init__(self, module: Any, how: CompiledForward, own: dict[str, Any]) -> None:
-        super().__init__(own)
-        ranks = _ranks(how)
-        self.take, self.move = move_cell(ranks, how.given, None), move_cell(ranks, None, how.wanted)
-        self.check = ShapeCheck(module, how, output=how.wanted)
-        self.body = _body(module, own, Same)
-        self.partial_features = how.partial_features
-        self.read = read_cell(ranks, None)
-
-    def construct(self, x: Tensor) -> Tensor:
-        self.check(x.shape, x.dtype)
-        y = self.move(self.body(self.take(x)))
-        n = self.partial_features
-        if n == 0:
-            return y
-        if n < 0:
-            return self.read(y)
-        return mint.cat((y[..., :-n], self.read(y[..., -n:])), -1)

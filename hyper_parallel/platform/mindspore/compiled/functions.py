@@ -1,9 +1,7 @@
-"""Collectives inside of MindSpore's graphs, in pairs of forward and backward, on plain local tensors.
+"""The steps of `STEPS` inside of MindSpore's graphs, on plain local tensors.
 
 They are cells, because a graph takes its backward from `bprop`. MindSpore parses the source of both methods: ``self``
-must have that name, and values decided in Python are attributes. As in `core.communication.transitions`, the cotangent
-of a tensor that all ranks have is whole. Parts have parts as cotangents. The cells ending on ``ForParts`` have
-consumers each of which returns a summand.
+must have that name, and values decided in Python are attributes.
 
 On CPU graphs have all-reduce, of single and half precision, and all-gather, among all ranks only. So a smaller group
 gathers. Parts of unequal sizes are gathered by adding up the parts between zeros. To reduce and scatter is to add up
@@ -12,25 +10,16 @@ and take one's part, as in PyNative mode.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mindspore import Tensor, mint, nn, ops
 
+from hyper_parallel.platform.contract.programs import STEPS, step_between
 from hyper_parallel.platform.mindspore.basics.private import GlobalComm
 from hyper_parallel.platform.mindspore.processes.launch import device_target
 
-__all__ = [
-    "Exchange",
-    "Gather",
-    "GatherForParts",
-    "Part",
-    "ReadForParts",
-    "Ranks",
-    "Scatter",
-    "ScatterAndAdd",
-    "SumUp",
-    "Same",
-]
+__all__ = ["Ranks", "Same", "ScatterAndAdd", "Step", "step_cell"]
 
 
 class Ranks:
@@ -55,10 +44,15 @@ class Same(nn.Cell):
         return x
 
 
-class _Reducing(nn.Cell):
+class _AllReduce(nn.Cell):
+    """Summands to their sum."""
+
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(auto_prefix=False)
-        self.all_reduce = ops.AllReduce(ops.ReduceOp.SUM, ranks.group)
+        self.collective = ops.AllReduce(ops.ReduceOp.SUM, ranks.group)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.collective(x)
 
 
 class _AllGather(nn.Cell):
@@ -131,95 +125,48 @@ class _ReduceScatter(nn.Cell):
         return self.collective(x)
 
 
-class ReadForParts(_Reducing):
-    """Megatron's f: a tensor that all ranks have, for consumers that each return a summand of the cotangent."""
-
-    def construct(self, x: Tensor) -> Tensor:
-        return x
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> Any:
-        return (self.all_reduce(dout),)
-
-
-class SumUp(_Reducing):
-    """Megatron's g: summands to their sum."""
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.all_reduce(x)
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> Any:
-        return (dout,)
-
-
-class Gather(nn.Cell):
-    """Parts to the whole, for consumers that return the whole cotangent."""
-
-    def __init__(self, ranks: Ranks, dim: int, sizes: tuple[int, ...] = ()) -> None:
-        super().__init__(auto_prefix=False)
-        self.gather, self.part = _AllGather(ranks, dim, sizes), _OwnPart(ranks, dim, sizes)
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.gather(x)
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> Any:
-        return (self.part(dout),)
-
-
-class GatherForParts(nn.Cell):
-    """Equal parts to the whole, for consumers that each return a summand of the cotangent."""
-
-    def __init__(self, ranks: Ranks, dim: int) -> None:
-        super().__init__(auto_prefix=False)
-        self.gather, self.scatter = _AllGather(ranks, dim), _ReduceScatter(ranks, dim)
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.gather(x)
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> Any:
-        return (self.scatter(dout),)
-
-
-class Part(nn.Cell):
-    """The whole to this rank's part."""
-
-    def __init__(self, ranks: Ranks, dim: int, sizes: tuple[int, ...] = ()) -> None:
-        super().__init__(auto_prefix=False)
-        self.gather, self.part = _AllGather(ranks, dim, sizes), _OwnPart(ranks, dim, sizes)
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.part(x)
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> Any:
-        return (self.gather(dout),)
-
-
-class Scatter(nn.Cell):
-    """Summands to this rank's part of their sum."""
-
-    def __init__(self, ranks: Ranks, dim: int) -> None:
-        super().__init__(auto_prefix=False)
-        self.gather, self.scatter = _AllGather(ranks, dim), _ReduceScatter(ranks, dim)
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.scatter(x)
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> Any:
-        return (self.gather(dout),)
-
-
-class Exchange(nn.Cell):
+class _Exchange(nn.Cell):
     """Equal parts along one dimension to parts along another; through the whole, as CPU has nothing else."""
 
     def __init__(self, ranks: Ranks, source: int, target: int) -> None:
         super().__init__(auto_prefix=False)
         self.gather, self.part = _AllGather(ranks, source), _OwnPart(ranks, target)
-        self.gather_back, self.part_back = _AllGather(ranks, target), _OwnPart(ranks, source)
 
     def construct(self, x: Tensor) -> Tensor:
         return self.part(self.gather(x))
 
+
+#: The movements of data in `STEPS`: a cell for ranks, source, target and sizes of the parts. A bias alone becomes
+#: summands, see `ScatterAndAdd`.
+_MOVES: dict[str, Callable[[Ranks, Any, Any, tuple[int, ...]], nn.Cell]] = {
+    "keep": lambda ranks, source, target, sizes: Same(),
+    "sum": lambda ranks, source, target, sizes: _AllReduce(ranks),
+    "gather": lambda ranks, source, target, sizes: _AllGather(ranks, source, sizes),
+    "slice": lambda ranks, source, target, sizes: _OwnPart(ranks, target, sizes),
+    "scatter": lambda ranks, source, target, sizes: _ReduceScatter(ranks, target),
+    "exchange": lambda ranks, source, target, sizes: _Exchange(ranks, source, target),
+}
+
+
+class Step(nn.Cell):
+    """A step of `STEPS` between two ways of holding a tensor."""
+
+    def __init__(self, ranks: Ranks, name: str, source: Any, target: Any, sizes: tuple[int, ...] = ()) -> None:
+        super().__init__(auto_prefix=False)
+        self.move = _MOVES[STEPS[name].moves](ranks, source, target, sizes)
+        self.back = _MOVES[STEPS[STEPS[name].back].moves](ranks, target, source, sizes)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.move(x)
+
     def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> Any:
-        return (self.part_back(self.gather_back(dout)),)
+        return (self.back(dout),)
+
+
+def step_cell(ranks: Ranks, source: Any, target: Any, sizes: tuple[int, ...] = (), for_parts: bool = False) -> nn.Cell:
+    """The cell of the step between two ways of holding a tensor: see `step_between`."""
+    name = step_between(source, target, for_parts)
+    return Same() if name is None or ranks.size == 1 else Step(ranks, name, source, target, sizes)
 
 
 class ScatterAndAdd(nn.Cell):

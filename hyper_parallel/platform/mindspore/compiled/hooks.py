@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from mindspore import Tensor, nn
 
-from hyper_parallel.platform.contract import CompiledForward, CompiledInputs, Conversion
+from hyper_parallel.platform.contract import CompiledInputs, Conversion
+from hyper_parallel.platform.contract.programs import KEPT, Program
 from hyper_parallel.platform.mindspore.compiled.forwards import (
     GraphCell,
     NotTracedError,
     make_cell,
-    move_cell,
     original_class,
-    read_cell,
 )
-from hyper_parallel.platform.mindspore.compiled.functions import Ranks, Same
+from hyper_parallel.platform.mindspore.compiled.functions import Ranks, Same, step_cell
 from hyper_parallel.platform.mindspore.compiled.readers import shared_inputs
 from hyper_parallel.platform.mindspore.compiled.shapes import ShapeCheck
 
@@ -29,18 +27,12 @@ class _Conversion(GraphCell):
 
     def __init__(self, module: Any, how: CompiledInputs, one: Conversion) -> None:
         super().__init__()
-        self.move = move_cell(Ranks(how.group, how.size, how.rank), one.given, one.wanted)
-        about = SimpleNamespace(
-            kind="conversion",
-            given=one.given,
-            size=how.size,
-            sizes=(),
-            normalized=0,
-            layouts={},
+        self.move = step_cell(Ranks(how.group, how.size, how.rank), one.given, one.wanted)
+        about = Program(
+            how.mesh, how.group, how.size, how.rank, one.given, one.wanted, KEPT, KEPT, how.local, {},
             compare=one.compare,
-            mesh=how.mesh,
-        )
-        self.check = ShapeCheck(module, about, output=one.wanted)
+        )  # fmt: skip
+        self.check = ShapeCheck(module, about, one.wanted)
 
     def construct(self, x: Tensor) -> Tensor:
         self.check(x.shape, x.dtype)
@@ -103,7 +95,7 @@ def _slots(module: nn.Cell, hooks: Sequence[CompiledInputs]) -> list[nn.Cell]:
     return cells
 
 
-def make_surrounded(module: nn.Cell, columns: Mapping[str, CompiledForward]) -> GraphCell:
+def make_surrounded(module: nn.Cell, columns: Mapping[str, Program]) -> GraphCell:
     """The cell that stands for ``module``, which has hooks of styles, or several column-parallel layers below it.
 
     Args:
@@ -122,7 +114,7 @@ def make_surrounded(module: nn.Cell, columns: Mapping[str, CompiledForward]) -> 
     body = _copied(module)
     for position, names in shared_inputs(original_class(module), frozenset(columns)).items():
         how = columns[min(names)]
-        reads[position] = read_cell(Ranks(how.group, how.size, how.rank), None)
+        reads[position] = step_cell(Ranks(how.group, how.size, how.rank), None, None, for_parts=True)
         for name in names:
             layer = make_cell(module._cells[name], columns[name])
             layer.read = Same()

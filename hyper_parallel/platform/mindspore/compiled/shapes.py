@@ -8,7 +8,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import ops
 
-from hyper_parallel.platform.contract import Comparison
+from hyper_parallel.platform.contract.programs import KEPT, SUMMANDS, Comparison, Program
 from hyper_parallel.platform.mindspore.processes.launch import device_target
 
 __all__ = ["ShapeCheck", "pending_comparisons"]
@@ -20,18 +20,17 @@ _NUMBERS = count()
 _REDUCED = (ms.float32, ms.float16)
 
 
-def ShapeCheck(module: Any, how: Any, output: int | None = None, output_dims: int = 0) -> Any:
+def ShapeCheck(module: Any, how: Program, output: int | None, output_dims: int = 0) -> Any:
     """``check(shape, dtype)`` of the input of a styled module, which MindSpore calls when it makes the graph.
 
     Args:
         module: which it is.
-        how: a `CompiledForward`, or the facts that `ConversionCheck` gives.
-        output: the dimension along which the output is cut, which all ranks have, or have summands of.
+        how: its program, or that of a conversion.
+        output: the dimension along which the output is to be cut.
         output_dims: how many dimensions the output has more than the input.
     """
     label = getattr(module, "_hyper_parallel_path", "") or type(module).__name__
-    kind, given, size, normalized = how.kind, how.given, how.size, how.normalized
-    features = sum(how.sizes) if kind == "row" and not output_dims else None
+    given, takes, gives, size, features = how.given, how.takes, how.gives, how.size, how.features
     compare, mesh = how.compare, how.mesh
 
     def check(shape: tuple[int, ...], dtype: Any) -> bool:
@@ -42,7 +41,7 @@ def ShapeCheck(module: Any, how: Any, output: int | None = None, output_dims: in
             )
         if size == 1:
             return True
-        if device_target() == "CPU" and dtype not in _REDUCED:
+        if not output_dims and device_target() == "CPU" and dtype not in _REDUCED:
             raise TypeError(
                 f"{label!r} in a graph: on CPU graphs reduce single and half precision, and the input has dtype "
                 f"{dtype}. Call it without jit"
@@ -50,13 +49,13 @@ def ShapeCheck(module: Any, how: Any, output: int | None = None, output_dims: in
         if given is not None and not -ndim <= given < ndim:
             raise ValueError(f"{label!r} takes an input that is cut along {given}, got one of shape {shape}")
         cut = None if given is None else given % ndim
-        if kind == "parts" and (cut is None or cut >= ndim - normalized):
+        if how.parameters_for_parts and (cut is None or cut >= ndim - how.whole_dims):
             raise ValueError(f"{label!r} in a graph: its input, of shape {shape}, is cut along a normalized dimension")
-        if kind == "row" and given is None and features is not None and shape[-1] != features:
+        if takes == -1 and given is None and features is not None and shape[-1] != features:
             raise ValueError(f"{label!r} takes {features} features, got an input of shape {shape}")
-        if output is not None:
-            check_output(shape, ndim, cut)
-        if cut is not None and compare is not None and not (kind == "row" and cut == ndim - 1):
+        if output is not None and (gives != KEPT or takes != given):
+            check_output(output, shape, ndim, cut)
+        if cut is not None and compare is not None and (features is None or cut != ndim - 1):
             if mesh._has_uneven_shards:
                 raise RuntimeError(
                     f"{label!r} in a graph: a layer has given plain parts of unequal sizes, and ranks compare plain "
@@ -65,15 +64,14 @@ def ShapeCheck(module: Any, how: Any, output: int | None = None, output_dims: in
             pending_comparisons.append((compare, label, tuple(shape)))
         return True
 
-    def check_output(shape: tuple[int, ...], ndim: int, cut: int | None) -> None:
+    def check_output(output: int, shape: tuple[int, ...], ndim: int, cut: int | None) -> None:
         more = ndim + output_dims
-        assert output is not None
         if not -more <= output < more:
             raise ValueError(f"the output of {label!r} has {more} dimensions, and is to be cut along {output}")
         to = output % more
-        if to == more - 1 and kind in ("column", "row") and output == -1:
+        if output == -1 and gives in (-1, SUMMANDS):
             return  # seen to where the cell was made
-        if to == more - 1 and kind in ("row", "alike"):
+        if to == more - 1 and gives in (None, SUMMANDS):
             raise ValueError(f"the output of {label!r} in a graph cannot be cut along {output}, which are its features")
         whole = shape[to] * size if to == cut else shape[to]
         if whole % size:

@@ -1,31 +1,22 @@
-"""Collectives that torch's compiler sees, in pairs of forward and backward, on plain local tensors.
+"""The steps of `STEPS` on plain local tensors, with collectives that torch's compiler sees.
 
 The operators are those below torch's functional collectives: Inductor knows them, and may reorder, bucket and fuse
-them. As in `core.communication.transitions`, the cotangent of a tensor that all ranks have is whole. Parts have parts
-as cotangents. The functions ending on ``for_parts`` have consumers each of which returns a summand.
+them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from hyper_parallel.platform.contract.programs import STEPS, SUMMANDS
 from hyper_parallel.platform.torch.basics.private import functional_collectives
 
-__all__ = [
-    "exchange",
-    "gather",
-    "gather_for_parts",
-    "largest_of",
-    "one_summand",
-    "read_for_parts",
-    "scatter",
-    "slice_",
-    "sum_up",
-]
+__all__ = ["largest_of", "read_for_parts", "sum_up", "take"]
 
 _ops = functional_collectives
 
@@ -71,71 +62,6 @@ def _own_part(x: Tensor, dim: int, sizes: tuple[int, ...], size: int, rank: int)
     return parts[rank].contiguous()
 
 
-class _ReadForParts(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _all_reduce(g, ctx.group), None
-
-
-class _SumUp(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g, None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: tuple[int, ...], size: int, rank: int, group: str) -> Tensor:
-        ctx.how = dim, sizes, size, rank
-        return _all_gather(x, dim, sizes, size, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _own_part(g, *ctx.how), None, None, None, None, None
-
-
-class _GatherForParts(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: tuple[int, ...], size: int, rank: int, group: str) -> Tensor:
-        ctx.how = dim, sizes, size, rank, group
-        return _all_gather(x, dim, sizes, size, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _reduce_scatter(g, *ctx.how), None, None, None, None, None
-
-
-class _Slice(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: tuple[int, ...], size: int, rank: int, group: str) -> Tensor:
-        ctx.how = dim, sizes, size, group
-        return _own_part(x, dim, sizes, size, rank)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _all_gather(g, *ctx.how), None, None, None, None, None
-
-
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: tuple[int, ...], size: int, rank: int, group: str) -> Tensor:
-        ctx.how = dim, sizes, size, group
-        return _reduce_scatter(x, dim, sizes, size, rank, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _all_gather(g, *ctx.how), None, None, None, None, None
-
-
 def _all_to_all(x: Tensor, source: int, target: int, size: int, group: str) -> Tensor:
     rows = torch.cat(x.chunk(size, target), 0)
     count = rows.shape[0] // size
@@ -143,40 +69,44 @@ def _all_to_all(x: Tensor, source: int, target: int, size: int, group: str) -> T
     return torch.cat(got.chunk(size, 0), source)
 
 
-class _Exchange(Function):
+#: The movements of data in `STEPS`: ``move(x, source, target, sizes, size, rank, group)``.
+_MOVES: dict[str, Callable[..., Tensor]] = {
+    "keep": lambda x, source, target, sizes, size, rank, group: x.view_as(x),
+    "sum": lambda x, source, target, sizes, size, rank, group: _all_reduce(x, group),
+    "gather": lambda x, source, target, sizes, size, rank, group: _all_gather(x, source, sizes, size, group),
+    "slice": lambda x, source, target, sizes, size, rank, group: _own_part(x, target, sizes, size, rank),
+    "scatter": lambda x, source, target, sizes, *ranks: _reduce_scatter(x, target, sizes, *ranks),
+    "exchange": lambda x, source, target, sizes, size, rank, group: _all_to_all(x, source, target, size, group),
+    "one_summand": lambda x, source, target, sizes, size, rank, group: torch.zeros_like(x) if rank else x.clone(),
+}
+
+
+class _Step(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: int, target: int, size: int, group: str) -> Tensor:
-        ctx.how = target, source, size, group
-        return _all_to_all(x, source, target, size, group)
+    def forward(
+        ctx: Any, x: Tensor, name: str, source: Any, target: Any, sizes: tuple[int, ...], *ranks: Any
+    ) -> Tensor:
+        ctx.how = STEPS[STEPS[name].back].moves, target, source, sizes, *ranks
+        return _MOVES[STEPS[name].moves](x, source, target, sizes, *ranks)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _all_to_all(g, *ctx.how), None, None, None, None
+        name, *how = ctx.how
+        return _MOVES[name](g, *how), None, None, None, None, None, None, None
 
 
-class _OneSummand(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rank: int) -> Tensor:
-        return torch.zeros_like(x) if rank else x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g, None
+#: ``take(x, name, source, target, sizes, size, rank, group)``: a step of `STEPS`, between ways of holding a tensor.
+#: ``sizes`` are those of the parts, empty where these are equal.
+take = _Step.apply
 
 
-#: Megatron's f: a tensor that all ranks have, for consumers that each return a summand of the cotangent.
-read_for_parts = _ReadForParts.apply
-#: Megatron's g: summands to their sum.
-sum_up = _SumUp.apply
-#: Parts to the whole, for consumers that return the whole cotangent.
-gather = _Gather.apply
-#: Parts to the whole, for consumers that each return a summand of the cotangent.
-gather_for_parts = _GatherForParts.apply
-#: The whole to this rank's part.
-slice_ = _Slice.apply
-#: Summands to this rank's part of their sum.
-scatter = _Scatter.apply
-#: Parts along one dimension to parts along another.
-exchange = _Exchange.apply
-#: A tensor that all ranks have, as summands: one rank has the value and the others zeros.
-one_summand = _OneSummand.apply
+def read_for_parts(x: Tensor, group: str) -> Tensor:
+    """Megatron's f: a tensor that all ranks have, for consumers that each return a summand of the cotangent."""
+    y: Tensor = take(x, "read_for_parts", None, None, (), 0, 0, group)
+    return y
+
+
+def sum_up(x: Tensor, group: str) -> Tensor:
+    """Megatron's g: summands to their sum."""
+    y: Tensor = take(x, "sum", SUMMANDS, None, (), 0, 0, group)
+    return y

@@ -53,7 +53,7 @@ def _conversion(how: CompiledInputs) -> Callable[..., Any]:
             wanted = wanted % x.ndim
         if cut is not None and wanted is None and not local and moves.size > 1:
             return moves.give_gathered(x, cut)
-        y = moves.move(x, cut, wanted)
+        y = moves.bring(x, cut, wanted)
         return None if y is None else moves.give(y, wanted)
 
     def inputs(module: Any, args: tuple, kwargs: dict) -> Any:

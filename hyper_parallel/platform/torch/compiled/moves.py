@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hyper_parallel.platform.contract import Comparison
+from hyper_parallel.platform.contract.programs import Comparison, step_between
 from hyper_parallel.platform.torch.basics.tensor import State
 from hyper_parallel.platform.torch.compiled import functions
 from hyper_parallel.platform.torch.compiled.comparisons import NUMBER, Shards, mark
@@ -109,57 +109,32 @@ class Moves:
         y.read_for_parts = None
         return y
 
-    def cuts_evenly(self, x: Tensor, dim: int) -> bool:
-        """Return whether all ranks get as much of ``dim``, which they have whole."""
-        return bool(x.shape[dim] % self.size == 0)
-
     def read(self, given: Any, x: Tensor, cut: int | None) -> Tensor:
         """All of ``x``, which `take` made of ``given``, for a consumer that returns a summand of the cotangent. Several
         that are given the same share one collective."""
         shares = isinstance(given, Shared) or (isinstance(given, self.dtensor) and given.gathers is not None)
         if not shares:
-            return self.whole_for_parts(x, cut)
+            return self.bring(x, cut, None, for_parts=True)
         if given.read_for_parts is None:
-            given.read_for_parts = self.whole_for_parts(x, cut)
+            given.read_for_parts = self.bring(x, cut, None, for_parts=True)
         return given.read_for_parts
 
-    def whole_for_parts(self, x: Tensor, cut: int | None) -> Tensor:
-        """All of a tensor, for a consumer that returns a summand of the cotangent."""
-        if self.size == 1 or not x.is_floating_point():
-            return x if cut is None else self.whole(x, cut)
-        if cut is None:
-            return functions.read_for_parts(x, self.group)
-        return functions.gather_for_parts(x, cut, (), self.size, self.rank, self.group)
+    def bring(
+        self, x: Tensor, source: int | str | None, target: int | str | None, sizes: tuple[int, ...] = (),
+        for_parts: bool = False,
+    ) -> Any:  # fmt: skip
+        """Take the step between two ways of holding a tensor: see `step_between`. Returns None where parts would not be
+        even.
 
-    def whole(self, x: Tensor, cut: int | None, sizes: tuple[int, ...] = ()) -> Tensor:
-        """Gather a tensor for a consumer whose cotangent is whole on every rank."""
-        if self.size == 1 or cut is None:
+        Args:
+            x, source, target, for_parts: see there.
+            sizes: of the parts, where these need not be even.
+        """
+        name = step_between(source, target, for_parts and x.is_floating_point())
+        if name is None or self.size == 1:
             return x
-        return functions.gather(x, cut, sizes, self.size, self.rank, self.group)
-
-    def part(self, x: Tensor, cut: int, sizes: tuple[int, ...] = ()) -> Tensor:
-        """This rank's part of a tensor that all ranks have."""
-        return x if self.size == 1 else functions.slice_(x, cut, sizes, self.size, self.rank, self.group)
-
-    def move(self, x: Tensor, cut: int | None, wanted: int | None, sizes: tuple[int, ...] = ()) -> Tensor | None:
-        """From one layout to another; ``sizes`` of a cut that is not even. None where the new parts were not even."""
-        if cut == wanted or self.size == 1:
-            return x
-        if wanted is None:
-            return self.whole(x, cut, sizes)
-        if not self.cuts_evenly(x, wanted):
+        if name == "exchange" and sizes and min(sizes) != max(sizes):
             return None
-        if cut is None:
-            return self.part(x, wanted)
-        even = not sizes or min(sizes) == max(sizes)
-        return functions.exchange(x, cut, wanted, self.size, self.group) if even else None
-
-    def add_up(self, x: Tensor, wanted: int | None) -> Tensor | None:
-        """The sum of the ranks' summands, whole or in parts; None where these were not even."""
-        if self.size == 1:
-            return x
-        if wanted is None:
-            return functions.sum_up(x, self.group)
-        if not self.cuts_evenly(x, wanted):
+        if isinstance(target, int) and not (name == "slice" and sizes) and x.shape[target] % self.size:
             return None
-        return functions.scatter(x, wanted, (), self.size, self.rank, self.group)
+        return functions.take(x, name, source, target, sizes, self.size, self.rank, self.group)

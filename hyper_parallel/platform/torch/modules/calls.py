@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.platform.contract import CompiledForward
+from hyper_parallel.platform.contract import Program
 from hyper_parallel.platform.module_text import text_of_plan
 from hyper_parallel.platform.torch.basics.private import (
     calls_quickly,
@@ -69,7 +69,7 @@ def _with_shared_inputs(cls: Any) -> type:
     return _derive(cls, {"_shares": True})
 
 
-def set_compiled_forward(module: nn.Module, how: CompiledForward | None) -> None:
+def set_compiled_forward(module: nn.Module, how: Program | None) -> None:
     """See `Platform.set_compiled_forward`."""
     module.__dict__["_compiled_run"] = make_run(module, how)
     module.__dict__[NUMBER] = str(next(_NUMBERS))

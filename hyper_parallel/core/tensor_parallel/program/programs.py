@@ -1,0 +1,176 @@
+"""Programs of styles: `platform.contract.programs`, made of their data.
+
+Where a layout cannot be said in these terms, a module has none, and stays outside of compiled code. Such are parts of
+parts, and sums.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from hyper_parallel.core.layouts.chunking import shard_sizes
+from hyper_parallel.core.layouts.layout import Layout
+from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import planned_layouts
+from hyper_parallel.core.tensor_parallel.program.uneven_shards import agree_on_shape
+from hyper_parallel.platform import Platform
+from hyper_parallel.platform.contract import CompiledInputs, Conversion
+from hyper_parallel.platform.contract.programs import KEPT, SUMMANDS, Comparison, Cut, Program
+
+__all__ = ["describe_conversions", "placement_of", "program_of", "share_inputs"]
+
+
+def is_cut(placement: Placement | None) -> bool:
+    """Return whether a placement can be said as a `Cut`."""
+    return placement is Replicate() or type(placement) is Shard
+
+
+def cut_of(placement: Any) -> Cut:
+    """The cut of a placement for which `is_cut` is true."""
+    dim: Cut = None if placement is Replicate() else placement.dim
+    return dim
+
+
+def placement_of(cut: Cut) -> Placement:
+    """The placement of a cut: the inverse of `cut_of`."""
+    return Replicate() if cut is None else Shard(cut)
+
+
+@dataclass(frozen=True)
+class _Comparing:
+    """A `Comparison`."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    what: str
+
+    def __call__(self, module: str, shape: tuple[int, ...]) -> None:
+        agree_on_shape(shape, self.mesh, self.placement, f"{self.what} of {module!r}")
+
+
+def comparison(mesh: DeviceMesh, placement: Placement | None, what: str) -> Comparison | None:
+    """The comparison of plain shards between ranks, which messages call ``what`` of their module."""
+    if placement is None or not placement.is_shard() or mesh.size() == 1:
+        return None
+    return _Comparing(mesh, placement, what)
+
+
+def program_of(style: Any, module: Any, mesh: DeviceMesh) -> Program | None:
+    """The program of a module with one input and one output, whose parameters the ``style`` has distributed. None where
+    the data of the style do not say all of it in these terms."""
+    platform, layouts, wanted = mesh.platform, planned_layouts(module), style.output_layouts
+    if len(style.input_layouts) != 1 or len(wanted or "1") != 1 or mesh.get_coordinate() is None:
+        return None
+    given, desired = style.input_placements(module, mesh)
+    needed = given if desired is None else desired
+    if platform.is_linear_module(module) or platform.is_embedding_module(module):
+        known = _of_weight(module, platform, layouts)
+    else:
+        known = _of_parts(style, module, platform, layouts, needed)
+    if known is None:
+        return None
+    takes, own = known
+    if needed is not takes or not (given is takes or is_cut(given)) or not all(map(is_cut, wanted or ())):
+        return None
+    return Program(
+        mesh=mesh,
+        group=mesh.platform_group(0),
+        size=mesh.size(),
+        rank=mesh.get_local_rank(0),
+        given=cut_of(given),
+        takes=KEPT if desired is None and own["gives"] == KEPT else cut_of(takes),
+        wanted=KEPT if wanted is None else cut_of(wanted[0]),
+        local=style.use_local_output,
+        layouts=layouts,
+        partial_features=style.partial_output_features,
+        compare=comparison(mesh, given, "the input") if style.compares_input else None,
+        **own,
+    )
+
+
+#: The placement that an operation takes its input in, and what it adds to the program.
+_Own: TypeAlias = "tuple[Placement, dict[str, Any]] | None"
+
+
+def _of_weight(module: Any, platform: Platform, layouts: Mapping[str, Layout | None]) -> _Own:
+    """What a linear layer or an embedding adds to its program: by which dimension of its weight is cut."""
+    kind, linear = platform.kind_of(module), platform.is_linear_module(module)
+    held = [layouts.get(kind.weight), layouts.get(kind.bias or "")]
+    weight, bias = (None if layout is None else layout.placements[0] for layout in held)
+    if weight is Replicate() and bias in (None, weight):
+        return weight, {"gives": None}
+    if not isinstance(weight, Shard) or not isinstance(held[0], Layout):
+        return None
+    columns = weight.dim == (kind.out_dim if linear else 1)
+    if bias is not None and bias != (weight.with_dim(0) if columns else Replicate()):
+        return None
+    sizes = shard_sizes(weight, held[0].shape[weight.dim], held[0].mesh.size())
+    if 0 in sizes:
+        return None  # as in eager mode: kernels for nothing are not to be relied on
+    return weight.with_dim(-1) if linear and not columns else Replicate(), {
+        "gives": -1 if columns else SUMMANDS,
+        "input_for_parts": linear and columns,
+        "features": held[0].shape[1 - kind.out_dim] if linear else None,
+        "sizes": tuple(sizes),
+        "packed": isinstance(weight, PackedShard),
+    }
+
+
+def _of_parts(style: Any, module: Any, platform: Platform, layouts: Mapping[str, Layout | None], needed: Any) -> _Own:
+    """What any other module adds to its program."""
+    whole = all(layout is None or layout.placements[0] is Replicate() for layout in layouts.values())
+    if needed is Replicate():
+        return (needed, {"gives": None}) if whole else None
+    dims = platform.normalized_dims(module) if style.whole_dims is None else style.whole_dims
+    if dims is None or not whole:
+        return needed, {"gives": KEPT, "distributed": True}
+    return needed, {"gives": KEPT, "parameters_for_parts": True, "whole_dims": dims}
+
+
+def describe_conversions(
+    slots: Sequence[tuple[Any, Placement | None, Placement | None]],
+    mesh: DeviceMesh,
+    count: int,
+    use_local_output: bool,
+    of_outputs: bool,
+) -> CompiledInputs | None:
+    """Describe the conversions of a hook.
+
+    Args:
+        slots: (position or keyword, placement of a plain one, placement wanted, or None for that which it has).
+        mesh: 1-D mesh.
+        count, use_local_output, of_outputs: see `CompiledInputs`.
+    """
+    wanted = [(key, given, given if desired is None else desired) for key, given, desired in slots]
+    if mesh.get_coordinate() is None or not all(is_cut(given) and is_cut(to) for _, given, to in wanted):
+        return None
+    what = "output" if of_outputs else "input"
+    conversions = [
+        Conversion(key, cut_of(given), cut_of(to), comparison(mesh, given, f"{what} {key!r}"))
+        for key, given, to in wanted
+    ]
+    return CompiledInputs(
+        mesh=mesh,
+        group=mesh.platform_group(0),
+        size=mesh.size(),
+        rank=mesh.get_local_rank(0),
+        conversions=tuple(conversions),
+        count=count,
+        local=use_local_output,
+        of_outputs=of_outputs,
+    )
+
+
+def share_inputs(matches: list[Any], modules: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Tell the backend which modules have several column-parallel linear layers directly below them."""
+    platform, below = mesh.platform, Counter[str]()
+    for path, module, style in matches:
+        if path and platform.is_linear_module(module) and getattr(style, "reads_for_parts", False):
+            below[path.rpartition(".")[0]] += 1
+    for path, count in below.items():
+        if count > 1:
+            platform.share_compiled_inputs(modules[path])

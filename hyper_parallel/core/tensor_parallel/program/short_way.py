@@ -1,0 +1,201 @@
+"""The interpreter of programs that runs eagerly on local tensors: what a module does in place of its forward.
+
+It does the work of the style's conversions and of the operation's dispatch at once. It does so for a plain input and
+for a distributed one that is placed as the operation takes it. Values that these look up in every call are looked up
+once for each shape. It is a function of the module, so that a copy of the module computes with its own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.caches import Table
+from hyper_parallel.core.communication.collectives import bind_all_reduce
+from hyper_parallel.core.communication.redistribute import (
+    made_with,
+    parameter_view,
+    partial_grad_view,
+    plan_redistribution,
+)
+from hyper_parallel.core.communication.transitions import identity_reduce_grad, linear_key, one_summand, summation
+from hyper_parallel.core.dtensor.tensor import dtensor_class
+from hyper_parallel.core.layouts.chunking import shard_sizes
+from hyper_parallel.core.layouts.layout import Layout, get_layout
+from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForward
+from hyper_parallel.core.tensor_parallel.program.programs import placement_of
+from hyper_parallel.core.tensor_parallel.program.uneven_shards import HANDED_OUT
+from hyper_parallel.platform.contract import NOTHING_FASTER, cached_view
+from hyper_parallel.platform.contract.programs import KEPT, SUMMANDS, Program
+
+_FIRST = (0,)
+_WHOLE = Replicate()
+
+
+def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any]) -> LocalForward | None:
+    """The program of a linear layer of the framework's own class with a sharded weight, or of a norm whose input is
+    sharded. None for other modules, and where the input or the output needs a step that this has not.
+
+    Args:
+        program, module: which.
+        forward: of the class of ``module``.
+    """
+    mesh, platform, gives, wanted = program.mesh, program.mesh.platform, program.gives, program.wanted
+    of_weight = program.layouts.get("weight")
+    if gives == KEPT:
+        fits = program.parameters_for_parts and program.takes == program.given and wanted == KEPT
+    else:
+        fits = bool(program.sizes) and (platform.fast or NOTHING_FASTER).is_plain_linear(module)
+        fits = fits and (wanted != KEPT if gives == SUMMANDS else wanted in (-1, KEPT))
+    if not fits or program.partial_features:
+        return None
+    cut: Any = Shard(0) if gives == KEPT else of_weight.placements[0]  # type: ignore[union-attr]
+    takes: Any = program.takes
+    sums, local, planned = gives == SUMMANDS, program.local, tuple(program.layouts.items())
+    desired = placement_of(wanted) if sums else None  # type: ignore[arg-type]
+
+    def output_of(x: Any) -> tuple[Any, Layout] | None:
+        """The step that makes the output of this rank's summand, and the layout of the output.
+
+        ``x`` is the layout of a distributed input, or the shape of a plain one. None where the program is not for it,
+        or a rank has no elements: kernels for nothing are not to be relied on, and all ranks must go one way.
+        """
+        given, shape = isinstance(x, Layout), tuple(x.shape) if isinstance(x, Layout) else tuple(x)
+        dims = len(shape) - program.whole_dims
+        at: Any = None if takes is None else takes + len(shape) if takes < 0 else takes
+        if not shape or (at is not None and not 0 <= at < dims):
+            return None
+        needed = _WHOLE if at is None else cut.with_dim(at)
+        if given and (x.mesh is not mesh or x.placements[0] is not needed):
+            return None
+        step: Any = None
+        if gives == KEPT:
+            output = x if given else get_layout(mesh, (needed,), _whole_shape(shape, at, mesh))
+            if 0 in shape or 0 in shard_sizes(needed, output.shape[at], mesh.size()):
+                return None
+        else:
+            shape = (*shape[:-1], of_weight.shape[0])  # type: ignore[union-attr]
+            if isinstance(desired, Shard) and not 0 <= desired.dim % len(shape) < len(shape) - 1:
+                return None
+            result = get_layout(mesh, (Partial() if sums else cut.with_dim(len(shape) - 1),), shape)
+            output = result.with_placements((desired,)) if sums else result  # type: ignore[arg-type]
+            if sums and desired is not _WHOLE:
+                step = plan_redistribution(result, output)[0].bind()
+        if local:
+            HANDED_OUT[output]
+        return step, output
+
+    outputs, count, distributed = Table(output_of), len(planned), dtensor_class(platform)
+    own_parameters, no_dispatch, wrap = platform.own_parameters, platform.no_dispatch, platform.wrap
+    operate = _norm(program, module, forward) if gives == KEPT else _linear(program, desired)
+
+    def run(module: Any, x: Any) -> Any:
+        output = outputs[x._layout if type(x) is distributed else x.shape]  # type: ignore[attr-defined]
+        if output is None:
+            return NotImplemented
+        own: Any = own_parameters(module)
+        if len(own) != count:
+            return NotImplemented
+        for name, wanted in planned:
+            p: Any = own.get(name, own)
+            if getattr(p, "_layout", p) is not wanted:
+                return NotImplemented
+        with no_dispatch():
+            y = operate(module, x, own, output)
+            return y if local else wrap(y, output[1])
+
+    takes_plain = program.given == takes
+    compared = placement_of(program.given) if takes_plain and not sums else None
+    followed: Placement | None = placement_of(program.given) if gives == KEPT else desired
+    if gives == -1 and not of_weight.shape[0] % mesh.size():  # type: ignore[union-attr]
+        followed = cut.with_dim(-1)
+    return LocalForward(run if takes_plain else None, run, compared, followed)
+
+
+def _whole_shape(shape: tuple[int, ...], dim: int, mesh: DeviceMesh) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] * mesh.size(), *shape[dim + 1 :])
+
+
+def _linear(program: Program, desired: Placement | None) -> Callable[..., Any]:
+    """``operate(module, x, parameters, output)`` of a linear layer: its features, or the sum of the summands."""
+    mesh, platform = program.mesh, program.mesh.platform
+    linear, read, of_one_rank = (platform.fast or NOTHING_FASTER).linear, _reader(mesh), one_summand(mesh, 0)
+    all_reduce = summation(mesh, 0).in_place
+
+    def features(module: Any, x: Any, own: Any, output: Any) -> Any:
+        weight = own["weight"]
+        rows = read(x, weight)
+        y = linear(rows, weight, own.get("bias"))
+        return y if rows.ndim == x.ndim else y.view(*output[1].local_shape)
+
+    def whole(module: Any, x: Any, own: Any, output: Any) -> Any:
+        y, bias = all_reduce(linear(x, own["weight"], None)), own.get("bias")
+        return y if bias is None else _add(y, bias, platform)
+
+    def parts(module: Any, x: Any, own: Any, output: Any) -> Any:
+        # The bias is in one of the summands, of which every rank gets the whole gradient back.
+        bias = own.get("bias")
+        return output[0](linear(x, own["weight"], None if bias is None else of_one_rank(bias)))
+
+    return features if desired is None else whole if desired is _WHOLE else parts
+
+
+def _add(y: Any, bias: Any, platform: Any) -> Any:
+    # Not the operator: Python would ask the class of the distributed bias first.
+    z = y.add(bias)
+    # Automatic mixed precision computes in another dtype than that of the parameters.
+    return z if z.dtype == y.dtype else y.add(platform.to_dtype(bias, y.dtype))
+
+
+def _reader(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
+    """`partial_grad_view` as ``read(x, weight)``, of an ``x`` that is the same on all ranks of the 1-D ``mesh``:
+    Megatron's f, for linear layers, which share its all-reduce. It may be 2-D, see `Fast.linear_view`."""
+    if mesh.size() == 1:
+        return lambda x, weight: x
+    platform = mesh.platform
+    distributed: Any = dtensor_class(platform)
+    reduce, contiguous = bind_all_reduce(mesh, 0), platform.contiguous
+    kept = cached_view(platform, identity_reduce_grad(mesh, _FIRST), (mesh, _FIRST))
+
+    def reduced(cotangent: Any) -> Any:
+        return reduce(contiguous(cotangent))
+
+    fast = platform.fast or NOTHING_FASTER
+    view: Any = fast.linear_view(reduced, summation(mesh, 0), linear_key(mesh, _FIRST), kept) or kept
+
+    def read(x: Any, weight: Any) -> Any:
+        if type(x) is not distributed:
+            return view(x, weight)
+        if x._summands is not None:
+            return partial_grad_view(x, _FIRST)
+        if x._gathered is None:
+            return view(x if x._origin is None else x._origin, weight)
+        rows = made_with(x, x._gathered)
+        return partial_grad_view(x, _FIRST) if rows is None else rows
+
+    return read
+
+
+def _norm(program: Program, module: Any, forward: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """``operate(module, x, parameters, output)`` of a norm. A shard gives a part of the parameters' gradients, which
+    are all-reduced."""
+    view, platform = parameter_view(program.mesh, 0), program.mesh.platform
+    call = (platform.fast or NOTHING_FASTER).norm_call(module)
+
+    def with_own_forward(module: Any, x: Any, own: Any, output: Any) -> Any:
+        """The module's own forward, which finds the views where its parameters are."""
+        kept = tuple(own.items())
+        try:
+            for name, p in kept:
+                own[name] = p if p is None else view(p)
+            return forward(module, x)
+        finally:
+            own.update(kept)
+
+    if call is None:
+        return with_own_forward
+    return lambda module, x, own, output: call(
+        module, x, {name: p if p is None else view(p) for name, p in own.items()}
+    )
