@@ -88,22 +88,53 @@ def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any])
         return step, output
 
     outputs, count, distributed = Table(output_of), len(planned), dtensor_class(platform)
-    own_parameters, no_dispatch, wrap = platform.own_parameters, platform.no_dispatch, platform.wrap
-    operate = _norm(program, module, forward) if gives == KEPT else _linear(program, desired)
+    own_parameters, no_dispatch, wrap, fast = (
+        platform.own_parameters, platform.no_dispatch, platform.wrap, platform.fast or NOTHING_FASTER
+    )  # fmt: skip
+    linear, view, view_of_parameter = fast.linear, _input_view(mesh), parameter_view(mesh, 0)
+    all_reduce, of_one_rank = summation(mesh, 0).in_place, one_summand(mesh, 0)
+    looks_up = gives != -1 or not local  # features of a plain input need no layout
+    normalizes, whole, call = gives == KEPT, desired is _WHOLE, fast.norm_call(module)
 
     def run(module: Any, x: Any) -> Any:
-        output = outputs[x._layout if type(x) is distributed else x.shape]  # type: ignore[attr-defined]
-        if output is None:
-            return NotImplemented
+        is_distributed = type(x) is distributed
+        if is_distributed or looks_up:
+            output = outputs[x._layout if is_distributed else x.shape]
+            if output is None:
+                return NotImplemented
         own: Any = own_parameters(module)
         if len(own) != count:
             return NotImplemented
-        for name, wanted in planned:
+        for name, layout in planned:
             p: Any = own.get(name, own)
-            if getattr(p, "_layout", p) is not wanted:
+            if getattr(p, "_layout", p) is not layout:
                 return NotImplemented
         with no_dispatch():
-            y = operate(module, x, own, output)
+            if normalizes:
+                # A shard gives a part of the parameters' gradients, which are all-reduced.
+                views = {name: p if p is None else view_of_parameter(p) for name, p in own.items()}
+                y = _run_with(views, forward, module, x, own) if call is None else call(module, x, views)
+            elif whole:
+                y, bias = all_reduce(linear(x, own["weight"], None)), own.get("bias")
+                y = y if bias is None else _add(y, bias, platform)
+            elif sums:
+                # The bias is in one of the summands, of which every rank gets the whole gradient back.
+                bias = own.get("bias")
+                y = output[0](linear(x, own["weight"], None if bias is None else of_one_rank(bias)))
+            else:
+                weight = own["weight"]
+                if not is_distributed:
+                    rows = view(x, weight)
+                elif x._summands is not None:
+                    rows = partial_grad_view(x, _FIRST)
+                elif x._gathered is None:
+                    rows = view(x if x._origin is None else x._origin, weight)
+                else:
+                    rows = made_with(x, x._gathered)
+                    rows = partial_grad_view(x, _FIRST) if rows is None else rows
+                y = linear(rows, weight, own.get("bias"))
+                if rows.ndim != (len(output[1].local_shape) if is_distributed else x.ndim):
+                    y = y.view(*(output if is_distributed else outputs[x.shape])[1].local_shape)
             return y if local else wrap(y, output[1])
 
     takes_plain = program.given == takes
@@ -118,30 +149,6 @@ def _whole_shape(shape: tuple[int, ...], dim: int, mesh: DeviceMesh) -> tuple[in
     return (*shape[:dim], shape[dim] * mesh.size(), *shape[dim + 1 :])
 
 
-def _linear(program: Program, desired: Placement | None) -> Callable[..., Any]:
-    """``operate(module, x, parameters, output)`` of a linear layer: its features, or the sum of the summands."""
-    mesh, platform = program.mesh, program.mesh.platform
-    linear, read, of_one_rank = (platform.fast or NOTHING_FASTER).linear, _reader(mesh), one_summand(mesh, 0)
-    all_reduce = summation(mesh, 0).in_place
-
-    def features(module: Any, x: Any, own: Any, output: Any) -> Any:
-        weight = own["weight"]
-        rows = read(x, weight)
-        y = linear(rows, weight, own.get("bias"))
-        return y if rows.ndim == x.ndim else y.view(*output[1].local_shape)
-
-    def whole(module: Any, x: Any, own: Any, output: Any) -> Any:
-        y, bias = all_reduce(linear(x, own["weight"], None)), own.get("bias")
-        return y if bias is None else _add(y, bias, platform)
-
-    def parts(module: Any, x: Any, own: Any, output: Any) -> Any:
-        # The bias is in one of the summands, of which every rank gets the whole gradient back.
-        bias = own.get("bias")
-        return output[0](linear(x, own["weight"], None if bias is None else of_one_rank(bias)))
-
-    return features if desired is None else whole if desired is _WHOLE else parts
-
-
 def _add(y: Any, bias: Any, platform: Any) -> Any:
     # Not the operator: Python would ask the class of the distributed bias first.
     z = y.add(bias)
@@ -149,13 +156,22 @@ def _add(y: Any, bias: Any, platform: Any) -> Any:
     return z if z.dtype == y.dtype else y.add(platform.to_dtype(bias, y.dtype))
 
 
-def _reader(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
-    """`partial_grad_view` as ``read(x, weight)``, of an ``x`` that is the same on all ranks of the 1-D ``mesh``:
-    Megatron's f, for linear layers, which share its all-reduce. It may be 2-D, see `Fast.linear_view`."""
+def _run_with(views: dict[str, Any], forward: Callable[[Any, Any], Any], module: Any, x: Any, own: Any) -> Any:
+    """The module's own forward, which finds the views where its parameters are."""
+    kept = dict(own)
+    try:
+        own.update(views)
+        return forward(module, x)
+    finally:
+        own.update(kept)
+
+
+def _input_view(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
+    """`partial_grad_view` as ``view(x, weight)`` of plain tensors ``x`` that are the same on all ranks of the 1-D
+    ``mesh``: Megatron's f, for linear layers, which share its all-reduce. It may be 2-D, see `Fast.linear_view`."""
     if mesh.size() == 1:
         return lambda x, weight: x
     platform = mesh.platform
-    distributed: Any = dtensor_class(platform)
     reduce, contiguous = bind_all_reduce(mesh, 0), platform.contiguous
     kept = cached_view(platform, identity_reduce_grad(mesh, _FIRST), (mesh, _FIRST))
 
@@ -163,39 +179,4 @@ def _reader(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
         return reduce(contiguous(cotangent))
 
     fast = platform.fast or NOTHING_FASTER
-    view: Any = fast.linear_view(reduced, summation(mesh, 0), linear_key(mesh, _FIRST), kept) or kept
-
-    def read(x: Any, weight: Any) -> Any:
-        if type(x) is not distributed:
-            return view(x, weight)
-        if x._summands is not None:
-            return partial_grad_view(x, _FIRST)
-        if x._gathered is None:
-            return view(x if x._origin is None else x._origin, weight)
-        rows = made_with(x, x._gathered)
-        return partial_grad_view(x, _FIRST) if rows is None else rows
-
-    return read
-
-
-def _norm(program: Program, module: Any, forward: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """``operate(module, x, parameters, output)`` of a norm. A shard gives a part of the parameters' gradients, which
-    are all-reduced."""
-    view, platform = parameter_view(program.mesh, 0), program.mesh.platform
-    call = (platform.fast or NOTHING_FASTER).norm_call(module)
-
-    def with_own_forward(module: Any, x: Any, own: Any, output: Any) -> Any:
-        """The module's own forward, which finds the views where its parameters are."""
-        kept = tuple(own.items())
-        try:
-            for name, p in kept:
-                own[name] = p if p is None else view(p)
-            return forward(module, x)
-        finally:
-            own.update(kept)
-
-    if call is None:
-        return with_own_forward
-    return lambda module, x, own, output: call(
-        module, x, {name: p if p is None else view(p) for name, p in own.items()}
-    )
+    return fast.linear_view(reduced, summation(mesh, 0), linear_key(mesh, _FIRST), kept) or kept
