@@ -20,6 +20,7 @@ from hyper_parallel.core.lookalikes import import_hint
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.plain_code.following import FOLLOWING
+from hyper_parallel.core.rules.logit_shards import part_of_classes
 from hyper_parallel.core.tensor_parallel.program.convert import (
     Slots,
     convert_outputs,
@@ -293,7 +294,12 @@ class ModuleStyle(ParallelStyle):
             replicate_undistributed(submodule, device_mesh, self.src_data_rank)
         remember_layouts(module, device_mesh)
         program = self._program(module, device_mesh)
-        platform.replace_forward(module, lambda forward: self._new_forward(module, forward, device_mesh))
+
+        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+            new, head = self._new_forward(module, forward, device_mesh), part_of_classes(module)
+            return new if head is None else head.noting(new, module)
+
+        platform.replace_forward(module, make)
         platform.set_compiled_forward(module, program)
         mark_applied(module, self, device_mesh)
         return module

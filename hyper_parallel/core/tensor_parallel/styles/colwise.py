@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.rules.logit_shards import part_of_classes
 from hyper_parallel.core.tensor_parallel.program.convert import to_output
 from hyper_parallel.core.tensor_parallel.program.heads import local_heads
 from hyper_parallel.core.tensor_parallel.styles.weight import WeightParallel
@@ -84,10 +83,6 @@ class ColwiseParallel(WeightParallel):
                 return local_heads(y, self.heads, mesh)
             desired = None if whole or self._is_packed else desired
         return to_output(y, mesh, desired, self.use_local_output, what)
-
-    def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
-        new, head = super()._new_forward(module, forward, mesh), part_of_classes(module)
-        return new if head is None else head.noting(new, module)
 
     def program(self, module: Any, mesh: DeviceMesh) -> Program | None:
         return super().program(module, mesh)
