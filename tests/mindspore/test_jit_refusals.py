@@ -14,6 +14,7 @@ from mindspore.graph._parse.namespace import ClassMemberNamespace
 
 from hyper_parallel import (
     ColwiseParallel,
+    ModuleStyle,
     NoParallel,
     PrepareModuleInput,
     Replicate,
@@ -42,6 +43,12 @@ class Scaled(nn.Cell):
 
     def construct(self, x: Any) -> Any:
         return x * self.scale
+
+
+class Cuts(ModuleStyle):
+    """A style of a user's own, for a norm."""
+
+    desired_input_layouts = (Shard(0),)
 
 
 def styled(mesh: Any, layer: nn.Cell, *styles: Any) -> Any:
@@ -110,6 +117,10 @@ HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "packed rows": (
         lambda mesh: styled(mesh, dense(), RowwiseParallel(packed=2, input_layouts=Replicate())),
         "it has several matrices in one, and its input is whole",
+    ),
+    "an input that is cut first": (
+        lambda mesh: styled(mesh, nn.LayerNorm([FEATURES]), Cuts()),
+        "its input would be cut in another way before it",
     ),
     "a parameter of its own": (
         lambda mesh: styled(mesh, Scaled(), NoParallel()),

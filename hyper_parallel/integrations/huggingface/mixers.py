@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hyper_parallel.core.dtensor.api import distribute_parameter
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Placement
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.following import FOLLOWING
+from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForward
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, mark_applied
 from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
@@ -87,13 +90,27 @@ class _LocalChannels:
                 names.pop(parameter, None)
 
 
+#: The reason for not following the code of a mixer.
+_BY_HEADS = "a mixer by heads"
+
+
 class ColumnsOfHeads(ColwiseParallel):
     """`ColwiseParallel` of a weight that is several, which the code takes apart into groups of these.
 
     Rules know a packed tensor that is taken apart into each of its matrices. So the code of the mixer is not followed.
     """
 
-    not_followed = "a mixer by heads"
+    program = ColwiseParallel.program
+
+    def prepare_output(self, module: Any, y: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        given = super().prepare_output(module, y, i, what, mesh)
+        if FOLLOWING:
+            FOLLOWING[-1].lose(given, _BY_HEADS, mesh)
+        return given
+
+    def local_forward(self, module: Any, forward: Any, mesh: DeviceMesh) -> LocalForward | None:
+        local = super().local_forward(module, forward, mesh)
+        return None if local is None else replace(local, gives=None, lost=_BY_HEADS)
 
 
 class RowsReadByParts(RowwiseParallel):

@@ -78,8 +78,9 @@ def step_between(source: int | str | None, target: int | str | None, for_parts: 
 
 @dataclass(frozen=True)
 class Program:
-    """What a module with a style does: steps that bring its input to where its operation needs it, the operation on
-    local tensors, steps that bring the result to where it is wanted. `step_between` names the steps.
+    """A module with a style: a step of its input, its operation on local tensors, a step of the result.
+
+    `step_between` names the steps.
 
     Attributes:
         mesh: 1-D mesh of core.
@@ -126,7 +127,7 @@ class Program:
 
     @property
     def even(self) -> bool:
-        """Whether the parts of the weight are equal in size."""
+        """Tell whether the parts of the weight are equal in size."""
         return not self.sizes or min(self.sizes) == max(self.sizes)
 
     @property

@@ -63,7 +63,8 @@ def program_of(style: Any, module: Any, mesh: DeviceMesh) -> Program | None:
     """The program of a module with one input and one output, whose parameters the ``style`` has distributed. None where
     the data of the style do not say all of it in these terms."""
     platform, layouts, wanted = mesh.platform, planned_layouts(module), style.output_layouts
-    if len(style.input_layouts) != 1 or len(wanted or "1") != 1 or mesh.get_coordinate() is None:
+    count = len(style.input_layouts), 1 if wanted is None else len(wanted), mesh.ndim
+    if count != (1, 1, 1) or mesh.get_coordinate() is None:
         return None
     given, desired = style.input_placements(module, mesh)
     needed = given if desired is None else desired
@@ -71,10 +72,13 @@ def program_of(style: Any, module: Any, mesh: DeviceMesh) -> Program | None:
         known = _of_weight(module, platform, layouts)
     else:
         known = _of_parts(style, module, platform, layouts, needed)
-    if known is None:
-        return None
-    takes, own = known
-    if needed is not takes or not (given is takes or is_cut(given)) or not all(map(is_cut, wanted or ())):
+    takes, own = known or (None, {})
+    if (
+        takes is None
+        or needed is not takes
+        or not (given is takes or is_cut(given))
+        or not all(map(is_cut, wanted or ()))
+    ):
         return None
     return Program(
         mesh=mesh,
@@ -92,24 +96,22 @@ def program_of(style: Any, module: Any, mesh: DeviceMesh) -> Program | None:
     )
 
 
-#: The placement that an operation takes its input in, and what it adds to the program.
+#: The placement that an operation takes its input in, and its facts of the program.
 _Own: TypeAlias = "tuple[Placement, dict[str, Any]] | None"
 
 
 def _of_weight(module: Any, platform: Platform, layouts: Mapping[str, Layout | None]) -> _Own:
-    """What a linear layer or an embedding adds to its program: by which dimension of its weight is cut."""
+    """The part of a program that a linear layer or an embedding says by the cut of its weight."""
     kind, linear = platform.kind_of(module), platform.is_linear_module(module)
-    held = [layouts.get(kind.weight), layouts.get(kind.bias or "")]
-    weight, bias = (None if layout is None else layout.placements[0] for layout in held)
+    held: list[Any] = [layouts.get(kind.weight), layouts.get(kind.bias or "")]
+    placed: list[Any] = [None if layout is None else layout.placements[0] for layout in held]
+    weight, bias = placed
     if weight is Replicate() and bias in (None, weight):
         return weight, {"gives": None}
-    if not isinstance(weight, Shard) or not isinstance(held[0], Layout):
-        return None
-    columns = weight.dim == (kind.out_dim if linear else 1)
-    if bias is not None and bias != (weight.with_dim(0) if columns else Replicate()):
-        return None
-    sizes = shard_sizes(weight, held[0].shape[weight.dim], held[0].mesh.size())
-    if 0 in sizes:
+    cut = isinstance(weight, Shard)
+    columns = cut and weight.dim == (kind.out_dim if linear else 1)
+    sizes = shard_sizes(weight, held[0].shape[weight.dim], held[0].mesh.size()) if cut else (0,)
+    if 0 in sizes or bias not in (None, weight.with_dim(0) if columns else Replicate()):
         return None  # as in eager mode: kernels for nothing are not to be relied on
     return weight.with_dim(-1) if linear and not columns else Replicate(), {
         "gives": -1 if columns else SUMMANDS,
@@ -121,7 +123,7 @@ def _of_weight(module: Any, platform: Platform, layouts: Mapping[str, Layout | N
 
 
 def _of_parts(style: Any, module: Any, platform: Platform, layouts: Mapping[str, Layout | None], needed: Any) -> _Own:
-    """What any other module adds to its program."""
+    """The part of a program that any other module says."""
     whole = all(layout is None or layout.placements[0] is Replicate() for layout in layouts.values())
     if needed is Replicate():
         return (needed, {"gives": None}) if whole else None
@@ -141,7 +143,7 @@ def describe_conversions(
     """Describe the conversions of a hook.
 
     Args:
-        slots: (position or keyword, placement of a plain one, placement wanted, or None for that which it has).
+        slots: (position or keyword, placement of a plain one, placement wanted, or None for the present one).
         mesh: 1-D mesh.
         count, use_local_output, of_outputs: see `CompiledInputs`.
     """

@@ -1,4 +1,4 @@
-"""The interpreter of programs that runs eagerly on local tensors: what a module does in place of its forward.
+"""The interpreter of programs that runs eagerly on local tensors.
 
 It does the work of the style's conversions and of the operation's dispatch at once. It does so for a plain input and
 for a distributed one that is placed as the operation takes it. Values that these look up in every call are looked up
@@ -35,8 +35,8 @@ _WHOLE = Replicate()
 
 
 def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any]) -> LocalForward | None:
-    """The program of a linear layer of the framework's own class with a sharded weight, or of a norm whose input is
-    sharded. None for other modules, and where the input or the output needs a step that this has not.
+    """The program of a linear layer with a sharded weight, or of a norm on a shard. None for other modules, and for
+    linear layers of a user's class. None too where the input or the output needs a step that this has not.
 
     Args:
         program, module: which.
@@ -60,7 +60,7 @@ def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any])
         """The step that makes the output of this rank's summand, and the layout of the output.
 
         ``x`` is the layout of a distributed input, or the shape of a plain one. None where the program is not for it,
-        or a rank has no elements: kernels for nothing are not to be relied on, and all ranks must go one way.
+        or a rank has no elements. Kernels for nothing are not to be relied on, and all ranks must go one way.
         """
         given, shape = isinstance(x, Layout), tuple(x.shape) if isinstance(x, Layout) else tuple(x)
         dims = len(shape) - program.whole_dims

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -150,8 +149,8 @@ class ModuleStyle(ParallelStyle):
         output_layouts: the placement to which each output is brought, None for one that stays as the module gives it.
             None in place of all is for a single output that stays placed as it is.
         use_local_output: give plain local tensors.
-        whole_dims: how many of the last dimensions of its input the module needs whole, if it treats all positions
-            along the others alike. None asks the platform, which knows norms.
+        whole_dims: how many of the last dimensions of its input the module needs whole, if it treats each position
+            along the others by itself. None asks the platform, which knows norms.
         partial_output_features: of how many of the last features of a plain output each rank computes a part of the
             gradient; -1 of all.
 
@@ -177,8 +176,6 @@ class ModuleStyle(ParallelStyle):
     partial_output_features: int = 0
     #: Whether the ranks compare plain shards that they give the module.
     compares_input: bool = True
-    #: Why a program cannot be followed through the output; empty where it can.
-    not_followed: str = ""
 
     def input_placements(self, module: Any, mesh: DeviceMesh) -> tuple[Placement | None, Placement | None]:
         """The placement of a plain first input, and the one that the module needs, None for that which it has."""
@@ -247,10 +244,7 @@ class ModuleStyle(ParallelStyle):
         None. It must do the same as ``forward``, the module's own, between the conversions."""
         program = self._program(module, mesh)
         local = None if program is None else short_way(program, module, forward)
-        if local is None or program is None:
-            return None
-        local = overlapped_first(local, program)
-        return replace(local, gives=None, lost=self.not_followed) if self.not_followed else local
+        return None if local is None or program is None else overlapped_first(local, program)
 
     def program(self, module: Any, mesh: DeviceMesh) -> Program | None:
         """The steps and the operation of ``module``, whose parameters are distributed. The short way runs them, and
@@ -334,10 +328,7 @@ class ModuleStyle(ParallelStyle):
                 y = local.distributed(module, x)
                 if y is not NotImplemented:
                     return tell_output(local, y, tuple(x.shape), mesh)
-            y = self.prepare_outputs(module, forward(module, *args, **kwargs), mesh)
-            if FOLLOWING and self.not_followed:
-                FOLLOWING[-1].lose(y, self.not_followed, mesh)
-            return y
+            return self.prepare_outputs(module, forward(module, *args, **kwargs), mesh)
 
         new_forward = convert
         if local is None:

@@ -103,6 +103,8 @@ class Layer(GraphCell):
 
 def _check_steps(how: Program, own: dict[str, Any], takes: Any, gives: Any, wanted: Any) -> None:
     """Raise NotTracedError for steps that graphs do not have."""
+    if how.gives == KEPT and takes != how.given:
+        raise NotTracedError("its input would be cut in another way before it")
     if how.packed and gives == -1 and wanted != -1:
         raise NotTracedError("it has several matrices in one, and its output is gathered")
     if how.packed and takes == -1 and how.given != -1:

@@ -53,7 +53,7 @@ def ShapeCheck(module: Any, how: Program, output: int | None, output_dims: int =
             raise ValueError(f"{label!r} in a graph: its input, of shape {shape}, is cut along a normalized dimension")
         if takes == -1 and given is None and features is not None and shape[-1] != features:
             raise ValueError(f"{label!r} takes {features} features, got an input of shape {shape}")
-        if output is not None and (gives != KEPT or takes != given):
+        if output is not None and (gives != KEPT or output != given):
             check_output(output, shape, ndim, cut)
         if cut is not None and compare is not None and (features is None or cut != ndim - 1):
             if mesh._has_uneven_shards:

@@ -115,7 +115,7 @@ def _make_run(module: nn.Module, cls: type, how: Program) -> Callable[..., Any] 
             return INPUT
         to = None if to is None else to % ndim
         y = operate(module, x, own, lies, to)
-        if isinstance(y, moves.dtensor):
+        if isinstance(y, moves.dtensor) and y.placed_on is moves.mesh and y.gathers is None:
             given, y = y.placed_cut, plain(y)
         elif how.distributed:
             return _OUTPUT
@@ -165,8 +165,8 @@ def is_simple(embedding: Any) -> bool:
 
 # ---------------------------------------------------------------------------------------- operations on local tensors
 def _operation(module: nn.Module, cls: Any, how: Program, moves: Moves) -> Callable[..., Any] | None:
-    """``operate(module, x, parameters, cut, to)`` of the local input, which is cut along ``cut``, for an output that is
-    to be cut along ``to``. None where there is none that is traced."""
+    """``operate(module, x, parameters, cut, to)`` of the local input, or None where it is not traced. The input is cut
+    along ``cut``, and the output is to be cut along ``to``."""
     if how.distributed:
         # Of torch's modules some draw random numbers or write, which would not be traced. `views` lists the rest.
         return None if cls.__module__.startswith("torch.") else _own_forward(cls, moves)
@@ -180,13 +180,11 @@ def _operation(module: nn.Module, cls: Any, how: Program, moves: Moves) -> Calla
         return None
     reads = how.parameters_for_parts and moves.size > 1
 
-    def view(p: Any, to: int | None) -> Any:
-        if p is None or not reads:
-            return p
-        return functions.read_for_parts(plain(p), moves.group)
+    def view(p: Any) -> Any:
+        return functions.read_for_parts(plain(p), moves.group) if reads and p is not None else p
 
     def operate(module: Any, x: Tensor, own: Any, cut: int | None, to: int | None) -> Tensor:
-        weight, bias = view(own.get("weight"), to), view(own.get("bias"), to)
+        weight, bias = view(own.get("weight")), view(own.get("bias"))
         if how.gives == SUMMANDS and bias is not None:
             bias = None if to is None else moves.bring(plain(bias), None, SUMMANDS)
         with no_dispatch():
