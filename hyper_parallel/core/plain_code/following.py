@@ -6,15 +6,15 @@ becomes a DTensor. These borders are in `DTensor.to_local` and `DTensor.from_loc
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.operations.binding import bind_of
-from hyper_parallel.core.plain_code.borders import misfit, output_problem
+from hyper_parallel.core.plain_code.borders import Rows, merged_rows, misfit, output_problem
 from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of, place_in_program
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark, Ways, held, is_even, mark_of, ways_of
@@ -49,6 +49,7 @@ class Following:
 
     def __init__(self, model: Any, platform: Platform) -> None:
         self._platform = platform
+        self._thread = threading.get_ident()
         self._paths = {id(module): path for path, module in platform.named_modules(model)}
         self._framework = folder_of(platform.Tensor)
         self._found: dict[Finding, int] = {}
@@ -60,7 +61,7 @@ class Following:
         self._mesh: DeviceMesh | None = None
         self._inside: Any = None
         self._styled, self._own_samples = "", False
-        self._rows: _Rows | None = None
+        self._rows: Rows | None = None
         self._ways: tuple[Mark | None, ...] = ()
         self._verdicts: dict[Any, Verdict] = {}
 
@@ -74,6 +75,11 @@ class Following:
         """The findings that a styled module, or the output of the model, was computed with. The values of others were
         used for nothing that the program gives on, such as a number for a log."""
         return [finding for finding in self._found if finding in self._reached]
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether the program runs in the caller's thread. Programs in other threads are not followed."""
+        return self._thread == threading.get_ident()
 
     def __bool__(self) -> bool:
         return not self._found
@@ -203,6 +209,8 @@ class Following:
     def given(self, x: Any, layout: Layout, summed: tuple[int, ...] = ()) -> None:
         """A DTensor of ``layout`` became the plain tensor ``x``. Along the mesh dimensions ``summed`` its gradient is
         taken as one summand a rank."""
+        if not self.is_here:
+            return
         self._mesh = layout.mesh
         rows, merged = self._rows, 0
         if rows is not None and layout.placements == (Shard(0),) and layout.shape[0] == rows.count:
@@ -219,12 +227,16 @@ class Following:
 
     def joined(self, x: Any, pieces: Sequence[Any], dim: int) -> None:
         """A style joined ``pieces`` to ``x`` along ``dim``, each with marks of its own."""
+        if not self.is_here:
+            return
         dim %= len(x.shape)
         found = Joined(dim, tuple(p.shape[dim] for p in pieces), tuple(ways_of(p) for p in pieces))
         self._platform.write_mark(x, Held(found, self._styled, stated=True))
 
     def lose(self, x: Any, why: str, mesh: DeviceMesh) -> None:
         """Note that code with ``x``, a part on ``mesh``, is not followed from here on: ``why`` is for the report."""
+        if not self.is_here:
+            return
         self._mesh = mesh
         if self._own_samples or self._platform.in_backward():
             return
@@ -248,7 +260,7 @@ class Following:
 
     def taken(self, x: Any, layout: Layout) -> None:
         """A plain tensor became a DTensor of ``layout``: it must be that."""
-        if self._platform.in_backward():
+        if not self.is_here or self._platform.in_backward():
             return
         self.reach(x)
         ways = ways_of(x)
@@ -289,7 +301,7 @@ class Following:
 
     def is_inside(self, module: Any) -> bool:
         """Return whether ``module`` is the innermost styled module that runs."""
-        return self._inside is module
+        return self._inside is module or not self.is_here
 
     def styled(
         self, call: Callable[..., Any], module: Any, name: str, *, own_samples: bool = False
@@ -298,12 +310,14 @@ class Following:
 
         With ``own_samples`` ranks have samples of their own there, as data-parallel ranks have: no part of one tensor.
         """
+        if not self.is_here:
+            return call
 
         def run(*args: Any, **kwargs: Any) -> Any:
             before = self._inside, self._styled, self._own_samples, self._rows, self._ways
             self._inside, self._styled, self._own_samples = module, name, own_samples or self._own_samples
             first = next(tensors_in(args, self._platform.Tensor), None)
-            rows = self._rows = _merged_rows(first)
+            rows = self._rows = merged_rows(first)
             ways = () if first is None else ways_of(first)
             self._ways = ways if isinstance(ways, tuple) else ()
             self.paused += 1
@@ -360,27 +374,3 @@ def _bound(op: Any, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any] |
     except Exception:
         return None
     return operands, static
-
-
-@dataclass
-class _Rows:
-    """The rows that a styled module takes, in an order of their own: those of each sample that are on this rank.
-
-    Attributes:
-        count: how many there are on all ranks.
-        merged: see `Mark.merged`.
-        problem: the module takes them as consecutive ones. None where that does not matter.
-    """
-
-    count: int
-    merged: int
-    problem: Problem | None = None
-
-
-def _merged_rows(x: Any) -> _Rows | None:
-    """Return the rows of ``x``, None where they are in the order of the whole tensor."""
-    ways = () if x is None else ways_of(x)
-    mark = ways[0] if isinstance(ways, tuple) and len(ways) == 1 else None
-    if mark is None or not mark.merged or mark.layout.placements != (Shard(0),):
-        return None
-    return _Rows(mark.layout.shape[0], mark.merged)

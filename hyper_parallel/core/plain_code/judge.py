@@ -189,6 +189,8 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
     merged = next((m.merged for m in marks if m is not None and m.merged), 0)
     mark, operand = marks[0] if marks else None, call.operands[0] if call.operands else None
     if call.name in RESHAPES and mark is not None and operand is not None:
+        if 0 in operand.shape:  # what has no element on this rank may have some on others
+            return Verdict(results=(Lost("a reshape of a tensor without elements"),))
         ways = reshaped(mark, operand.shape, call.shapes[0])
         return (
             Verdict(results=(ways,))

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from hyper_parallel.platform.contract.dispatch import NativeOp
+from hyper_parallel.platform.eager_hooks import EagerHook
 
 __all__ = ["MARKS", "Follower", "ObservationRole", "Observer", "StepWatcher"]
 
@@ -99,6 +100,18 @@ class ObservationRole:
         cannot do so tells nothing."""
         return
 
+    def around_calls(
+        self, module: Module, before: Callable[[Module], None], after: Callable[[Module, Any], None]
+    ) -> Callable[[], None]:
+        """Call ``before(module)`` and ``after(module, output)`` around each eager call of ``module``. A call that fails
+        has no ``after`` in some frameworks; in others its output is None. Compilers see neither, and copies have
+        neither. Returns a function for ``after`` that takes both away, or what a framework can take away of them."""
+        called: Any = module
+        first = called.register_forward_pre_hook(EagerHook(lambda module, args: before(module)), prepend=True)
+        called.register_forward_hook(EagerHook(lambda module, args, output: after(module, output)))
+        take_away: Callable[[], None] = first.remove  # while hooks after forward run, they stay
+        return take_away
+
     def profiler_range(self, name: str) -> Callable[[], None] | None:
         """Begin a range that the framework's profiler, or the device's, shows under ``name``. Returns the function that
         ends it; several ranges may end in any order. None, having done nothing, where there is no such thing."""
@@ -117,7 +130,8 @@ class ObservationRole:
 
     def follow(self, follower: Follower) -> AbstractContextManager[Any] | None:
         """Inside, each operation on plain tensors of which some argument has marks goes to ``follower``. Functions that
-        are made of others may hand over these instead. Numbers do not change. None in a backend that cannot do so."""
+        are made of others may hand over these instead. Numbers do not change. None in a backend that cannot do so, and
+        inside of code that is compiled."""
         return None
 
     def write_mark(self, x: Tensor, mark: Any) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hyper_parallel.platform.contract import CompiledInputs
+from hyper_parallel.platform.eager_hooks import EagerHook, no_hook
 from hyper_parallel.platform.torch.compiled.moves import Moves, shards_of
 from hyper_parallel.platform.torch.compiled.placed import Outside, Shared
 from hyper_parallel.platform.torch.compiled.tracing import is_tracing
 
-__all__ = ["compiled_hook", "share_inputs"]
+__all__ = ["around_calls", "compiled_hook", "share_inputs"]
 
 
 def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Callable[..., Any]:
@@ -28,6 +29,34 @@ def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Calla
 
     either.of_style, either.traced = True, convert  # type: ignore[attr-defined]
     return either
+
+
+class _OutsideOfCompilers(EagerHook):
+    """A hook that does nothing where a compiler traces it. Compiled frames do not tell such hooks from others."""
+
+    of_style, traced = True, staticmethod(no_hook)
+
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        if not is_tracing():
+            self.function(module, *given)
+
+
+def around_calls(
+    module: nn.Module, before: Callable[[nn.Module], None], after: Callable[[nn.Module, Any], None]
+) -> Callable[[], None]:
+    """See `Platform.around_calls`. The module keeps its class, which users compare."""
+    handles = (
+        module.register_forward_pre_hook(_OutsideOfCompilers(lambda module, args: before(module)), prepend=True),
+        module.register_forward_hook(
+            _OutsideOfCompilers(lambda module, args, output: after(module, output)), always_call=True
+        ),
+    )
+
+    def take_away() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return take_away
 
 
 def _shared_conversion(how: CompiledInputs) -> Callable[..., Any]:
