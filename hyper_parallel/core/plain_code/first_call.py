@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
@@ -23,18 +24,29 @@ from hyper_parallel.core.plain_code.following import FOLLOWING, Following
 from hyper_parallel.core.weak_table import WeakTable
 from hyper_parallel.platform.contract import Platform
 
-__all__ = ["VARIABLE", "follow_first_call"]
+__all__ = ["VARIABLE", "follow_first_call", "without_first_calls"]
 
 #: The environment variable: "0" follows no calls.
 VARIABLE = "HYPER_PARALLEL_CHECK"
 #: module -> `_Calls`.
 _CALLS = WeakTable()
+_OFF: ContextVar[bool] = ContextVar("hyper_parallel_without_first_calls", default=False)
+
+
+@contextmanager
+def without_first_calls() -> Iterator[None]:
+    """Inside, models are parallelised whose first calls are not followed."""
+    token = _OFF.set(True)
+    try:
+        yield
+    finally:
+        _OFF.reset(token)
 
 
 def follow_first_call(module: Any, mesh: DeviceMesh) -> None:
     """Follow the first call of ``module``, to which a plan was applied. One rank has nothing to follow, and a dry run
     follows itself."""
-    if os.environ.get(VARIABLE) == "0" or mesh.size() == 1 or mesh.get_coordinate() is None:
+    if _OFF.get() or os.environ.get(VARIABLE) == "0" or mesh.size() == 1 or mesh.get_coordinate() is None:
         return
     if not mesh.platform.sends_nothing and _CALLS.get(module) is None:
         _CALLS.set(module, _Calls(module, mesh.platform))

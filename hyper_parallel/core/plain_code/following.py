@@ -93,7 +93,10 @@ class Following:
         bound = None if op is None else _bound(op, func, args, kwargs)
         if bound is None:
             result = call()
-            self._lose(result, args, kwargs, title)
+            if platform.is_collective(func):
+                self._communicated(args, kwargs, title)
+            else:
+                self._lose(result, args, kwargs, title)
             return result
         operands, static = bound
         trains = [platform.is_tensor(x) and platform.requires_grad(x) for x in operands]
@@ -198,6 +201,17 @@ class Following:
             self.unknown[title] = self.unknown.get(title, 0) + 1
         findings = tuple(dict.fromkeys(f for h in marks for f in h.findings))
         self._mark(results, (lost,) * len(results), "", findings)
+
+    def _communicated(self, args: tuple, kwargs: dict, title: str) -> None:
+        """The program has communicated by itself: it combines parts, and the findings about them were none."""
+        self.unknown[title] = self.unknown.get(title, 0) + 1
+        for x in tensors_in((args, kwargs), self._platform.Tensor):
+            found = held(x)
+            if found is not None:
+                for finding in found.findings:
+                    if finding not in self._reached:
+                        self._found.pop(finding, None)
+                self._platform.write_mark(x, Held(Lost("a collective of the program's own"), found.source))
 
     def _find(self, problem: Problem, title: str) -> Finding:
         where, module = place_in_program(self._paths, self._framework)

@@ -122,6 +122,10 @@ class ObservationRole:
         Other operations give None. Users of the framework count by its operations."""
         return None
 
+    def is_collective(self, native: Any) -> bool:
+        """Return whether a function, or an operation, of the framework communicates."""
+        return self.collective_kind(native) is not None
+
     def is_made_with(self, x: Tensor, parameter: Tensor) -> bool | None:
         """Return whether the recorded operations that have led to the plain tensor ``x`` lead back to ``parameter``:
         None where nothing is recorded of ``x``. A backend that cannot know answers None.
