@@ -17,7 +17,8 @@ def strict() -> Iterator[None]:
 
     * An operation without a sharding rule: outside it runs on gathered operands.
     * A key of a plan that matches no module: outside the key is ignored.
-    * `ColwiseParallel` on a weight that looks like several matrices in one, without ``packed=``.
+    * A finding in the first call of a model that is not certain, or whose value is used for nothing: see
+      `check_plain_code`.
 
     Example:
         >>> import torch

@@ -79,8 +79,8 @@ class _Calls:
             following = self._stack.enter_context(follow(module, self._platform))
         except TypeError:  # a backend that cannot, and code that is compiled
             return
-        owner = weakref.ref(module)  # an open context must not keep its module alive
-        following.on_reached = lambda: self._refuse(owner(), following)
+        calls = weakref.ref(self)  # an open context must not keep its module alive
+        following.on_reached = lambda: calls()._refuse(following)  # type: ignore[union-attr]
         self._following = following
 
     def _after(self, module: Any, output: Any) -> None:
@@ -99,7 +99,7 @@ class _Calls:
         if following.findings:
             warnings.warn(_text(following), stacklevel=2)
 
-    def _refuse(self, module: Any, following: Following) -> None:
+    def _refuse(self, following: Following) -> None:
         """Raise ValueError for findings that the model goes on with: on all ranks at the same place, before the module
         that takes such a tensor communicates."""
         if not is_strict() and not any(finding.certain for finding in following.reached):

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel.core.caches import Cache
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
@@ -29,6 +30,7 @@ __all__ = ["FOLLOWING", "UNEVEN", "Following"]
 
 #: The reason for losing a part whose size differs from rank to rank.
 UNEVEN = "parts of unequal size"
+_VERDICTS: Cache = Cache(1 << 14, "verdicts on plain code")
 #: The programs that are followed, the innermost last; it is the one that counts.
 FOLLOWING: list[Following] = []
 
@@ -63,7 +65,6 @@ class Following:
         self._styled, self._own_samples = "", False
         self._rows: Rows | None = None
         self._ways: tuple[Mark | None, ...] = ()
-        self._verdicts: dict[Any, Verdict] = {}
 
     @property
     def findings(self) -> list[Finding]:
@@ -147,12 +148,12 @@ class Following:
         scalars = tuple(None if self._platform.is_tensor(x) else x for x in call.values)
         key: Any = (call.name, call.title, call.operands, call.shapes, call.in_place, mesh)
         try:
-            found = self._verdicts.get((key, call.static, scalars))
+            found = _VERDICTS.get((key, call.static, scalars))
             key = (key, call.static, scalars)
         except TypeError:  # static arguments of element-wise operations are any objects, and do not count
-            found = self._verdicts.get(key)
+            found = _VERDICTS.get(key)
         if found is None:
-            found = self._verdicts[key] = judge(call, mesh)
+            found = _VERDICTS[key] = judge(call, mesh)
         return found
 
     def _mesh_of(self, operands: tuple[Operand | None, ...]) -> DeviceMesh | None:

@@ -19,6 +19,7 @@ from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.marks import is_even
 from hyper_parallel.core.rules.logit_shards import part_of_classes
 from hyper_parallel.core.tensor_parallel.program.compiled import describe_weight
 from hyper_parallel.core.tensor_parallel.program.convert import to_output
@@ -181,7 +182,7 @@ def _column_forward(
             y = y if rows.ndim == ndim else y.view(*output.local_shape)
             return y if use_local_output else wrap(y, output)
 
-    gives = shard.with_dim(-1) if features % mesh.size() == 0 else None  # type: ignore[attr-defined]
+    gives = shard.with_dim(-1) if is_even(of_weight) else None  # type: ignore[attr-defined]
     return LocalForward(run if takes_plain else None, run, Replicate() if takes_plain else None, gives)
 
 
