@@ -21,11 +21,11 @@ __all__ = ["run"]
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the findings; 1 where one is certain and its value is used, where a key of the plan matches no module, and
-    where executed ranks differ from one device.
+    """Print the findings. Returns 1 where one is certain and its value is used, or a key of the plan matches no module.
+    So it does where executed ranks differ from one device.
 
     Raises:
-        UsageError: for what cannot be made of the arguments.
+        UsageError: for arguments that do not go together.
     """
     if given.execute and given.model in MODELS:
         raise UsageError(

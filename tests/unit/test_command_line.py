@@ -220,7 +220,7 @@ def test_check(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: 
     assert f"{file}:9: softmax gets a part of shape (2, 4) of (2, 16)" in text and "output_layouts=Replicate()" in text
     found = json.loads(said(capsys, *own, "--model", f"{file}:Scores", "--forward-only", "--json", status=1))
     assert not found["right"] and [f["where"] for f in found["findings"]] == [f"{file}:9"]
-    # What is used for nothing is shown, and is nothing wrong.
+    # A value that is used for nothing is shown, and is nothing wrong.
     assert "No module takes the result" in said(capsys, *own, "--model", f"{file}:Right")
     assert "'dwn' matches no module" in said(
         capsys, *own, "--plan", f"{file}:more", "--model", f"{file}:Right", status=1

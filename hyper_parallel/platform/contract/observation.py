@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from hyper_parallel.platform.contract.dispatch import NativeOp
-from hyper_parallel.platform.eager_hooks import EagerHook
 
 __all__ = ["MARKS", "Follower", "ObservationRole", "Observer", "StepWatcher"]
 
@@ -103,14 +102,10 @@ class ObservationRole:
     def around_calls(
         self, module: Module, before: Callable[[Module], None], after: Callable[[Module, Any], None]
     ) -> Callable[[], None]:
-        """Call ``before(module)`` and ``after(module, output)`` around each eager call of ``module``. A call that fails
-        has no ``after`` in some frameworks; in others its output is None. Compilers see neither, and copies have
-        neither. Returns a function for ``after`` that takes both away, or what a framework can take away of them."""
-        called: Any = module
-        first = called.register_forward_pre_hook(EagerHook(lambda module, args: before(module)), prepend=True)
-        called.register_forward_hook(EagerHook(lambda module, args, output: after(module, output)))
-        take_away: Callable[[], None] = first.remove  # while hooks after forward run, they stay
-        return take_away
+        """Call ``before(module)`` and ``after(module, output)`` around each eager call of ``module``. Of a call that
+        fails the output is None. Compilers see neither, and copies of the module have neither. Returns a function that
+        takes both away, which ``after`` may call. A backend that cannot `follow` programs need not call them."""
+        return lambda: None
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
         """Begin a range that the framework's profiler, or the device's, shows under ``name``. Returns the function that

@@ -11,7 +11,7 @@ from mindspore import nn
 
 from hyper_parallel.platform.contract import CompiledForward, CompiledInputs
 from hyper_parallel.platform.mindspore.compiled.forwards import ColumnLinear, GraphCell, NotTracedError, make_cell
-from hyper_parallel.platform.mindspore.compiled.hooks import hooks_of, make_surrounded
+from hyper_parallel.platform.mindspore.compiled.hooks import make_surrounded
 from hyper_parallel.platform.mindspore.tensors.tensor import NoDispatch
 
 __all__ = [
@@ -62,7 +62,7 @@ def _has_style_hooks(cell: nn.Cell) -> bool:
 
 
 def _hooks(cell: nn.Cell) -> tuple[Any, ...]:
-    return (*hooks_of(cell._forward_pre_hook), *hooks_of(cell._forward_hook))
+    return (*cell._forward_pre_hook.values(), *cell._forward_hook.values())
 
 
 def stand_in(cell: nn.Cell) -> GraphCell:

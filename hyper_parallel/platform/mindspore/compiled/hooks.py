@@ -21,7 +21,7 @@ from hyper_parallel.platform.mindspore.compiled.functions import Ranks, Same
 from hyper_parallel.platform.mindspore.compiled.readers import shared_inputs
 from hyper_parallel.platform.mindspore.compiled.shapes import ShapeCheck
 
-__all__ = ["hooks_of", "make_surrounded"]
+__all__ = ["make_surrounded"]
 
 
 class _Conversion(GraphCell):
@@ -86,11 +86,6 @@ class _Surrounded(GraphCell):
         return found
 
 
-def hooks_of(table: Mapping[int, Any]) -> list[Any]:
-    """The hooks in a table of a cell that graphs have too."""
-    return [hook for hook in table.values() if not getattr(hook, "eager_only", False)]
-
-
 def _slots(module: nn.Cell, hooks: Sequence[CompiledInputs]) -> list[nn.Cell]:
     """The cell for each of the first inputs, or for each output."""
     if not hooks:
@@ -119,7 +114,7 @@ def make_surrounded(module: nn.Cell, columns: Mapping[str, CompiledForward]) -> 
     Raises:
         NotTracedError: where there is none.
     """
-    before, after = hooks_of(module._forward_pre_hook), hooks_of(module._forward_hook)
+    before, after = list(module._forward_pre_hook.values()), list(module._forward_hook.values())
     hows: list[Any] = [getattr(hook, "graph_form", None) for hook in (*before, *after)]
     if None in hows:
         raise NotTracedError("a hook of it, or a style, has no form in graphs")

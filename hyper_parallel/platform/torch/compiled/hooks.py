@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from hyper_parallel.platform.contract import CompiledInputs
-from hyper_parallel.platform.eager_hooks import EagerHook, no_hook
 from hyper_parallel.platform.torch.compiled.moves import Moves, shards_of
 from hyper_parallel.platform.torch.compiled.placed import Outside, Shared
 from hyper_parallel.platform.torch.compiled.tracing import is_tracing
@@ -31,14 +30,32 @@ def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Calla
     return either
 
 
-class _OutsideOfCompilers(EagerHook):
-    """A hook that does nothing where a compiler traces it. Compiled frames do not tell such hooks from others."""
+def no_hook(module: nn.Module, *given: Any) -> None:
+    """Stand for an `EagerHook` in a copy of its module."""
+
+
+class EagerHook:
+    """A hook of one module that does nothing where a compiler traces it. Compiled frames do not tell such hooks from
+    others. A copy of the module has `no_hook` in its place, and so has one that was pickled.
+
+    Args:
+        function: is called with the arguments of the hook.
+    """
 
     of_style, traced = True, staticmethod(no_hook)
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
     def __call__(self, module: nn.Module, *given: Any) -> None:
         if not is_tracing():
-            self.function(module, *given)
+            self._function(module, *given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return no_hook
+
+    def __reduce__(self) -> str:
+        return "no_hook"
 
 
 def around_calls(
@@ -46,10 +63,8 @@ def around_calls(
 ) -> Callable[[], None]:
     """See `Platform.around_calls`. The module keeps its class, which users compare."""
     handles = (
-        module.register_forward_pre_hook(_OutsideOfCompilers(lambda module, args: before(module)), prepend=True),
-        module.register_forward_hook(
-            _OutsideOfCompilers(lambda module, args, output: after(module, output)), always_call=True
-        ),
+        module.register_forward_pre_hook(EagerHook(lambda module, args: before(module)), prepend=True),
+        module.register_forward_hook(EagerHook(lambda module, args, output: after(module, output)), always_call=True),
     )
 
     def take_away() -> None:
