@@ -35,7 +35,7 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.core.plain_code.contexts import follow
-from hyper_parallel.core.plain_code.first_call import VARIABLE
+from hyper_parallel.core.plain_code.first_call import VARIABLE, without_first_calls
 from hyper_parallel.core.plain_code.following import FOLLOWING
 from hyper_parallel.core.plain_code.marks import Joined, Lost, held
 from hyper_parallel.testing.spmd import on_mesh
@@ -339,9 +339,13 @@ def first_calls(mesh: Any) -> None:
         with by_default():
             return parallelize_module(model, mesh, plan)
 
+    def usually(model: nn.Module, plan: dict[str, Any]) -> Any:
+        with without_first_calls():
+            return parallelize_module(model, mesh, plan)
+
     # The usual numbers; the model keeps its class, and has no hooks after the first step.
     for make, plan in ((GPT, gpt_plan(3)), (Llama, LLAMA), (Llama, SEQUENCE)):
-        model, usual = spread(made(make), plan), parallelize_module(made(make), mesh, plan)
+        model, usual = spread(made(make), plan), usually(made(make), plan)
         before = hooks(usual)
         assert type(model) is make and hooks(model) == before + 2
         torch.testing.assert_close(step(model), step(usual))
@@ -373,12 +377,12 @@ def first_calls(mesh: Any) -> None:
     # Copies and pickles have no hooks that do anything.
     model = spread(made(GPT), gpt_plan(3))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        torch.testing.assert_close(step(other), step(usual_gpt := parallelize_module(made(GPT), mesh, gpt_plan(3))))
+        torch.testing.assert_close(step(other), step(usual_gpt := usually(made(GPT), gpt_plan(3))))
         assert type(other) is type(usual_gpt)
     assert hooks(model) == 2
 
     # A program in another thread is none of the one that is followed.
-    other, found = parallelize_module(made(GPT), mesh, gpt_plan(3)), []
+    other, found = usually(made(GPT), gpt_plan(3)), []
 
     def beside(*given: Any) -> None:
         thread = threading.Thread(target=lambda: found.append(other(ids())))
@@ -401,11 +405,12 @@ def own_collectives(mesh: Any) -> None:
     def entropy(y: Any) -> Any:
         """A softmax over features of which each rank has a part, written by hand."""
         top = y.detach().amax(-1, keepdim=True)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX)
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         e = (y - top).exp()
-        return e / functional.all_reduce(e.sum(-1, keepdim=True))
+        return e / functional.all_reduce(e.sum(-1, keepdim=True), group=group)
 
-    for function in (entropy, lambda y: y + functional.all_reduce(y.sum(-1, keepdim=True)).relu()):
+    group = mesh.get_group()
+    for function in (entropy, lambda y: y + functional.all_reduce(y.sum(-1, keepdim=True), group=group).relu()):
         with by_default():
             model = parallelize_module(made(GPT), mesh, gpt_plan(3))
         model.up.register_forward_hook(lambda module, args, y, function=function: function(y))
@@ -421,7 +426,8 @@ def test_own_collectives(pool: Any) -> None:
 
 @on_mesh(names=("tp",))
 def beside_a_compiler(mesh: Any) -> None:
-    usual = parallelize_module(made(GPT), mesh, gpt_plan(3))
+    with without_first_calls():
+        usual = parallelize_module(made(GPT), mesh, gpt_plan(3))
     for whole in (True, False):
         with by_default():
             model = parallelize_module(made(GPT), mesh, gpt_plan(3))

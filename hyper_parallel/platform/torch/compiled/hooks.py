@@ -34,6 +34,10 @@ def no_hook(module: nn.Module, *given: Any) -> None:
     """Stand for an `EagerHook` in a copy of its module."""
 
 
+def _no_hook() -> Callable[..., None]:
+    return no_hook
+
+
 class EagerHook:
     """A hook of one module that does nothing where a compiler traces it. Compiled frames do not tell such hooks from
     others. A copy of the module has `no_hook` in its place, and so has one that was pickled.
@@ -54,8 +58,8 @@ class EagerHook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return no_hook
 
-    def __reduce__(self) -> str:
-        return "no_hook"
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple]:
+        return _no_hook, ()
 
 
 def around_calls(
