@@ -9,6 +9,7 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Replicate, Shard
 from hyper_parallel.core.plain_code.findings import Problem
 from hyper_parallel.core.plain_code.marks import Mark, Ways, describe, partial_dims, ways_of
+from hyper_parallel.platform.contract.modules import APPLIED
 
 
 def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bool, computed: bool) -> Problem | None:
@@ -44,6 +45,24 @@ def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bo
             # Rows in another order are right where each is computed alone, as a router does.
             return Problem("input", f"{describe(mark, shape)} {wanted}", remedy, certain=have is not want)
     return None
+
+
+def keeps_parts(module: Any, ways: tuple[Mark | None, ...], layout: Layout) -> bool:
+    """Return whether a style of ``module`` gives parts as it takes them, and the last dimension is whole.
+
+    Styles of norms do so. They may name another dimension, in ``layout``, than the one that is cut.
+
+    Args:
+        module: with styles.
+        ways: marks of its input.
+        layout: of the input, as the style takes it.
+    """
+    if not any(getattr(style, "output_layouts", ()) is None for style, _ in getattr(module, APPLIED, ())):
+        return False
+    placements = [layout.placements, *(() if mark is None else mark.layout.placements for mark in ways)]
+    return all(
+        bool(some) and all(isinstance(p, Shard) and p.dim < layout.ndim - 1 for p in some) for some in placements
+    )
 
 
 def output_problem(ways: Ways, shape: tuple[int, ...], source: str) -> Problem | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hyper_parallel.core.caches import Cache
@@ -15,7 +16,7 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.operations.binding import bind_of
-from hyper_parallel.core.plain_code.borders import Rows, merged_rows, misfit, output_problem
+from hyper_parallel.core.plain_code.borders import Rows, keeps_parts, merged_rows, misfit, output_problem
 from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of, place_in_program
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark, Ways, held, is_even, mark_of, ways_of
@@ -65,6 +66,7 @@ class Following:
         self._styled, self._own_samples = "", False
         self._rows: Rows | None = None
         self._ways: tuple[Mark | None, ...] = ()
+        self._kept: tuple[Mark | None, ...] = ()
 
     @property
     def findings(self) -> list[Finding]:
@@ -235,7 +237,7 @@ class Following:
             return
         if is_even(layout):
             # Of one head of one token, the placement that the style says is one of several that are possible.
-            ways = self._ways if mark in self._ways else (mark,)
+            ways = self._kept or (self._ways if mark in self._ways else (mark,))
             self._platform.write_mark(x, Held(ways, self._styled, stated=True))
         else:
             self.lose(x, UNEVEN, layout.mesh)
@@ -287,6 +289,8 @@ class Following:
         problems = [misfit(mark, layout, shape, trains, computed) for mark in ways]
         first = problems[0]
         if first is not None and all(problems):
+            if first.certain and keeps_parts(self._inside, ways, layout):
+                first, self._kept = replace(first, certain=False), ways
             if self._rows is not None and not first.certain:
                 self._rows.problem = first  # no problem if the module gives its rows in the same order
                 return
@@ -329,18 +333,18 @@ class Following:
             return call
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = self._inside, self._styled, self._own_samples, self._rows, self._ways
+            before = self._inside, self._styled, self._own_samples, self._rows, self._ways, self._kept
             self._inside, self._styled, self._own_samples = module, name, own_samples or self._own_samples
             first = next(tensors_in(args, self._platform.Tensor), None)
             rows = self._rows = merged_rows(first)
             ways = () if first is None else ways_of(first)
-            self._ways = ways if isinstance(ways, tuple) else ()
+            self._ways, self._kept = ways if isinstance(ways, tuple) else (), ()
             self.paused += 1
             try:
                 result = call(*args, **kwargs)
             finally:
                 self.paused -= 1
-                self._inside, self._styled, self._own_samples, self._rows, self._ways = before
+                self._inside, self._styled, self._own_samples, self._rows, self._ways, self._kept = before
             if rows is not None and rows.problem is not None:
                 self._reached.add(self._find(rows.problem, "from_local"))
             return result

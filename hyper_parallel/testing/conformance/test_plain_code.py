@@ -511,6 +511,14 @@ def first_calls(mesh: Any) -> None:
     with pytest.warns(UserWarning, match="taken for this rank's part"):
         step(made(WRONG["positions"].run, WRONG["positions"].plan, WRONG["positions"].modules))
 
+    # And a norm inside heads whose style names another dimension than the cut one: its numbers are right.
+    norm = MLP | {"norm": SequenceParallel(use_local_output=True)}
+    with pytest.warns(UserWarning, match="taken for Shard") as caught:
+        by_sequence = step(made(in_heads, norm, HEAD_NORM))
+    assert len(str(caught[-1].message).splitlines()) == 2
+    usual = step(made(in_heads, MLP | {"norm": HeadNormParallel()}, HEAD_NORM))
+    np.testing.assert_allclose(adapter.numpy(by_sequence), adapter.numpy(usual), rtol=1e-5)
+
     # A right program goes on, and its copy.
     right = made(RIGHT["mlp"].run)
     copied = copy.deepcopy(right)

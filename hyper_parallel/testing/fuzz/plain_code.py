@@ -35,7 +35,7 @@ from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats
 from hyper_parallel.testing.pool import WorkerPool
 
-__all__ = ["changed_plans", "classify", "classify_plan", "main"]
+__all__ = ["changed_plans", "classify", "classify_plan", "combined", "main", "outcome_of"]
 
 #: Outcome -> its meaning.
 KINDS = {
@@ -180,7 +180,7 @@ def program_of(seed: int) -> tuple[list[str], str]:
     return steps, draw.choice(ends[:3] if good else ends[3:])
 
 
-def _outcome(make: Callable[[], Any], plan: dict[str, Any], mesh: Any, shape: tuple[int, ...]) -> tuple[str, str]:
+def outcome_of(make: Callable[[], Any], plan: dict[str, Any], mesh: Any, shape: tuple[int, ...]) -> tuple[str, str]:
     """An outcome of `KINDS` but ``disagree``, with the finding, the error or the difference."""
     adapter = get_adapter()
     values = floats(*shape)
@@ -243,7 +243,7 @@ def classify(mesh: Any, seeds: Sequence[int]) -> list[tuple[str, str]]:
                 h = STEPS[name](m, a, h, x)
             return ENDS[end](m, a, h, x)
 
-        found.append(_outcome(partial(_model, run), PLAN, mesh, SHAPE))
+        found.append(outcome_of(partial(_model, run), PLAN, mesh, SHAPE))
     return found
 
 
@@ -281,7 +281,7 @@ def classify_plan(mesh: Any, changed: Sequence[tuple[str, str, str]]) -> list[tu
         plan = {path: given for path, given in case.plan.items() if path != key}
         if style is not None:
             plan[key] = style()
-        found.append(_outcome(partial(suite.program, case.run, case.modules), plan, mesh, case.shape))
+        found.append(outcome_of(partial(suite.program, case.run, case.modules), plan, mesh, case.shape))
     return found
 
 
