@@ -34,6 +34,8 @@ from hyper_parallel import (
     get_platform,
     parallelize_module,
 )
+from hyper_parallel.core.caches import clear_caches
+from hyper_parallel.core.plain_code import following
 from hyper_parallel.core.plain_code.contexts import follow
 from hyper_parallel.core.plain_code.first_call import VARIABLE, without_first_calls
 from hyper_parallel.core.plain_code.following import FOLLOWING
@@ -380,6 +382,20 @@ def first_calls(mesh: Any) -> None:
         torch.testing.assert_close(step(other), step(usual_gpt := usually(made(GPT), gpt_plan(3))))
         assert type(other) is type(usual_gpt)
     assert hooks(model) == 2
+
+    # An error of the judge ends no first call, and is one where a program was to be followed.
+    def failing(*given: Any) -> None:
+        raise KeyError("of the judge")
+
+    names = vars(following)
+    usual_judge, names["judge"] = names["judge"], failing
+    try:
+        clear_caches()
+        torch.testing.assert_close(step(spread(made(GPT), gpt_plan(3))), step(usually(made(GPT), gpt_plan(3))))
+        with pytest.raises(KeyError, match="of the judge"), check_plain_code(model):
+            model(ids())
+    finally:
+        names["judge"] = usual_judge
 
     # A program in another thread is none of the one that is followed.
     other, found = usually(made(GPT), gpt_plan(3)), []

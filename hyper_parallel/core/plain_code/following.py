@@ -155,7 +155,12 @@ class Following:
         except TypeError:  # static arguments of element-wise operations are any objects, and do not count
             found = _VERDICTS.get(key)
         if found is None:
-            found = _VERDICTS[key] = judge(call, mesh)
+            try:
+                found = _VERDICTS[key] = judge(call, mesh)
+            except Exception:
+                if self.on_reached is None:  # else it is a first call, which the program has not asked to follow
+                    raise
+                found = Verdict(results=(Lost(f"{call.title}, which could not be judged"),) * len(call.shapes))
         return found
 
     def _mesh_of(self, operands: tuple[Operand | None, ...]) -> DeviceMesh | None:

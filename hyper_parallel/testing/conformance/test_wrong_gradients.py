@@ -5,10 +5,13 @@ docs/wrong_gradients.md names the reports, and shows this table.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+import pytest
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -40,7 +43,15 @@ from hyper_parallel.testing.conformance.test_plain_code import (
     linear,
     program,
 )
-from hyper_parallel.testing.fuzz.plain_code import combined, outcome_of
+from hyper_parallel.testing.extent import everything
+from hyper_parallel.testing.fuzz.plain_code import (
+    changed_plans,
+    classify,
+    classify_plan,
+    combined,
+    outcome_of,
+    program_of,
+)
 
 C, W = ColwiseParallel, RowwiseParallel
 
@@ -164,3 +175,25 @@ def test_reports(pool: Any) -> None:
         if found[name][0] != report.outcome or report.word.lower() not in found[name][1].lower()
     }
     assert not other
+
+
+def test_random_programs(pool: Any) -> None:
+    """Random programs: those that are missed read a number from a part's shape, and few right ones have a finding."""
+    needs_gradients()
+    seeds = range(400 if everything() else 12)
+    found = combined(pool.run(2, classify, list(seeds)))
+    kinds = Counter(kind for kind, _ in found)
+    missed = [seed for seed, (kind, _) in zip(seeds, found, strict=True) if kind == "missed"]
+    assert all("size of a part" in program_of(seed)[0] for seed in missed), missed
+    assert kinds["found"] and kinds["right"] and not kinds["disagree"]
+    assert kinds["alarm"] + kinds["warned"] <= 1 + 0.05 * kinds["right"], kinds
+
+
+@pytest.mark.nightly
+def test_changed_plans(pool: Any) -> None:
+    needs_gradients()
+    changed = changed_plans()
+    found = combined(pool.run(2, classify_plan, changed))
+    missed = [plan for plan, (kind, _) in zip(changed, found, strict=True) if kind in ("missed", "disagree", "alarm")]
+    # The first layer takes the model's input for a part, as the caller says.
+    assert all(plan[:2] == ("given by a style", "up") for plan in missed), missed
