@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.testing.extent import keep_the_gate
+from hyper_parallel.testing.extent import everything, keep_the_gate
 from hyper_parallel.testing.pool import SIZE, WorkerPool
 from tests.simulated_npu import preload
 
@@ -130,6 +130,9 @@ KNOWN = sorted({platform for platforms in PLATFORMS_OF.values() for platform in 
 # Read when the frameworks are loaded, here and in the workers: ranks share few cores, and MindSpore warns a lot.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOG_v", "3")
+# Following the first call of each model takes more than 3 % of the gate's time: tests about it turn it on.
+if not everything():
+    os.environ.setdefault("HYPER_PARALLEL_CHECK", "0")
 
 
 def pytest_configure() -> None:

@@ -60,6 +60,10 @@ def parser() -> argparse.ArgumentParser:
     for name, text in (
         ("explain", "Show a model under a plan: shards, bytes and collectives of each module."),
         ("dry-run", "Foresee memory, communication and time of a step on any number of ranks."),
+        (
+            "check",
+            "Follow a model under a plan, and show the lines that compute something else than one device.",
+        ),
     ):
         command = add(name, text)
         command.add_argument("--model", required=True, help="a name such as llama-3-70b, or package.module:function")
@@ -69,6 +73,12 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--input", action="append", default=[], help="dtype[sizes] of an input, repeatable")
         command.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
         command.add_argument("--dtype", help="of the model's parameters, such as bfloat16")
+        if name == "check":
+            command.add_argument("--batch", type=int, default=1, help="sequences of all ranks together")
+            command.add_argument("--rank", type=int, default=0, help="which rank to follow")
+            command.add_argument("--forward-only", action="store_true", help="leave gradients out")
+            command.add_argument("--execute", action="store_true", help="compare a step on local ranks with one device")
+            continue
         command.add_argument("--svg", help="write a picture to this file")
         if name == "explain":
             command.add_argument("--batch", type=int, default=1, help="sequences of a rank")
@@ -132,6 +142,10 @@ def _run(given: argparse.Namespace) -> int:
         from hyper_parallel.cli import comparing
 
         return comparing.run(given)
+    if given.command == "check":
+        from hyper_parallel.cli import checking
+
+        return checking.run(given)
     if given.command == "checkpoint":
         from hyper_parallel.checkpoint.__main__ import main as look
 

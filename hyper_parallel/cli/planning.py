@@ -14,15 +14,15 @@ from hyper_parallel.cli.specifications import bytes_of, inputs_of, mesh_of, mode
 from hyper_parallel.planning import DryRun, DryStepError, dry_run, explain, machine_of, search
 from hyper_parallel.planning.llama import MODELS
 
-__all__ = ["run_dry_run", "run_explain"]
+__all__ = ["batch_of_a_rank", "given_by", "run_dry_run", "run_explain", "told"]
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """Show how the plan changes the model."""
     mesh = mesh_of(arguments.mesh)
     _check_file(arguments.svg)
-    model, plan, inputs = _given(arguments, arguments.batch)
-    with _told():
+    model, plan, inputs = given_by(arguments, arguments.batch)
+    with told():
         found = explain(model, mesh, plan, *inputs, rank=arguments.rank, backward=not arguments.forward_only)
     _save(arguments.svg, found.to_svg)
     show(f"{found}\n\n{found.table()}" if arguments.table else str(found), found.as_dict(), arguments.json)
@@ -48,7 +48,7 @@ def run_dry_run(arguments: argparse.Namespace) -> int:
         "mixed_precision": arguments.mixed_precision,
     }
     if arguments.search:
-        model, plan, batch = _given(arguments, arguments.batch)
+        model, plan, batch = given_by(arguments, arguments.batch)
         plans = {"plan": plan}
         if arguments.model in MODELS and arguments.plan is None:
             plans = {
@@ -56,7 +56,7 @@ def run_dry_run(arguments: argparse.Namespace) -> int:
                 "tp + sequence": plan_of(None, arguments.model, True),
             }
         ranks = ranks_of(mesh)
-        with _told():
+        with told():
             ways = search(model, ranks, plans, *batch, memory=limit, **options)
         for way in ways.candidates:
             _check_optimizer(arguments.optimizer, way.run)
@@ -64,20 +64,25 @@ def run_dry_run(arguments: argparse.Namespace) -> int:
         text = f"{ways}\n\n{ranks} {machine.name}, {time.perf_counter() - began:.1f} s"
         show(text, ways.as_dict(), arguments.json)
         return 0 if ways.best is not None else 1
-    share = mesh.get("dp", 1)
-    if arguments.batch % share:
-        raise UsageError(f"--batch {arguments.batch} does not divide over dp={share}")
-    model, plan, inputs = _given(arguments, arguments.batch // share)
+    model, plan, inputs = given_by(arguments, batch_of_a_rank(arguments.batch, mesh))
     recompute = arguments.recompute if arguments.recompute != "layers" else True
-    with _told():
+    with told():
         found = dry_run(model, mesh, plan, *inputs, recompute=recompute or False, **options)
     _check_optimizer(arguments.optimizer, found)
     show(f"{found}\n\ndone in {time.perf_counter() - began:.1f} s", found.as_dict(), arguments.json)
     return 0 if found.fits is not False and not found.unmatched else 1
 
 
+def batch_of_a_rank(batch: int, mesh: dict[str, int]) -> int:
+    """The sequences of one rank, of ``batch`` of all ranks together."""
+    share = mesh.get("dp", 1)
+    if batch % share:
+        raise UsageError(f"--batch {batch} does not divide over dp={share}")
+    return batch // share
+
+
 @contextmanager
-def _told() -> Iterator[None]:
+def told() -> Iterator[None]:
     """Print refusals of the library, and failures in the user's model or plan, without a traceback."""
     try:
         yield
@@ -98,7 +103,8 @@ def _check_file(path: str | None) -> None:
         raise UsageError(f"--svg {path}: there is no folder {Path(path).absolute().parent}")
 
 
-def _given(arguments: argparse.Namespace, batch: int) -> tuple[Any, Any, list[Any]]:
+def given_by(arguments: argparse.Namespace, batch: int) -> tuple[Any, Any, list[Any]]:
+    """Model, plan and inputs of a command; ``batch`` sequences by default."""
     for name, number in (("--batch", arguments.batch), ("--length", arguments.length)):
         if number < 1:
             raise UsageError(f"{name} {number}: give a number from 1")

@@ -17,7 +17,7 @@ def strict() -> Iterator[None]:
 
     * An operation without a sharding rule: outside it runs on gathered operands.
     * A key of a plan that matches no module: outside the key is ignored.
-    * `ColwiseParallel` on a weight that looks like several matrices in one, without ``packed=``.
+    * An uncertain finding in the first call of a model, or one whose value is used for nothing.
 
     Example:
         >>> import torch

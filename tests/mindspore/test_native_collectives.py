@@ -17,6 +17,7 @@ from hyper_parallel import (
     Partial,
     RowwiseParallel,
     Shard,
+    check_plain_code,
     distribute_tensor,
     parallelize_module,
 )
@@ -128,3 +129,27 @@ def refuse(mesh: Any, case: str) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(pool: Any, case: str) -> None:
     pool.run(4, refuse, case)
+
+
+@on_mesh(names=("tp",))
+def followed(mesh: Any) -> None:
+    """A sum over features of which each rank has a part, which the program makes whole itself."""
+    model = ms.nn.SequentialCell(mint.nn.Linear(6, 8), mint.nn.ReLU(), mint.nn.Linear(8, 6))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    def run(x: Any) -> Any:
+        y = model[0](x)
+        total = ops.stop_gradient(y).sum(-1, keepdims=True) * 1.0
+        dist.all_reduce(total, group=mesh.get_group())
+        return model[2](y * total.tanh())
+
+    x = Tensor(BATCH)
+    wanted = run(x)
+    with check_plain_code(model) as checked:
+        found = run(x)
+    np.testing.assert_allclose(found.asnumpy(), wanted.asnumpy(), rtol=1e-6)
+    assert not checked.findings and checked.unknown == {"DistCommAllReduce": 1}, checked
+
+
+def test_in_a_program_that_is_followed(pool: Any) -> None:
+    pool.run(2, followed)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as functional
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +34,11 @@ from hyper_parallel import (
     get_platform,
     parallelize_module,
 )
+from hyper_parallel.core.caches import clear_caches
+from hyper_parallel.core.plain_code import following
 from hyper_parallel.core.plain_code.contexts import follow
+from hyper_parallel.core.plain_code.first_call import VARIABLE, without_first_calls
+from hyper_parallel.core.plain_code.following import FOLLOWING
 from hyper_parallel.core.plain_code.marks import Joined, Lost, held
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import device
@@ -309,16 +320,143 @@ def test_under_fully_shard(pool: Any) -> None:
     pool.run(4, under_fully_shard)
 
 
+@contextmanager
+def by_default() -> Iterator[None]:
+    """Inside, models are parallelised whose first calls are followed, as they are where no variable is set."""
+    before = os.environ.pop(VARIABLE, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+def hooks(module: nn.Module) -> int:
+    return len(module._forward_pre_hooks) + len(module._forward_hooks)
+
+
+@on_mesh(names=("tp",))
+def first_calls(mesh: Any) -> None:
+    def spread(model: nn.Module, plan: dict[str, Any]) -> Any:
+        with by_default():
+            return parallelize_module(model, mesh, plan)
+
+    def usually(model: nn.Module, plan: dict[str, Any]) -> Any:
+        with without_first_calls():
+            return parallelize_module(model, mesh, plan)
+
+    # The usual numbers; the model keeps its class, and has no hooks after the first step.
+    for make, plan in ((GPT, gpt_plan(3)), (Llama, LLAMA), (Llama, SEQUENCE)):
+        model, usual = spread(made(make), plan), usually(made(make), plan)
+        before = hooks(usual)
+        assert type(model) is make and hooks(model) == before + 2
+        torch.testing.assert_close(step(model), step(usual))
+        assert hooks(model) == before
+    with pytest.raises(ValueError, match=r"split gets a part of shape \(2, 8, 24\)"):
+        step(spread(made(GPT), gpt_plan(1)))
+
+    # A call without gradients is followed once, and the first one with gradients.
+    model = spread(made(GPT), gpt_plan(3))
+    asked: list[int] = []
+    model.down.register_forward_hook(lambda *given: asked.append(len(FOLLOWING)))
+    with torch.no_grad():
+        model(ids()), model(ids())
+    model(ids()), model(ids())
+    assert asked == [1, 0, 1, 0] and not hooks(model)
+    frozen = spread(made(GPT).requires_grad_(False), gpt_plan(3))
+    frozen(ids())
+    assert not hooks(frozen)
+
+    # Blocks with plans of their own are followed with the model around them.
+    model = made(Llama)
+    for layer in model.layers:
+        spread(layer, {path.removeprefix("layers.*."): style for path, style in LLAMA.items() if "layers" in path})
+    spread(model, {"head": LLAMA["head"]})
+    assert [hooks(layer) for layer in model.layers] == [2, 2]
+    model(ids())
+    assert [hooks(module) for module in (model, *model.layers)] == [0, 0, 0]
+
+    # Copies and pickles have no hooks that do anything.
+    model = spread(made(GPT), gpt_plan(3))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(step(other), step(usual_gpt := usually(made(GPT), gpt_plan(3))))
+        assert type(other) is type(usual_gpt)
+    assert hooks(model) == 2
+
+    # An error of the judge ends no first call, and is one where a program was to be followed.
+    def failing(*given: Any) -> None:
+        raise KeyError("of the judge")
+
+    names = vars(following)
+    usual_judge, names["judge"] = names["judge"], failing
+    try:
+        clear_caches()
+        torch.testing.assert_close(step(spread(made(GPT), gpt_plan(3))), step(usually(made(GPT), gpt_plan(3))))
+        with pytest.raises(KeyError, match="of the judge"), check_plain_code(model):
+            model(ids())
+    finally:
+        names["judge"] = usual_judge
+
+    # A program in another thread is none of the one that is followed.
+    other, found = usually(made(GPT), gpt_plan(3)), []
+
+    def beside(*given: Any) -> None:
+        thread = threading.Thread(target=lambda: found.append(other(ids())))
+        thread.start()
+        thread.join()
+
+    model.norms[0].register_forward_hook(beside)
+    with check_plain_code(model) as checked:
+        model(ids())
+    assert len(found) == 1 and not checked.findings and checked.asked
+    torch.testing.assert_close(found[0], other(ids()))
+
+
+def test_first_calls(pool: Any) -> None:
+    pool.run(2, first_calls)
+
+
+@on_mesh(names=("tp",))
+def own_collectives(mesh: Any) -> None:
+    def entropy(y: Any) -> Any:
+        """A softmax over features of which each rank has a part, written by hand."""
+        top = y.detach().amax(-1, keepdim=True)
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        e = (y - top).exp()
+        return e / functional.all_reduce(e.sum(-1, keepdim=True), group=group)
+
+    group = mesh.get_group()
+    for function in (entropy, lambda y: y + functional.all_reduce(y.sum(-1, keepdim=True), group=group).relu()):
+        with by_default():
+            model = parallelize_module(made(GPT), mesh, gpt_plan(3))
+        model.up.register_forward_hook(lambda module, args, y, function=function: function(y))
+        model(ids())
+        with check_plain_code(model) as checked:
+            model(ids())
+        assert not checked.findings and any("all_reduce" in name for name in checked.unknown), checked
+
+
+def test_own_collectives(pool: Any) -> None:
+    pool.run(2, own_collectives)
+
+
 @on_mesh(names=("tp",))
 def beside_a_compiler(mesh: Any) -> None:
-    os.environ["HYPER_PARALLEL_CHECK"] = "1"
-    try:
-        model = parallelize_module(made(GPT), mesh, gpt_plan(3))
-    finally:
-        del os.environ["HYPER_PARALLEL_CHECK"]
-    usual = parallelize_module(made(GPT), mesh, gpt_plan(3))
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(compiled(ids()), usual(ids()))
+    with without_first_calls():
+        usual = parallelize_module(made(GPT), mesh, gpt_plan(3))
+    for whole in (True, False):
+        with by_default():
+            model = parallelize_module(made(GPT), mesh, gpt_plan(3))
+        if whole:  # which compilers see no hook of
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+        else:  # a part, which runs as it is written while it is followed
+            model.attention.compile(backend="eager", fullgraph=True)
+            compiled = model
+        torch.testing.assert_close(compiled(ids()), usual(ids()))
+        assert hooks(model) == 2 * whole
+        torch.testing.assert_close(step(model), step(usual))
+        assert not hooks(model)
+        torch.testing.assert_close(compiled(ids()), usual(ids()))
 
 
 @pytest.mark.nightly

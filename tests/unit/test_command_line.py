@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hyper_parallel import get_platform
 from hyper_parallel.checkpoint import save
-from hyper_parallel.cli import launch, msrun_worker, selftest
+from hyper_parallel.cli import checking, launch, msrun_worker, selftest
 from hyper_parallel.cli.main import main, parser
 from hyper_parallel.cli.output import UsageError
 from hyper_parallel.cli.specifications import bytes_of, inputs_of, mesh_of, model_of, object_at, plan_of
 from hyper_parallel.planning.llama import MODELS
+from hyper_parallel.testing import plan_check
 
 ROOT = Path(__file__).resolve().parents[2]
 PLATFORM = os.environ["HYPER_PARALLEL_PLATFORM"]
@@ -189,6 +194,72 @@ def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "give --plan" in said(capsys, "explain", *own, status=2)
 
 
+@makes_models
+def test_check(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_mine.py").write_text(
+        "import torch\n"
+        "from hyper_parallel import ColwiseParallel, RowwiseParallel\n"
+        "class Scores(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)\n"
+        "    def forward(self, x):\n"
+        "        y = self.up(x)\n"
+        "        return self.down(y.softmax(-1))\n"
+        "class Right(Scores):\n"
+        "    def forward(self, x):\n"
+        "        y = self.up(x)\n"
+        "        y.mean()  # for a log\n"
+        "        return self.down(y.relu())\n"
+        "plan = {'up': ColwiseParallel(), 'down': RowwiseParallel()}\n"
+        "more = {**plan, 'dwn': ColwiseParallel()}\n"
+    )
+    file = f"{tmp_path}/of_mine.py"
+    own = ["check", "--mesh", "dp=2,tp=4", "--batch", "2", "--input", "float32[2,8]", "--plan", f"{file}:plan"]
+    text = said(capsys, *own, "--model", f"{file}:Scores", status=1)
+    assert f"{file}:9: softmax gets a part of shape (2, 4) of (2, 16)" in text and "output_layouts=Replicate()" in text
+    found = json.loads(said(capsys, *own, "--model", f"{file}:Scores", "--forward-only", "--json", status=1))
+    assert not found["right"] and [f["where"] for f in found["findings"]] == [f"{file}:9"]
+    # A value that is used for nothing is shown, and is nothing wrong.
+    assert "No module takes the result" in said(capsys, *own, "--model", f"{file}:Right")
+    assert "'dwn' matches no module" in said(
+        capsys, *own, "--plan", f"{file}:more", "--model", f"{file}:Right", status=1
+    )
+    assert "no finding in plain code" not in said(
+        capsys, "check", *TINY, "--mesh", "dp=3,tp=2", "--batch", "2", status=2
+    )
+
+    # The same names reach the processes that execute: which are not started here.
+    def compared(size: int, job: Any, *given: Any) -> list[Any]:
+        model, plan, (x,), _, _, prove = pickle.loads(given[-1])
+        assert isinstance(model(), object_at(f"{file}:Right")) and plan.text == f"{file}:plan" and not prove
+        assert x.shape == (2, 8)
+        return [({"output": 2.0, "loss": 0.0}, {}, [], {}, [], {})] * size
+
+    monkeypatch.setattr(plan_check, "WorkerPool", lambda name, size: nullcontext(SimpleNamespace(run=compared)))
+    monkeypatch.chdir(tmp_path)
+    named = ["--model", "of_mine.py:Right", "--plan", "of_mine.py:plan", "--execute"]
+    assert "wrong on 8 ranks" in said(capsys, *own[:-2], *named, status=1)
+    assert json.loads(said(capsys, *own[:-2], *named, "--json", status=1))["executed"]["ranks"] == 8
+    assert checking._Model(f"{file}:Right", "bfloat16")().up.weight.dtype == get_platform().dtypes["bfloat16"]
+    refused = said(capsys, "check", *TINY, "--mesh", "2", "--execute", status=2)
+    assert "llama-tiny has shapes and no values: give package.module:function" in refused
+
+
+@makes_models
+@pytest.mark.nightly
+def test_check_executes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mlp.py").write_text(
+        "import torch\n"
+        "from hyper_parallel import ColwiseParallel, RowwiseParallel\n"
+        "def model():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))\n"
+        "plan = {'0': ColwiseParallel(), '1': RowwiseParallel()}\n"
+    )
+    named = ["--model", f"{tmp_path}/mlp.py:model", "--plan", f"{tmp_path}/mlp.py:plan", "--input", "float32[2,8]"]
+    assert "right: output, loss and" in said(capsys, "check", "--mesh", "2", *named, "--execute")
+
+
 def test_specifications() -> None:
     assert (mesh_of("8"), mesh_of("dp=2, tp=4")) == ({"tp": 8}, {"dp": 2, "tp": 4})
     assert (bytes_of("80GB"), bytes_of("1.5 KiB"), bytes_of("7")) == (80e9, 1536, 7)
@@ -235,7 +306,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(["--help"])
     text = capsys.readouterr().out
-    assert all(name in text for name in ("env", "launch", "test", "explain", "dry-run", "checkpoint"))
+    assert all(name in text for name in ("env", "launch", "test", "explain", "dry-run", "check", "checkpoint"))
 
 
 def test_what_the_command_test_checks(pool: Any) -> None:

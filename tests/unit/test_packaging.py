@@ -107,7 +107,7 @@ def test_the_commands_need_no_pytest() -> None:
     code = (
         "import sys; sys.modules['pytest'] = None\n"
         "import hyper_parallel.testing.comparisons, hyper_parallel.testing.plan_check\n"
-        "from hyper_parallel.cli import environment, launch, main, planning, selftest\n"
+        "from hyper_parallel.cli import checking, environment, launch, main, planning, selftest\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -40,7 +40,7 @@ def follow(model: Any, platform: Platform) -> Iterator[Following]:
 @contextmanager
 def looking() -> Iterator[None]:
     """Inside, operations are the library's own, such as those that read values for a report: none is followed."""
-    following = FOLLOWING[-1] if FOLLOWING else None
+    following = FOLLOWING[-1] if FOLLOWING and FOLLOWING[-1].is_here else None
     if following is not None:
         following.paused += 1
     try:
@@ -56,7 +56,7 @@ def unmarked() -> Iterator[None]:
 
     The gradients of parameters are then summands of ranks, which the program adds up as those of data parallelism.
     """
-    following = FOLLOWING[-1] if FOLLOWING else None
+    following = FOLLOWING[-1] if FOLLOWING and FOLLOWING[-1].is_here else None
     if following is None:
         yield
         return

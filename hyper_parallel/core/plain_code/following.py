@@ -6,15 +6,17 @@ becomes a DTensor. These borders are in `DTensor.to_local` and `DTensor.from_loc
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
+from hyper_parallel.core.caches import Cache
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.operations.binding import bind_of
-from hyper_parallel.core.plain_code.borders import misfit, output_problem
+from hyper_parallel.core.plain_code.borders import Rows, keeps_parts, merged_rows, misfit, output_problem
 from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of, place_in_program
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark, Ways, held, is_even, mark_of, ways_of
@@ -29,6 +31,7 @@ __all__ = ["FOLLOWING", "UNEVEN", "Following"]
 
 #: The reason for losing a part whose size differs from rank to rank.
 UNEVEN = "parts of unequal size"
+_VERDICTS: Cache = Cache(1 << 14, "verdicts on plain code")
 #: The programs that are followed, the innermost last; it is the one that counts.
 FOLLOWING: list[Following] = []
 
@@ -49,6 +52,7 @@ class Following:
 
     def __init__(self, model: Any, platform: Platform) -> None:
         self._platform = platform
+        self._thread = threading.get_ident()
         self._paths = {id(module): path for path, module in platform.named_modules(model)}
         self._framework = folder_of(platform.Tensor)
         self._found: dict[Finding, int] = {}
@@ -60,9 +64,9 @@ class Following:
         self._mesh: DeviceMesh | None = None
         self._inside: Any = None
         self._styled, self._own_samples = "", False
-        self._rows: _Rows | None = None
+        self._rows: Rows | None = None
         self._ways: tuple[Mark | None, ...] = ()
-        self._verdicts: dict[Any, Verdict] = {}
+        self._kept: tuple[Mark | None, ...] = ()
 
     @property
     def findings(self) -> list[Finding]:
@@ -74,6 +78,11 @@ class Following:
         """The findings that a styled module, or the output of the model, was computed with. The values of others were
         used for nothing that the program gives on, such as a number for a log."""
         return [finding for finding in self._found if finding in self._reached]
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether the program runs in the caller's thread. Programs in other threads are not followed."""
+        return self._thread == threading.get_ident()
 
     def __bool__(self) -> bool:
         return not self._found
@@ -87,7 +96,10 @@ class Following:
         bound = None if op is None else _bound(op, func, args, kwargs)
         if bound is None:
             result = call()
-            self._lose(result, args, kwargs, title)
+            if platform.is_collective(func):
+                self._communicated(args, kwargs, title)
+            else:
+                self._lose(result, args, kwargs, title)
             return result
         operands, static = bound
         trains = [platform.is_tensor(x) and platform.requires_grad(x) for x in operands]
@@ -138,12 +150,17 @@ class Following:
         scalars = tuple(None if self._platform.is_tensor(x) else x for x in call.values)
         key: Any = (call.name, call.title, call.operands, call.shapes, call.in_place, mesh)
         try:
-            found = self._verdicts.get((key, call.static, scalars))
+            found = _VERDICTS.get((key, call.static, scalars))
             key = (key, call.static, scalars)
         except TypeError:  # static arguments of element-wise operations are any objects, and do not count
-            found = self._verdicts.get(key)
+            found = _VERDICTS.get(key)
         if found is None:
-            found = self._verdicts[key] = judge(call, mesh)
+            try:
+                found = _VERDICTS[key] = judge(call, mesh)
+            except Exception:
+                if self.on_reached is None:  # else it is a first call, which the program has not asked to follow
+                    raise
+                found = Verdict(results=(Lost(f"{call.title}, which could not be judged"),) * len(call.shapes))
         return found
 
     def _mesh_of(self, operands: tuple[Operand | None, ...]) -> DeviceMesh | None:
@@ -193,6 +210,17 @@ class Following:
         findings = tuple(dict.fromkeys(f for h in marks for f in h.findings))
         self._mark(results, (lost,) * len(results), "", findings)
 
+    def _communicated(self, args: tuple, kwargs: dict, title: str) -> None:
+        """The program has communicated by itself: it combines parts, and the findings about them were none."""
+        self.unknown[title] = self.unknown.get(title, 0) + 1
+        for x in tensors_in((args, kwargs), self._platform.Tensor):
+            found = held(x)
+            if found is not None:
+                for finding in found.findings:
+                    if finding not in self._reached:
+                        self._found.pop(finding, None)
+                self._platform.write_mark(x, Held(Lost("a collective of the program's own"), found.source))
+
     def _find(self, problem: Problem, title: str) -> Finding:
         where, module = place_in_program(self._paths, self._framework)
         finding = Finding(problem.kind, where, module, title, problem.text, problem.remedy, problem.certain)
@@ -203,6 +231,8 @@ class Following:
     def given(self, x: Any, layout: Layout, summed: tuple[int, ...] = ()) -> None:
         """A DTensor of ``layout`` became the plain tensor ``x``. Along the mesh dimensions ``summed`` its gradient is
         taken as one summand a rank."""
+        if not self.is_here:
+            return
         self._mesh = layout.mesh
         rows, merged = self._rows, 0
         if rows is not None and layout.placements == (Shard(0),) and layout.shape[0] == rows.count:
@@ -212,19 +242,23 @@ class Following:
             return
         if is_even(layout):
             # Of one head of one token, the placement that the style says is one of several that are possible.
-            ways = self._ways if mark in self._ways else (mark,)
+            ways = self._kept or (self._ways if mark in self._ways else (mark,))
             self._platform.write_mark(x, Held(ways, self._styled, stated=True))
         else:
             self.lose(x, UNEVEN, layout.mesh)
 
     def joined(self, x: Any, pieces: Sequence[Any], dim: int) -> None:
         """A style joined ``pieces`` to ``x`` along ``dim``, each with marks of its own."""
+        if not self.is_here:
+            return
         dim %= len(x.shape)
         found = Joined(dim, tuple(p.shape[dim] for p in pieces), tuple(ways_of(p) for p in pieces))
         self._platform.write_mark(x, Held(found, self._styled, stated=True))
 
     def lose(self, x: Any, why: str, mesh: DeviceMesh) -> None:
         """Note that code with ``x``, a part on ``mesh``, is not followed from here on: ``why`` is for the report."""
+        if not self.is_here:
+            return
         self._mesh = mesh
         if self._own_samples or self._platform.in_backward():
             return
@@ -248,7 +282,7 @@ class Following:
 
     def taken(self, x: Any, layout: Layout) -> None:
         """A plain tensor became a DTensor of ``layout``: it must be that."""
-        if self._platform.in_backward():
+        if not self.is_here or self._platform.in_backward():
             return
         self.reach(x)
         ways = ways_of(x)
@@ -260,6 +294,8 @@ class Following:
         problems = [misfit(mark, layout, shape, trains, computed) for mark in ways]
         first = problems[0]
         if first is not None and all(problems):
+            if first.certain and keeps_parts(self._inside, ways, layout):
+                first, self._kept = replace(first, certain=False), ways
             if self._rows is not None and not first.certain:
                 self._rows.problem = first  # no problem if the module gives its rows in the same order
                 return
@@ -289,7 +325,7 @@ class Following:
 
     def is_inside(self, module: Any) -> bool:
         """Return whether ``module`` is the innermost styled module that runs."""
-        return self._inside is module
+        return self._inside is module or not self.is_here
 
     def styled(
         self, call: Callable[..., Any], module: Any, name: str, *, own_samples: bool = False
@@ -298,20 +334,22 @@ class Following:
 
         With ``own_samples`` ranks have samples of their own there, as data-parallel ranks have: no part of one tensor.
         """
+        if not self.is_here:
+            return call
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = self._inside, self._styled, self._own_samples, self._rows, self._ways
+            before = self._inside, self._styled, self._own_samples, self._rows, self._ways, self._kept
             self._inside, self._styled, self._own_samples = module, name, own_samples or self._own_samples
             first = next(tensors_in(args, self._platform.Tensor), None)
-            rows = self._rows = _merged_rows(first)
+            rows = self._rows = merged_rows(first)
             ways = () if first is None else ways_of(first)
-            self._ways = ways if isinstance(ways, tuple) else ()
+            self._ways, self._kept = ways if isinstance(ways, tuple) else (), ()
             self.paused += 1
             try:
                 result = call(*args, **kwargs)
             finally:
                 self.paused -= 1
-                self._inside, self._styled, self._own_samples, self._rows, self._ways = before
+                self._inside, self._styled, self._own_samples, self._rows, self._ways, self._kept = before
             if rows is not None and rows.problem is not None:
                 self._reached.add(self._find(rows.problem, "from_local"))
             return result
@@ -360,27 +398,3 @@ def _bound(op: Any, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any] |
     except Exception:
         return None
     return operands, static
-
-
-@dataclass
-class _Rows:
-    """The rows that a styled module takes, in an order of their own: those of each sample that are on this rank.
-
-    Attributes:
-        count: how many there are on all ranks.
-        merged: see `Mark.merged`.
-        problem: the module takes them as consecutive ones. None where that does not matter.
-    """
-
-    count: int
-    merged: int
-    problem: Problem | None = None
-
-
-def _merged_rows(x: Any) -> _Rows | None:
-    """Return the rows of ``x``, None where they are in the order of the whole tensor."""
-    ways = () if x is None else ways_of(x)
-    mark = ways[0] if isinstance(ways, tuple) and len(ways) == 1 else None
-    if mark is None or not mark.merged or mark.layout.placements != (Shard(0),):
-        return None
-    return _Rows(mark.layout.shape[0], mark.merged)

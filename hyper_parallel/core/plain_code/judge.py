@@ -189,6 +189,8 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
     merged = next((m.merged for m in marks if m is not None and m.merged), 0)
     mark, operand = marks[0] if marks else None, call.operands[0] if call.operands else None
     if call.name in RESHAPES and mark is not None and operand is not None:
+        if 0 in operand.shape:  # what has no element on this rank may have some on others
+            return Verdict(results=(Lost("a reshape of a tensor without elements"),))
         ways = reshaped(mark, operand.shape, call.shapes[0])
         return (
             Verdict(results=(ways,))
@@ -199,9 +201,11 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
         piece = piece_of_packed(mark, call.static[0], operand.shape)
         if piece is not None:
             return Verdict(results=((piece,),))
-    texts = [
-        describe(assumed.get(i, m), x.shape) for i, (x, m) in enumerate(zip(call.operands, marks, strict=True)) if x
-    ]
+
+    def texts() -> list[str]:
+        described = enumerate(zip(call.operands, marks, strict=True))
+        return [describe(assumed.get(i, m), x.shape) for i, (x, m) in described if x]
+
     shape = () if operand is None else operand.shape
     static = of_whole(call.name, call.static, shape, layouts[0] if layouts else None, len(call.shapes))
     try:
@@ -209,23 +213,23 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
     except Exception:  # a rule may take it that one device could run the call, which sizes that do not fit are not
         sharding = None
     if sharding is None:
-        if len(texts) > 1 or call.name == "split":
-            return Verdict(problems=(unfit_problem(call.title, call.name, texts),))
+        if sum(x is not None for x in call.operands) > 1 or call.name == "split":
+            return Verdict(problems=(unfit_problem(call.title, call.name, texts()),))
         return Verdict(results=(Lost(f"{call.title} with arguments that its rule does not know"),) * len(call.shapes))
     strategy = solve(sharding, layouts, mesh, pinned=0 if call.in_place else None)
     if strategy is None:
-        return Verdict(problems=(unfit_problem(call.title, "write", texts),))
+        return Verdict(problems=(unfit_problem(call.title, "write", texts()),))
     problems = []
     for i, (have, want) in enumerate(zip(layouts, strategy.operands, strict=True)):
         if have is not None and want is not None and want is not have:
             if i in sharding.unread and want is have.cotangent:
                 continue
-            problems.append(moved_problem(call.title, call.name, texts, have, want))
+            problems.append(moved_problem(call.title, call.name, texts(), have, want))
     draws = call.name in ("dropout",)
     if not problems and sharding.call is not None and not draws:
         native = sharding.native_if is not None and sharding.native_if(strategy.operands)
         if not native and not _is_native(sharding.call, call, strategy, mesh):
-            problems.append(moved_problem(call.title, call.name, texts, None, None))
+            problems.append(moved_problem(call.title, call.name, texts(), None, None))
     if problems:
         certain = not merged and not (call.name in _INDEXED and any(m is None for m in marks[1:]))
         return Verdict(problems=tuple(replace(problem, certain=certain) for problem in problems))

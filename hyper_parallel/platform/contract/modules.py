@@ -173,11 +173,10 @@ class ModuleRole(ABC):
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def register_forward_hook(
-        self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False, always: bool = False
+        self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """Call ``hook(module, args, output)`` after forward (``hook(module, args, kwargs, output)`` with
-        ``with_kwargs``). Its result, unless None, replaces the output. With ``always``, also where forward fails, if a
-        framework can. By default it is the module's method."""
+        ``with_kwargs``). Its result, unless None, replaces the output. By default it is the module's method."""
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def show_styles(self, module: Module) -> None:

@@ -99,6 +99,14 @@ class ObservationRole:
         cannot do so tells nothing."""
         return
 
+    def around_calls(
+        self, module: Module, before: Callable[[Module], None], after: Callable[[Module, Any], None]
+    ) -> Callable[[], None]:
+        """Call ``before(module)`` and ``after(module, output)`` around each eager call of ``module``. Of a call that
+        fails the output is None. Compilers see neither, and copies of the module have neither. Returns a function that
+        takes both away, which ``after`` may call. A backend that cannot `follow` programs need not call them."""
+        return lambda: None
+
     def profiler_range(self, name: str) -> Callable[[], None] | None:
         """Begin a range that the framework's profiler, or the device's, shows under ``name``. Returns the function that
         ends it; several ranges may end in any order. None, having done nothing, where there is no such thing."""
@@ -109,6 +117,10 @@ class ObservationRole:
         Other operations give None. Users of the framework count by its operations."""
         return None
 
+    def is_collective(self, native: Any) -> bool:
+        """Return whether a function, or an operation, of the framework communicates."""
+        return self.collective_kind(native) is not None
+
     def is_made_with(self, x: Tensor, parameter: Tensor) -> bool | None:
         """Return whether the recorded operations that have led to the plain tensor ``x`` lead back to ``parameter``:
         None where nothing is recorded of ``x``. A backend that cannot know answers None.
@@ -117,7 +129,8 @@ class ObservationRole:
 
     def follow(self, follower: Follower) -> AbstractContextManager[Any] | None:
         """Inside, each operation on plain tensors of which some argument has marks goes to ``follower``. Functions that
-        are made of others may hand over these instead. Numbers do not change. None in a backend that cannot do so."""
+        are made of others may hand over these instead. Numbers do not change. None in a backend that cannot do so, and
+        inside of code that is compiled."""
         return None
 
     def write_mark(self, x: Tensor, mark: Any) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from mindspore import COOTensor, CSRTensor, Parameter, Tensor, dtype_to_nptype, mint, nn, ops
 
 from hyper_parallel.platform.contract import ModuleKind
+from hyper_parallel.platform.mindspore.around import around_calls
 from hyper_parallel.platform.mindspore.basics.dtypes import FLOATS
 from hyper_parallel.platform.mindspore.basics.private import RECOMPUTE, Casts, CheckedCell
 from hyper_parallel.platform.mindspore.compiled.cells import compiled_hook, set_compiled_forward, share_compiled_inputs
@@ -137,6 +138,7 @@ class ModuleVerbs:
 
     set_compiled_forward: Any = staticmethod(set_compiled_forward)
     compiled_hook: Any = staticmethod(compiled_hook)
+    around_calls: Any = staticmethod(around_calls)
     share_compiled_inputs: Any = staticmethod(share_compiled_inputs)
     share_draws: Any = staticmethod(share_draws)
 

@@ -6,7 +6,8 @@ import copy
 import inspect
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -452,17 +453,27 @@ def test_odd_corners(pool: Any) -> None:
     pool.run(2, odd_corners)
 
 
+@contextmanager
+def checked(value: str = "") -> Iterator[None]:
+    """Inside, first calls of models are followed, as they are by default, or not, with the value "0"."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = value
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
 @spmd.on_mesh()
 def first_calls(mesh: Any) -> None:
     adapter = get_adapter()
     x = floats(2, 4, 8)
 
     def made(run: Callable[..., Any], plan: dict[str, Any] = MLP, modules: dict[str, Any] = UP_DOWN) -> Any:
-        os.environ[VARIABLE] = "1"
-        try:
+        with checked():
             return parallelize_module(program(run, modules), mesh, plan)
-        finally:
-            del os.environ[VARIABLE]
 
     def step(model: Any) -> Any:
         def loss(x: Any) -> Any:
@@ -472,7 +483,7 @@ def first_calls(mesh: Any) -> None:
         return adapter.model_value_and_grads(model, loss, x)[0]
 
     wrong = made(WRONG["softmax"].run)
-    with pytest.raises(ValueError, match=r"HYPER_PARALLEL_CHECK=1[^$]*oftmax gets a part"):
+    with pytest.raises(ValueError, match=r"HYPER_PARALLEL_CHECK=0[^$]*oftmax gets a part"):
         step(wrong)
     step(wrong)  # of which nothing is said a second time
 
@@ -499,6 +510,14 @@ def first_calls(mesh: Any) -> None:
     # So is a finding about a tensor that the program may have made a part of: positions from 0 on every rank.
     with pytest.warns(UserWarning, match="taken for this rank's part"):
         step(made(WRONG["positions"].run, WRONG["positions"].plan, WRONG["positions"].modules))
+
+    # And a norm inside heads whose style names another dimension than the cut one: its numbers are right.
+    norm = MLP | {"norm": SequenceParallel(use_local_output=True)}
+    with pytest.warns(UserWarning, match="taken for Shard") as caught:
+        by_sequence = step(made(in_heads, norm, HEAD_NORM))
+    assert len(str(caught[-1].message).splitlines()) == 2
+    usual = step(made(in_heads, MLP | {"norm": HeadNormParallel()}, HEAD_NORM))
+    np.testing.assert_allclose(adapter.numpy(by_sequence), adapter.numpy(usual), rtol=1e-5)
 
     # A right program goes on, and its copy.
     right = made(RIGHT["mlp"].run)

@@ -12,7 +12,6 @@ from typing import Any
 
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.modes import is_strict
 from hyper_parallel.core.tensor_parallel.checks.attention import Attention, Match
 from hyper_parallel.core.tensor_parallel.checks.known_names import FUSED, KEY_OR_VALUE, OF_ATTENTION
 from hyper_parallel.core.tensor_parallel.checks.latent import Latent, Latents
@@ -48,9 +47,8 @@ class _Projection:
 
 def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
     """Raise ValueError where a plan cuts a fused weight as if it were one matrix. Raise it also for heads that the
-    ranks cannot share in a weight that is cut part by part. Inside `strict()` raise it as well where a weight may be
-    fused and the plan does not say.
-    """
+    ranks cannot share in a weight that is cut part by part. Code that takes another weight apart is found when it runs,
+    see `core.plain_code`."""
     latents = Latents(matches, modules, mesh.platform)
     for projection in _projections(matches, modules, mesh):
         attention, style = _attention_above(projection, modules), projection.style
@@ -63,11 +61,8 @@ def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh)
         latent = latents.of(projection.path, projection.inputs)
         if latent is not None and projection.taken:
             _check_latent(projection, latent, mesh)
-        elif style.packed is None and style.heads is None:
-            if attention is None or FUSED.match(projection.name):
-                _check_multiples(projection, mesh)
-            if is_strict():
-                _check_named(projection, mesh)
+        elif style.packed is None and style.heads is None and (attention is None or FUSED.match(projection.name)):
+            _check_multiples(projection, mesh)
 
 
 def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> Iterator[_Projection]:
@@ -198,22 +193,6 @@ def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> 
             f"NoParallel(partial_features={left}), which adds it up; or partial_features=0, if all ranks read them "
             "in the same way"
         )
-
-
-def _check_named(projection: _Projection, mesh: DeviceMesh) -> None:
-    """Raise ValueError for a weight that may be fused by its name or its shape; inside `strict()`."""
-    if not FUSED.match(projection.name):
-        if projection.alone or projection.features in projection.taken:
-            return
-        if projection.features not in (2 * projection.inputs, 3 * projection.inputs):
-            return
-    raise ValueError(
-        f"{projection.path!r} takes {projection.inputs} features and gives {projection.features}, and may be several "
-        f"matrices in one, by its {'name' if FUSED.match(projection.name) else 'shape'}; {projection.style!r} cuts "
-        f"dimension {_dim(projection, mesh)} of its weight into consecutive features for the {mesh.size()} ranks of "
-        f"{mesh}. Inside strict() say which it is: packed=1 for one matrix, packed=2 for gate and up, "
-        "heads=(query, key, value) or packed=(sizes of the parts) for the projections of attention"
-    )
 
 
 def _dim(projection: _Projection, mesh: DeviceMesh) -> int:

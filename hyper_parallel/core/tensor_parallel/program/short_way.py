@@ -24,6 +24,7 @@ from hyper_parallel.core.layouts.chunking import shard_sizes
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.marks import is_even
 from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForward
 from hyper_parallel.core.tensor_parallel.program.programs import placement_of
 from hyper_parallel.core.tensor_parallel.program.uneven_shards import HANDED_OUT
@@ -140,7 +141,7 @@ def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any])
     takes_plain = program.given == takes
     compared = placement_of(program.given) if takes_plain and not sums else None
     followed: Placement | None = placement_of(program.given) if gives == KEPT else desired
-    if gives == -1 and not of_weight.shape[0] % mesh.size():  # type: ignore[union-attr]
+    if gives == -1 and is_even(of_weight):  # type: ignore[arg-type]
         followed = cut.with_dim(-1)
     return LocalForward(run if takes_plain else None, run, compared, followed)
 

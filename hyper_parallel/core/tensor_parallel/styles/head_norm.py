@@ -47,5 +47,5 @@ class HeadNormParallel(ModuleStyle):
         # nor whether the ranks' parts of it are equal: so they are not compared.
         usual = given = self.input_layouts[i]
         if FOLLOWING:
-            given = FOLLOWING[-1].cut_of(x, mesh, mesh.platform.normalized_dims(module) or 0, usual) or usual
+            given = FOLLOWING[-1].cut_of(x, mesh, mesh.platform.normalized_dims(module) or 1, usual) or usual
         return to_placement(x, mesh, given, None, what)

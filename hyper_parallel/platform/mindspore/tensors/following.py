@@ -7,13 +7,14 @@ again when its marks are taken away, or when following ends.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from mindspore import Tensor
 
 from hyper_parallel.platform.contract.observation import Follower
+from hyper_parallel.platform.mindspore.processes.communication import is_collective
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch
 from hyper_parallel.platform.watching import tensors_in
 
@@ -38,6 +39,11 @@ class MarkedTensor(InterceptedTensor):
         with NoDispatch():
             return Tensor.__reduce_ex__(self, protocol)
 
+    def __fallback__(self, func: Any, args: Sequence[Any], kwargs: dict | None = None) -> Any:
+        if is_collective(func.name) and _layouts(args, kwargs) == {None}:
+            return self._follow(None, func, tuple(args), kwargs or {})
+        return super().__fallback__(func, args, kwargs)
+
     def _without_row(self, function: Any, args: tuple, kwargs: dict) -> Any:
         return type(self)._dispatch(None, function, args, kwargs)
 
@@ -46,7 +52,7 @@ class MarkedTensor(InterceptedTensor):
 
     @staticmethod
     def _follow(row: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        if any(isinstance(x, InterceptedTensor) and x._layout is not None for x in tensors_in((args, kwargs), Tensor)):
+        if _layouts(args, kwargs) != {None}:
             return InterceptedTensor._dispatch(row, func, args, kwargs)
         with NoDispatch():
             if not _Followers.active or _Followers.active[-1].paused:
@@ -61,6 +67,11 @@ class MarkedTensor(InterceptedTensor):
                 return y
 
             return _Followers.active[-1].operation(row, func, args, kwargs, call)
+
+
+def _layouts(args: Sequence[Any], kwargs: dict | None) -> set[Any]:
+    """Layouts of the tensors in arguments: None of plain ones, and of none."""
+    return {None, *(getattr(x, "_layout", None) for x in tensors_in((tuple(args), kwargs), Tensor))}
 
 
 MarkedTensor._dispatch = staticmethod(MarkedTensor._follow)  # type: ignore[assignment]

@@ -11,6 +11,7 @@ from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 from mindspore.profiler import mstx
 
 from hyper_parallel.platform.contract.observation import Observer, StepWatcher
+from hyper_parallel.platform.mindspore.processes.communication import is_collective
 from hyper_parallel.platform.mindspore.tensors.tensor import NoDispatch
 from hyper_parallel.platform.patching import PatchSet
 from hyper_parallel.platform.watching import is_called_from, tensors_in
@@ -81,6 +82,10 @@ class ObservationVerbs:
         name = getattr(native, "__name__", "")
         known = name in COLLECTIVES and str(getattr(native, "__module__", "")).startswith("mindspore.")
         return COLLECTIVES[name][0] if known else None
+
+    def is_collective(self, native: Any) -> bool:
+        """See `Platform.is_collective`: of primitives too."""
+        return is_collective(getattr(native, "name", "")) or self.collective_kind(native) is not None
 
 
 def watched_call(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:

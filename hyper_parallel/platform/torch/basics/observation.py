@@ -114,6 +114,12 @@ class ObservationVerbs(Platform):
         namespace, _, name = str(native).rpartition(".")
         return _KINDS[name][0] if namespace in _NAMESPACES and name in _KINDS else None
 
+    def is_collective(self, native: Any) -> bool:
+        """See `Platform.is_collective`."""
+        if isinstance(native, OpOverloadPacket):
+            return str(native).partition(".")[0] in _NAMESPACES
+        return str(getattr(native, "__module__", "")).startswith("torch.distributed.")
+
 
 class _Collectives(DispatchMode):
     """Tells of the collectives that the program issues."""

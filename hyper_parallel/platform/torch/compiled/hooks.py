@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hyper_parallel.platform.contract import CompiledInputs
 from hyper_parallel.platform.torch.compiled.moves import Moves, shards_of
 from hyper_parallel.platform.torch.compiled.placed import Outside, Shared
 from hyper_parallel.platform.torch.compiled.tracing import is_tracing
 
-__all__ = ["compiled_hook", "share_inputs"]
+__all__ = ["around_calls", "compiled_hook", "share_inputs"]
 
 
 def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Callable[..., Any]:
@@ -28,6 +28,54 @@ def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Calla
 
     either.of_style, either.traced = True, convert  # type: ignore[attr-defined]
     return either
+
+
+def no_hook(module: nn.Module, *given: Any) -> None:
+    """Stand for an `EagerHook` in a copy of its module."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return no_hook
+
+
+class EagerHook:
+    """A hook of one module that does nothing where a compiler traces it. Compiled frames do not tell such hooks from
+    others. A copy of the module has `no_hook` in its place, and so has one that was pickled.
+
+    Args:
+        function: is called with the arguments of the hook.
+    """
+
+    of_style, traced = True, staticmethod(no_hook)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        if not is_tracing():
+            self._function(module, *given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return no_hook
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple]:
+        return _no_hook, ()
+
+
+def around_calls(
+    module: nn.Module, before: Callable[[nn.Module], None], after: Callable[[nn.Module, Any], None]
+) -> Callable[[], None]:
+    """See `Platform.around_calls`. The module keeps its class, which users compare."""
+    handles = (
+        module.register_forward_pre_hook(EagerHook(lambda module, args: before(module)), prepend=True),
+        module.register_forward_hook(EagerHook(lambda module, args, output: after(module, output)), always_call=True),
+    )
+
+    def take_away() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return take_away
 
 
 def _shared_conversion(how: CompiledInputs) -> Callable[..., Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -21,9 +23,22 @@ _NEW = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"
 _FLAGS = frozenset({"requires_grad_", "share_memory_", "detach_", "retain_grad", "register_hook", "__set__"})
 
 
-def follow(follower: Follower) -> AbstractContextManager[Any]:
-    """See `Platform.follow`."""
-    return _Mode(follower)
+def follow(follower: Follower) -> AbstractContextManager[Any] | None:
+    """See `Platform.follow`. Parts of the program that are compiled run as they are written."""
+    if "torch._dynamo" not in sys.modules:
+        return _Mode(follower)
+    try:
+        eager: Any = torch.compiler.set_stance("force_eager")
+        eager.__exit__(None, None, None)
+    except RuntimeError:  # inside of code that is compiled
+        return None
+    return _without_compiler(follower, eager)
+
+
+@contextmanager
+def _without_compiler(follower: Follower, eager: AbstractContextManager[None]) -> Iterator[None]:
+    with eager, _Mode(follower):
+        yield
 
 
 def base_of(x: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from hyper_parallel.platform.contract import ModuleKind, Platform
 from hyper_parallel.platform.torch.basics.private import same_implementation
 from hyper_parallel.platform.torch.basics.tensor import is_dtensor, wrap
-from hyper_parallel.platform.torch.compiled.hooks import compiled_hook
+from hyper_parallel.platform.torch.compiled.hooks import around_calls, compiled_hook
 from hyper_parallel.platform.torch.modules import calls
 
 __all__ = ["ModuleVerbs"]
@@ -79,6 +79,8 @@ class ModuleVerbs(Platform):
     set_compiled_forward: Any = staticmethod(calls.set_compiled_forward)
     #: See `Platform.compiled_hook`.
     compiled_hook: Any = staticmethod(compiled_hook)
+    #: See `Platform.around_calls`.
+    around_calls: Any = staticmethod(around_calls)
     #: See `Platform.share_compiled_inputs`.
     share_compiled_inputs: Any = staticmethod(calls.share_compiled_inputs)
 
@@ -89,10 +91,10 @@ class ModuleVerbs(Platform):
         calls.call_quickly(module)
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
-    def register_forward_hook(self, module: nn.Module, hook: Callable, *, always: bool = False, **how: bool) -> Any:
+    def register_forward_hook(self, module: nn.Module, hook: Callable, **how: bool) -> Any:
         """See `Platform.register_forward_hook`."""
         calls.call_quickly(module)
-        return module.register_forward_hook(hook, always_call=always, **how)
+        return module.register_forward_hook(hook, **how)
 
 
 def wrap_parameter(parameter: Any, layout: Any) -> None:
