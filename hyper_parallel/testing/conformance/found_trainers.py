@@ -111,7 +111,7 @@ FOUND_TRAINERS: dict[str, Program] = {
     ),
     "experts that are computed again, in a unit of a batch": Program(
         8404166,
-        Model(4, 4, ("experts",), experts=2, chosen=2, again=True),
+        Model(4, 4, ("experts",), experts=2, chosen=2, again="inside"),
         (Setup((2, 2), ("shard", "tp"), ("",), (), (None,), experts="tp"),),
         "batch",
         (),
