@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hyper_parallel.core.communication.parts import numbers_of_ranks
-from hyper_parallel.core.dtensor.plain_attention import PartsOfModule
+from hyper_parallel.core.dtensor.plain_attention import Earlier, PartsOfModule
 from hyper_parallel.core.dtensor.undistributed import broadcast_tensors, held_tensors
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.observers import CHECKS
@@ -46,8 +46,8 @@ class _Cut(NamedTuple):
 
 #: configuration of a model, or of a part of it -> `_Cut`.
 _CUTS = WeakTable()
-#: attention module -> the calls that ranks have compared.
-_COMPARED = WeakTable()
+#: attention module -> what its earlier calls have found out.
+_EARLIER = WeakTable()
 
 
 def meshes_of(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
@@ -227,9 +227,9 @@ def _attention(
             f"{where} has {', '.join(further) or 'a mask'}, which is not possible where sequences are cut: parallelise "
             "the model on a mesh without the dimension 'cp'"
         )
-    if (compared := _COMPARED.get(module)) is None:
-        _COMPARED.set(module, compared := set())
-    parts = PartsOfModule(cut.mesh, where, cut.balance, None, compared)
+    if (earlier := _EARLIER.get(module)) is None:
+        _EARLIER.set(module, earlier := Earlier())
+    parts = PartsOfModule(cut.mesh, where, cut.balance, None, earlier)
     platform, causal = cut.mesh.platform, getattr(module, "is_causal", True) if is_causal is None else is_causal
 
     def window(length: int) -> Any:

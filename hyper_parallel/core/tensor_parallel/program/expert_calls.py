@@ -137,8 +137,8 @@ def read_call(args: tuple, kwargs: dict, count: int, platform: Platform) -> Expe
 def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], what: str) -> Routes:
     """Exchange the numbers of the calls that the ranks of a 1-D mesh make: one small all-gather.
 
-    A rank sends its numbers of tokens, and one number that tells whether its call is right and like that of the others.
-    Where it is not on some rank, all ranks exchange the details once more, and raise.
+    A rank sends its numbers of tokens, and one that tells of its call. Where a call is wrong on a rank, or another one,
+    all ranks exchange the details, and raise.
 
     Args:
         call: that of this rank.
