@@ -68,7 +68,7 @@ def whole_gradient(p: Any, mesh: Any, averaged: bool) -> Any:
 def compare(mesh: Any, case: str, length: int, sharded: bool = False, reentrant: bool | None = None) -> None:
     from hyper_parallel.integrations.huggingface import parallelize_model
 
-    reference, model = (build(case, attn_implementation="sdpa") for _ in range(2))
+    reference, model = (build(case, attn_implementation="eager" if case == "gpt oss" else "sdpa") for _ in range(2))
     wanted, wanted_loss = single(reference, length)
     assert parallelize_model(model, mesh) is model
     sequences = mesh["cp"]
@@ -96,6 +96,7 @@ def on_two(mesh: Any) -> None:
     compare(mesh, "llama, few key-value heads", 9)
     compare(mesh, "gemma 3", 8, sharded=True)
     compare(mesh, "mixtral", 9)
+    compare(mesh, "gpt oss", 9, sharded=True)
     for reentrant in (True, False):
         compare(mesh, "qwen3", 8, reentrant=reentrant)
 
@@ -116,7 +117,7 @@ def test_sequences_and_heads(pool: Any) -> None:
 
 @pytest.mark.nightly
 def test_sequences_and_heads_of_more_models(pool: Any) -> None:
-    pool.run(4, with_heads, "llama", "llama, one key-value head", "qwen3", "mistral", "mixtral")
+    pool.run(4, with_heads, "llama", "llama, one key-value head", "qwen3", "mistral", "mixtral", "gpt oss")
 
 
 @spmd.on_mesh(2, names=("cp",))

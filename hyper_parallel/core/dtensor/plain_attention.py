@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
+
 from hyper_parallel.core.caches import Cache, Table
 from hyper_parallel.core.communication.parts import check_digests, digests_of, numbers_of_ranks
 from hyper_parallel.core.communication.recorder import LISTENERS
@@ -20,11 +22,14 @@ from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.plain_code.contexts import unmarked
 from hyper_parallel.core.rules.attention import cuts_sequence
 from hyper_parallel.core.rules.cut_attention import LATEST_WAY, run_again
+from hyper_parallel.core.rules.joined_attention import joined_attention
+from hyper_parallel.core.rules.key_movement import KeyGather
 from hyper_parallel.core.rules.sequence_cut import (
     Ranges,
     attention_method,
     balanced_ranges,
     current_method,
+    in_order,
     moved,
     natural_ranges,
     orders,
@@ -79,11 +84,7 @@ class _Parts(ABC):
         ranges = self._ranges(shapes, lambda: self._facts(shapes, q, mask, dropout))
         if any(distributed):
             self._check_layouts(q, k, v)
-        if dropout:
-            raise ValueError(
-                f"{self.where} drops weights (dropout {dropout}): those of a single device cannot be drawn in parts. "
-                "Set the dropout of attention to 0"
-            )
+        self._check_dropout(dropout)
         if not cuts_sequence(*shapes):
             raise ValueError(
                 f"{self.where}: queries, keys and values of shapes {shapes} need the same samples, and heads of the "
@@ -96,6 +97,13 @@ class _Parts(ABC):
         with self._order(ranges):
             y = call(*(self._whole(x, length) for x in (q, k, v)), mask)
         return self._part(y, q)
+
+    def _check_dropout(self, dropout: float) -> None:
+        if dropout:
+            raise ValueError(
+                f"{self.where} drops weights (dropout {dropout}): those of a single device cannot be drawn in parts. "
+                "Set the dropout of attention to 0"
+            )
 
     def _check_layouts(self, *tensors: Any) -> None:
         """Refuse DTensors that are no heads or samples of this rank's part."""
@@ -260,6 +268,22 @@ class PartsOfModule(_Parts):
         if latest is not None and latest[1:] == ([tuple(x.shape) for x in (q, k, v)], q.dtype):
             self._ways[key] = latest[0], self.sizes
         return y
+
+    def gathered(self, q: Any, k: Any, v: Any, dropout: float) -> tuple[Any, Any, np.ndarray]:
+        """Whole keys and values, in the order of the sequence, and the positions of this rank's queries.
+
+        For attention that a module computes itself. Gradients of keys and values are sums over the ranks.
+        """
+        shapes = [tuple(x.shape) for x in (q, k, v)]
+        ranges = self._ranges(shapes, lambda: self._facts(shapes, q, None, dropout))
+        self._check_dropout(dropout)
+        length, dim = sum(sizes_of(ranges)), len(shapes[1]) - 2
+        layout = get_layout(self.mesh, (Shard(dim),), (*shapes[1][:dim], length, shapes[1][-1]))
+        k, v = joined_attention(self.platform).gathered(KeyGather.of(layout, dim), k, v)
+        order = tuple(piece for own in ranges for piece in own)
+        k, v = (moved(x, dim, order, in_order(order), self.platform) for x in (k, v))
+        own = ranges[self.mesh.get_local_rank(0)]
+        return k, v, np.concatenate([np.arange(start, start + n) for start, n in own])
 
     def _key(self, call: Any, q: Any, k: Any, v: Any) -> tuple | None:
         """All that decides how a call of plain tensors runs, besides their values; None for other calls."""

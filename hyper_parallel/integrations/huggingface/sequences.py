@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ _KINDS = ("full_attention", "sliding_attention")
 #: Scalings of rotary embeddings that look at the largest position, which is another one on each rank.
 _BY_LENGTH = ("dynamic", "longrope")
 #: Further arguments of some models' attention, which are refused.
-_FURTHER = ("softcap", "s_aux", "position_bias")
+_FURTHER = ("softcap", "position_bias")
 #: Layers that mix positions without attention.
 _MIXING = ("Conv1d", "Conv2d", "RNN", "LSTM", "GRU")
 
@@ -81,15 +83,25 @@ def check_cut(model: Any, mesh: DeviceMesh) -> None:
                 f"{path!r} scales its rotary embeddings by the largest position, which ranks with parts do not know: "
                 f"choose another rope_type than {', '.join(map(repr, _BY_LENGTH))}, or {remedy}"
             )
-        if any(name.endswith("sinks") for name in mesh.platform.own_parameters(module)):
+        if any(name.endswith("sinks") for name in mesh.platform.own_parameters(module)) and not _with_sinks(module):
             raise ValueError(
-                f"{path!r} has sinks, one more score of each query, and parts of a sequence are joined without "
-                f"them: {remedy}"
+                f"{path!r} has sinks, one more score of each query, and its file has no function "
+                f"eager_attention_forward that reads them: {remedy}"
             )
         if type(module).__name__ in _MIXING:
             raise ValueError(
                 f"{path!r} is a {type(module).__name__}, which mixes positions and is no attention: {remedy}"
             )
+
+
+def _eager(module: Any) -> Any:
+    """The function of attention that is written out in the file of a module's class."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+
+
+def _with_sinks(module: Any) -> bool:
+    """Return whether that function reads the sinks of its module."""
+    return "sinks" in getattr(getattr(_eager(module), "__code__", None), "co_names", ())
 
 
 def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: int | None) -> None:
@@ -232,12 +244,21 @@ def _attention(
     parts = PartsOfModule(cut.mesh, where, cut.balance, None, earlier)
     platform, causal = cut.mesh.platform, getattr(module, "is_causal", True) if is_causal is None else is_causal
 
+    def seen(queries: np.ndarray, length: int) -> Any:
+        """Return for each query which keys it sees."""
+        width = length if sliding_window is None else sliding_window
+        behind = platform.places(queries, query).reshape((-1, 1)) - platform.places(np.arange(length), query)
+        return (behind < width) & (behind >= (0 if causal else 1 - width))
+
+    if more.get("s_aux") is not None:  # its own code, for this rank's queries
+        key, value, places = parts.gathered(query, key, value, dropout)
+        mask = platform.zeros((len(places), key.shape[2]), query)
+        mask = platform.masked_fill(mask, seen(places, key.shape[2]).logical_not(), -math.inf)
+        y, _ = _eager(module)(module, query, key, value, mask, scaling, dropout=dropout)
+        return y, None
+
     def window(length: int) -> Any:
-        if sliding_window is None or sliding_window >= length:
-            return None
-        places = platform.places(np.arange(length), query)
-        behind = places.reshape((length, 1)) - places.reshape((1, length))
-        return (behind < sliding_window) & (behind >= (0 if causal else 1 - sliding_window))
+        return None if sliding_window is None or sliding_window >= length else seen(np.arange(length), length)
 
     parts.make_mask = window
     with platform.attention_calls(parts, parts.mixes):
