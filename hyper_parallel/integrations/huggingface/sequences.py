@@ -19,6 +19,7 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, name_module
 from hyper_parallel.core.weak_table import WeakTable
+from hyper_parallel.integrations.huggingface.prefill import prefilled
 
 __all__ = ["check_cut", "cut_sequences", "meshes_of"]
 
@@ -147,25 +148,55 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
     platform.register_forward_pre_hook(model.base_model, check, with_kwargs=True)
     if hasattr(model, "generate"):
         generate = model.generate
+        _cut_prompts(model.base_model, mesh, balance, before)
 
         def generate_whole(*args: Any, **kwargs: Any) -> Any:
-            """Generate on every rank, from whole prompts."""
+            """Generate on every rank, from whole prompts. Where all have the same one, each computes a part of it."""
             with _whole(before):
                 return generate(*args, **kwargs)
 
         model.generate = generate_whole
 
 
+def _cut_prompts(base: Any, mesh: DeviceMesh, balance: bool, before: list[tuple[Any, Any]]) -> None:
+    """Let the ranks compute parts of the prompt in the first call that `generate` makes of a base model."""
+
+    def make(forward: Any) -> Any:
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module.config._attn_implementation == NAME:
+                return forward(module, *args, **kwargs)
+            given = _by_name(module, args, kwargs)
+
+            def of_parts(**parts: Any) -> Any:
+                with _set(before, NAME):
+                    return forward(module, **parts)
+
+            found = prefilled(given, mesh, balance, of_parts)
+            return forward(module, **given) if found is None else found
+
+        return run
+
+    mesh.platform.replace_forward(base, make)
+
+
 @contextmanager
 def _whole(before: list[tuple[Any, Any]]) -> Iterator[None]:
     """Inside, attention is the model's own."""
-    for config, implementation in before:
-        config._attn_implementation_internal = implementation
+    with _set(before, None):
+        yield
+
+
+@contextmanager
+def _set(before: list[tuple[Any, Any]], name: str | None) -> Iterator[None]:
+    """Inside, attention is that of a name, or the model's own."""
+    now = [config._attn_implementation_internal for config, _ in before]
+    for config, own in before:
+        config._attn_implementation_internal = own if name is None else name
     try:
         yield
     finally:
-        for config, _ in before:
-            config._attn_implementation_internal = NAME
+        for (config, _), implementation in zip(before, now, strict=True):
+            config._attn_implementation_internal = implementation
 
 
 def _by_name(module: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
