@@ -3,7 +3,7 @@
 # make test PLATFORM=torch-cpu TORCH=2.14.1   those of a backend of torch with another release of it
 # make test-npu                           those of torch-npu, on simulated NPUs
 # make readme-table                       the README's table of backends, from the last run of the tests, which must be of HEAD; that of docs/gates.md
-# make demo [PLATFORM=mindspore] [TP=2] [DP=1] [MOE=1]   train a small Llama on DP x TP processes; with MOE=1 four experts on two
+# make demo [PLATFORM=mindspore] [TP=2] [DP=1] [MOE=1]   train a small Llama on DP x TP processes; with MOE=1 four experts, of DP=2, TP=1
 # make bench [CASES=mlp] [OUT=NAME]       measure costs, under benchmarks/results/; minutes, on an idle machine
 # make fuzz [N=100000] [PLATFORM=mindspore] [KIND=training]   random programs with fresh seeds, recorded in ci/last_fuzz.json
 # make nightly [PLATFORM=mindspore] [N=100] [SEED=1] [PARTS="unit mindspore"]   everything, recorded in ci/last_nightly.json; hours
@@ -22,9 +22,9 @@ PYTHON := python3
 PLATFORM :=
 TORCH :=
 FILES :=
-TP := 2
-DP := 1
 MOE :=
+TP := $(if $(MOE),1,2)
+DP := $(if $(MOE),2,1)
 PIP_ARGS :=
 
 # The backends that need nothing but a CPU, and all that have a folder of requirements.
@@ -94,7 +94,7 @@ DEMO_PYTHON := .venv/$(DEMO_ENVIRONMENT)/bin/python
 ifeq ($(DEMO_PLATFORM)$(ASCEND_HOME_PATH),torch-npu)
 DEMO_PYTHON += -m tests.simulated_npu run $(DEMO_PYTHON)
 endif
-DEMO_SIZES := $(if $(MOE),--tp 1 --dp 2 --experts 4,--tp $(TP) --dp $(DP))
+DEMO_SIZES := --tp $(TP) --dp $(DP) $(if $(MOE),--experts 4)
 demo: .venv/$(DEMO_ENVIRONMENT)/.ready
 	HYPER_PARALLEL_PLATFORM=$(DEMO_PLATFORM) $(DEMO_PYTHON) examples/train_llama/train.py $(DEMO_SIZES)
 

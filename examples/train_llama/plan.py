@@ -7,8 +7,8 @@ and hidden units. Their outputs are summed and split along the sequence again.
 Along the mesh dimension "dp" each row of processes has its own part of the batch. It also has its own part of every
 parameter: `fully_shard` gathers a layer when it is needed, and averages its gradients.
 
-With experts, each row along "dp" has some of them in whole, and sends them the tokens of all rows. `fully_shard` leaves
-these alone: their gradients have come from all rows.
+With experts, each process has some of them in whole. It sends the others the tokens of its part of batch and sequence.
+`fully_shard` leaves experts alone: their gradients have come from all processes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ def spread(model: Any, mesh: DeviceMesh) -> None:
     if has_experts:
         plan = {path: style for path, style in plan.items() if not path.startswith("model.layers.*.mlp")}
         plan["model.layers.*.mlp"] = PrepareModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+            input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=True
         )
+        plan["model.layers.*.mlp.gate"] = SequenceParallel(sequence_dim=0, use_local_output=True)
     parallelize_module(model, mesh["tp"], plan)
     if has_experts:
-        parallelize_module(model, mesh["dp"], {"model.layers.*.mlp.experts": ExpertParallel()})
+        both = mesh["dp", "tp"]._flatten("ep")
+        experts = ExpertParallel(input_layout=Shard(0), tp_dim="tp")
+        parallelize_module(model, both, {"model.layers.*.mlp.experts": experts})
     if mesh["dp"].size() > 1:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh["dp"])

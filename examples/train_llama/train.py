@@ -3,6 +3,7 @@
     python train.py --tp 2                                            # PyTorch
     python train.py --dp 2 --tp 2                                     # each layer fully sharded over dp besides
     python train.py --dp 2 --tp 1 --experts 4                         # two experts of each layer on each process
+    python train.py --dp 2 --tp 2 --experts 4                         # one, next to tensor parallelism
     HYPER_PARALLEL_PLATFORM=mindspore python train.py --dp 2 --tp 2   # MindSpore
     python train.py --until 50 --save run                             # stop there, with a checkpoint
     HYPER_PARALLEL_PLATFORM=mindspore python train.py --tp 4 --resume run    # go on with it, on MindSpore
@@ -328,7 +329,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small Llama with tensor and data parallelism.")
     parser.add_argument("--tp", type=int, default=2, help="tensor parallel processes")
     parser.add_argument("--dp", type=int, default=1, help="data parallel rows of them")
-    parser.add_argument("--experts", type=int, default=0, help="of each layer, spread over the rows; needs --tp 1")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer, spread over all processes")
     parser.add_argument("--steps", type=int, default=RunConfig.steps, help="of the whole run")
     parser.add_argument("--until", type=int, help="stop after so many of them")
     parser.add_argument("--save", type=Path, metavar="DIR", help="leave a checkpoint there at the end")
@@ -338,8 +339,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file for the losses (default: in runs/)")
     arguments = parser.parse_args()
     run = RunConfig(LlamaConfig(num_local_experts=arguments.experts), steps=arguments.steps)
-    if arguments.experts and (arguments.tp > 1 or arguments.experts < run.model.num_experts_per_tok):
-        parser.error(f"--experts needs --tp 1, and {run.model.num_experts_per_tok} of them or more")
+    if 0 < arguments.experts < run.model.num_experts_per_tok:
+        parser.error(f"--experts needs {run.model.num_experts_per_tok} of them or more")
     try:
         run.model.check_divisible(arguments.tp)
         run.check_batch(arguments.dp)

@@ -309,10 +309,11 @@ def test_example_goes_on_with_the_other_framework(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_example_with_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_example_with_experts(tmp_path: Path, tp: str) -> None:
     """Train on either framework; the program compares with a single process."""
     losses = []
     for platform in ("torch-cpu", "mindspore"):
-        more = ("--tp", "1", "--dp", "2", "--experts", "4", "--until", "6")
+        more = ("--tp", tp, "--dp", "2", "--experts", "4", "--until", "6")
         losses.append(example(tmp_path / f"{platform}.json", platform, *more)["sharded_losses"])
     np.testing.assert_allclose(*losses, rtol=1e-5)

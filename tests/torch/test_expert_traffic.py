@@ -54,9 +54,9 @@ def test_messages_and_bytes(pool: Any) -> None:
         forward, backward = ours
         assert forward == (
             {"all_gather": 1, "all_to_all": 2},
-            {"all_gather": (7 + COUNT) * INTEGER, "all_to_all": forward[1]["all_to_all"]},
+            {"all_gather": (1 + COUNT) * INTEGER // 2, "all_to_all": forward[1]["all_to_all"]},
         )
-        # The numbers of tokens: by hand one for each expert, here seven more, with which the ranks compare their calls.
+        # The numbers of tokens, of 8 bytes by hand, of 4 here. One more is a digest of the call.
         assert hand[0][0] == {"all_to_all": 3}
         assert forward[1]["all_to_all"] == hand[0][1]["all_to_all"] - COUNT * INTEGER
         assert backward == hand[1] and backward[0] == {"all_to_all": 2}

@@ -68,7 +68,7 @@ def whole_gradient(p: Any, mesh: Any, averaged: bool) -> Any:
 def compare(mesh: Any, case: str, length: int, sharded: bool = False, reentrant: bool | None = None) -> None:
     from hyper_parallel.integrations.huggingface import parallelize_model
 
-    reference, model = (build(case, attn_implementation="sdpa") for _ in range(2))
+    reference, model = (build(case, attn_implementation="eager" if case == "gpt oss" else "sdpa") for _ in range(2))
     wanted, wanted_loss = single(reference, length)
     assert parallelize_model(model, mesh) is model
     sequences = mesh["cp"]
@@ -86,9 +86,18 @@ def compare(mesh: Any, case: str, length: int, sharded: bool = False, reentrant:
     for name, p in model.named_parameters():
         found = whole_gradient(p, sequences, sharded)
         torch.testing.assert_close(found, named[name].grad, rtol=1e-3, atol=1e-4, msg=f"{case}: gradient of {name}")
-    ids, _ = data(4)
-    words = (m.generate(ids, max_new_tokens=3, do_sample=False) for m in (model.eval(), reference.eval()))
-    assert torch.equal(*words)
+    ids, _ = data(7)
+    lengths: list[int] = []
+    watch = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    ways: tuple[dict[str, Any], ...] = ({}, {"cache_implementation": "static"})
+    for more in ways:
+        lengths.clear()
+        words = (m.generate(ids, max_new_tokens=3, do_sample=False, **more) for m in (model.eval(), reference.eval()))
+        assert torch.equal(*words)
+        # A part of the prompt, then a word each. Some static caches come with masks: then the prompt is whole.
+        part = 4 - sequences.get_local_rank()
+        assert lengths[1:] == [1, 1] and lengths[0] in ({part, 7} if more else {part}), (case, more, lengths)
+    watch.remove()
 
 
 @spmd.on_mesh(2, names=("cp",))
@@ -96,6 +105,7 @@ def on_two(mesh: Any) -> None:
     compare(mesh, "llama, few key-value heads", 9)
     compare(mesh, "gemma 3", 8, sharded=True)
     compare(mesh, "mixtral", 9)
+    compare(mesh, "gpt oss", 9, sharded=True)
     for reentrant in (True, False):
         compare(mesh, "qwen3", 8, reentrant=reentrant)
 
@@ -116,7 +126,26 @@ def test_sequences_and_heads(pool: Any) -> None:
 
 @pytest.mark.nightly
 def test_sequences_and_heads_of_more_models(pool: Any) -> None:
-    pool.run(4, with_heads, "llama", "llama, one key-value head", "qwen3", "mistral", "mixtral")
+    pool.run(4, with_heads, "llama", "llama, one key-value head", "qwen3", "mistral", "mixtral", "gpt oss")
+
+
+@spmd.on_mesh(2, names=("cp",))
+def whole_prompts(mesh: Any) -> None:
+    """Prompts that hide tokens, that are shorter than the ranks, and that are another on each rank are not cut."""
+    from hyper_parallel.integrations.huggingface import parallelize_model
+
+    reference, model = build("llama").eval(), parallelize_model(build("llama"), mesh).eval()
+    ids, _ = data(6)
+    hiding = torch.ones_like(ids)
+    hiding[0, :2] = 0
+    own = ids + mesh.get_local_rank("cp")
+    for prompt, mask in ((ids, hiding), (ids[:, :1], None), (own, None)):
+        words = [m.generate(prompt, attention_mask=mask, max_new_tokens=3, do_sample=False) for m in (model, reference)]
+        assert torch.equal(*words)
+
+
+def test_prompts_that_are_not_cut(pool: Any) -> None:
+    pool.run(2, whole_prompts)
 
 
 @spmd.on_mesh(2, names=("cp",))

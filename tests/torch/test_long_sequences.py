@@ -14,7 +14,16 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel import DTensor, fully_shard, get_platform, replicate, shard_sequence
+from hyper_parallel import (
+    ContextParallel,
+    DTensor,
+    fully_shard,
+    get_platform,
+    parallelize_module,
+    replicate,
+    shard_sequence,
+)
+from hyper_parallel.core.dtensor import plain_attention
 from hyper_parallel.experimental import context_parallel, context_parallel_unshard
 from hyper_parallel.mindspore import scaled_dot_product_attention
 from hyper_parallel.platform import PlatformError
@@ -86,6 +95,50 @@ def many_heads(mesh: Any) -> None:
             y = module(x, x, x, need_weights=False)[0]
         (found,) = context_parallel_unshard(mesh, [y], [1])
         torch.testing.assert_close(found, wanted)
+
+
+class Attention(nn.Module):
+    """Attention of a tensor to itself."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal, self.scale = causal, 0.5
+
+    def forward(self, x: Any) -> Any:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=self.causal, scale=self.scale)
+
+
+@spmd.on_mesh()
+def calls_like_earlier_ones(mesh: Any) -> None:
+    """The second call of a module takes the way of the first, without DTensors, unless anything is another."""
+    torch.manual_seed(0)
+    whole = torch.randn(1, 2, 8, 4, dtype=torch.float64, device=device())
+    for method, causal in (("ring", True), ("exchange", True), ("gather", True), ("gather", False)):
+        module = parallelize_module(Attention(causal), mesh, ContextParallel(method=method))
+        for scale, again in ((0.5, 0), (0.5, 1), (2.0, 0), (2.0, 1), (0.5, 1)):
+            module.scale = scale
+            wanted = whole.clone().requires_grad_()
+            y = F.scaled_dot_product_attention(wanted, wanted, wanted, is_causal=causal, scale=scale)
+            y.square().sum().backward()
+            own = shard_sequence({"x": whole}, mesh, seq_dims={"x": 2}, labels=None, positions=None)[
+                "x"
+            ].requires_grad_()
+            with patch.object(plain_attention, "run_again", wraps=plain_attention.run_again) as taken:
+                part = module(own)
+            assert taken.call_count == (again if causal else 0), (method, scale)
+            part.square().sum().backward()
+            found = context_parallel_unshard(mesh, [part.detach(), own.grad], [2, 2])
+            for got, one in zip(found, (y, wanted.grad), strict=True):
+                torch.testing.assert_close(got, one.detach(), rtol=1e-12, atol=1e-12)
+        with torch.autocast(device().type, torch.bfloat16), torch.no_grad():
+            kinds = [module(own.float()).dtype for _ in range(3)] + [
+                F.scaled_dot_product_attention(*[own.float()] * 3).dtype
+            ]
+            assert len(set(kinds)) == 1, (method, causal, kinds)
+
+
+def test_calls_like_earlier_ones(pool: Any) -> None:
+    pool.run(2, calls_like_earlier_ones)
 
 
 @spmd.on_mesh()

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -54,6 +55,8 @@ def attend(call: LocalCall) -> Any:
     way = _WAYS.get(key)
     if way is None:
         way = _WAYS[key] = _find_way(platform, q, call.operand_layouts, call.static_args)
+    if mask is None and (way.exchange or way.joined):
+        LATEST_WAY.set((way, [*map(platform.shape_of, (q, k, v))], q.dtype))
     if way.exchange is not None:
         return way.exchange((q, k, v, mask), lambda operands: call.native(operands, call.static_args))
     joined = joined_attention(platform)
@@ -87,7 +90,26 @@ class _Way(NamedTuple):
     gather: KeyGather | None = None
 
 
+#: How the latest call without a mask ran, of the ways that `run_again` knows; shapes and dtype of its local tensors.
+LATEST_WAY: ContextVar[tuple[_Way, list, Any] | None] = ContextVar("hyper_parallel_way_of_attention", default=None)
+
 _WAYS: Cache = Cache(1 << 10, "ways of attention over cut sequences")
+
+
+def run_again(way: _Way, platform: Any, native: Callable[..., Any], q: Any, k: Any, v: Any) -> Any:
+    """Attention of local tensors like those of a call before, without a mask.
+
+    Args:
+        way: of `LATEST_WAY`.
+        platform: of the tensors.
+        native: the function of plain tensors and a mask, with its other arguments.
+        q: queries.
+        k: keys.
+        v: values.
+    """
+    if way.joined is not None:
+        return joined_attention(platform)(way.joined, q, k, v)
+    return cast("Exchange", way.exchange)((q, k, v, None), lambda operands: native(*operands))
 
 
 def _find_way(platform: Any, q: Any, layouts: tuple, static_args: tuple) -> _Way:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.rules.key_movement import KeyGather, Ring
+from hyper_parallel.core.rules.key_movement import KeyGather, Ring, RingBuffers
 from hyper_parallel.core.rules.sequence_cut import Pair, SequenceCut, pairs
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.autograd import named
@@ -42,6 +42,21 @@ class _Sizes(NamedTuple):
     empty: bool
 
 
+class _Part(NamedTuple):
+    """A pair, and what of the tensors it takes.
+
+    Attributes:
+        pair: see there.
+        all_queries, all_keys: whether these are all of this rank's queries, all of the piece's keys.
+        blocks: where each block of its queries begins, its place in the pair, and its length, None for a whole pair.
+    """
+
+    pair: Pair
+    all_queries: bool
+    all_keys: bool
+    blocks: tuple[tuple[int, int, int | None], ...]
+
+
 class JoinedCall:
     """One call: all but the tensors.
 
@@ -57,12 +72,36 @@ class JoinedCall:
         held = cut.ranges
         if gather is not None:  # one piece
             held = (tuple(x for own in held for x in own) if len(cut.mesh_dims) == 1 else _around(cut),)
-        #: The pairs to compute for each piece.
-        self.pairs = [pairs(cut.own, one, causal) for one in held]
-        starts = sorted({pair.query for several in self.pairs for pair in several}) or [0]
-        #: (start, length) of queries whose results are joined together.
-        self.blocks = [*pairwise([*starts, sum(n for _, n in cut.own)])]
+        found = [pairs(cut.own, one, causal) for one in held]
+        queries = sum(n for _, n in cut.own)
+        starts = sorted({pair.query for several in found for pair in several}) or [0]
+        #: Where the queries begin and end whose results are joined together.
+        self.blocks = [*pairwise([*starts, queries])]
+        #: The parts of the computation of each piece.
+        self.parts = [
+            [self._part(pair, queries, sum(n for _, n in one)) for pair in several]
+            for several, one in zip(found, held, strict=True)
+        ]
         self._sizes: dict[tuple, _Sizes] = {}
+        self._buffers: dict[tuple, RingBuffers] = {}
+
+    def _part(self, pair: Pair, queries: int, keys: int) -> _Part:
+        blocks: list[tuple[int, int, int | None]] = [
+            (start, start - pair.query, end - start)
+            for start, end in self.blocks
+            if pair.query <= start and end <= pair.query + pair.queries
+        ]
+        if len(blocks) == 1:
+            blocks = [(blocks[0][0], 0, None)]
+        return _Part(pair, pair.queries == queries, pair.keys == keys, tuple(blocks))
+
+    def ring(self, platform: Platform, k: Any, v: Any) -> Ring:
+        """A ring of these keys and values."""
+        key = k.shape, v.shape
+        buffers = self._buffers.get(key)
+        if buffers is None:
+            buffers = self._buffers[key] = RingBuffers.of(self.cut, k.shape, v.shape)
+        return Ring(platform, self.cut, k, v, buffers)
 
     def sizes(self, *tensors: Any) -> _Sizes:
         """How queries, keys and values of these shapes are computed. Ranks that send to each other find the same
@@ -144,12 +183,13 @@ class JoinedAttention:
         platform = self.platform
         states: dict[int, tuple[Any, Any]] = {}
         for pieces, k_piece, v_piece in self._pieces(call, k, v):
-            for pair in () if sizes.empty else pieces:
-                out, lse = platform.attention_part(*self._operands(pair, q, k_piece, v_piece), pair.causal, call.scale)
-                for start, part_out, part_lse in self._in_blocks(call, pair, out, lse):
+            for part in () if sizes.empty else pieces:
+                causal = part.pair.causal
+                state = platform.attention_part(*self._operands(part, q, k_piece, v_piece), causal, call.scale)
+                for start, at, length in part.blocks:
+                    now = state if length is None else tuple(platform.narrow(x, 2, at, length) for x in state)
                     before = states.pop(start, None)
-                    part = part_out, part_lse
-                    states[start] = part if before is None else platform.joined_attention(*before, *part)
+                    states[start] = now if before is None else platform.joined_attention(*before, *now)
         if not states:
             shape = q.shape[:-1]
             return platform.zeros((*shape, v.shape[-1]), q), platform.zeros((*shape, 1), q)
@@ -157,17 +197,8 @@ class JoinedAttention:
             ((out, lse),) = states.values()
         else:
             parts = [states[start] for start, _ in call.blocks]
-            out, lse = (self._cat(list(x), -2) for x in zip(*parts, strict=True))
-        return platform.to_dtype(out, q.dtype), lse
-
-    def _in_blocks(self, call: JoinedCall, pair: Pair, *tensors: Any) -> Iterator[tuple[Any, ...]]:
-        """Where each block of the queries of a pair begins, and its part of tensors of them."""
-        if len(call.blocks) == 1:
-            yield 0, *tensors
-            return
-        for start, end in call.blocks:
-            if pair.query <= start and end <= pair.query + pair.queries:
-                yield start, *(self._slice(x, start - pair.query, end - start) for x in tensors)
+            out, lse = self._cat([x for x, _ in parts], -2), platform.cat([x for _, x in parts], 2)
+        return out if out.dtype == q.dtype else platform.to_dtype(out, q.dtype), lse
 
     def _cat(self, xs: list[Any], dim: int) -> Any:
         """Heads (-3) or positions (-2), one after the other. Positions come first in memory, as projections read and
@@ -178,21 +209,22 @@ class JoinedAttention:
         swapped = [platform.transposed(x, -3, -2) for x in xs]
         return platform.transposed(platform.cat(swapped, xs[0].ndim - 5 - dim), -3, -2)
 
-    def _pieces(self, call: JoinedCall, k: Any, v: Any) -> Iterator[tuple[list[Pair], Any, Any]]:
-        """The pairs to compute with keys and values of a piece, and these."""
+    def _pieces(self, call: JoinedCall, k: Any, v: Any) -> Iterator[tuple[list[_Part], Any, Any]]:
+        """Parts of the computation with keys and values of a piece, and these."""
         if call.gather is not None:
-            yield call.pairs[0], k, v
+            yield call.parts[0], k, v
             return
-        for source, k_piece, v_piece in Ring(self.platform, call.cut, k, v).pieces():
-            yield call.pairs[source], k_piece, v_piece
+        for source, k_piece, v_piece in call.ring(self.platform, k, v).pieces():
+            yield call.parts[source], k_piece, v_piece
 
-    def _operands(self, pair: Pair, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-        keys = pair.key, pair.keys
-        return self._slice(q, pair.query, pair.queries), self._slice(k, *keys), self._slice(v, *keys)
-
-    def _slice(self, x: Any, start: int, length: int) -> Any:
-        """Return ``length`` positions of a tensor of shape (batch, heads, positions, features)."""
-        return x if x.shape[2] == length else self.platform.narrow(x, 2, start, length)
+    def _operands(self, part: _Part, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """Return the positions that a pair takes of tensors of shape (batch, heads, positions, features)."""
+        pair, narrow = part.pair, self.platform.narrow
+        if not part.all_queries:
+            q = narrow(q, 2, pair.query, pair.queries)
+        if not part.all_keys:
+            k, v = narrow(k, 2, pair.key, pair.keys), narrow(v, 2, pair.key, pair.keys)
+        return q, k, v
 
     # ---------------------------------------------------------------------------------------------- backward
     def _backward(self, ctx: Any, g: Any) -> tuple[Any, Any, Any]:
@@ -207,7 +239,7 @@ class JoinedAttention:
         g = platform.zeros(y.shape, y) if g is None else _shaped(g, y.shape)
         found: list[list[Any]] = [[], [], []]
         if call.gather is None:
-            rings = [Ring(platform, call.cut, *(self._heads(x, shared) for x in keys)) for _, shared in groups]
+            rings = [call.ring(platform, *(self._heads(x, shared) for x in keys)) for _, shared in groups]
         for i, (heads, _) in enumerate(groups):
             ours = [self._heads(x, heads) for x in (g, q, y, lse)]
             d_q: dict[int, Any] = {}
@@ -228,7 +260,7 @@ class JoinedAttention:
 
     def _of_heads(self, parts: list[Any], dtype: Any) -> Any:
         """Gradients of the heads of all groups, which are freed."""
-        parts[:] = [self.platform.to_dtype(x, dtype) for x in parts]
+        parts[:] = [x if x.dtype == dtype else self.platform.to_dtype(x, dtype) for x in parts]
         x = self._cat(parts, -3)
         parts.clear()
         return x
@@ -254,20 +286,26 @@ class JoinedAttention:
             v: values.
         """
         g, q, y, lse = ours
+        platform = self.platform
         of_keys: list[tuple[int, int, Any]] = []
         of_values: list[tuple[int, int, Any]] = []
-        for pair in () if sizes.empty else call.pairs[source]:
-            at = pair.query, pair.queries
-            queries, keys, values = self._operands(pair, q, k, v)
-            g_slice, y_slice, lse_slice = (self._slice(x, *at) for x in (g, y, lse))
-            of_q, of_k, of_v = self.platform.attention_part_gradients(
-                g_slice, queries, keys, values, y_slice, lse_slice, pair.causal, call.scale
+        for part in () if sizes.empty else call.parts[source]:
+            pair = part.pair
+            queries, keys, values = self._operands(part, q, k, v)
+            slices = [g, y, lse]
+            if not part.all_queries:
+                slices = [platform.narrow(x, 2, pair.query, pair.queries) for x in slices]
+            of_q, of_k, of_v = platform.attention_part_gradients(
+                slices[0], queries, keys, values, slices[1], slices[2], pair.causal, call.scale
             )
-            for start, x in self._in_blocks(call, pair, of_q):
+            for start, at, length in part.blocks:
+                x = of_q if length is None else platform.narrow(of_q, 2, at, length)
                 if start in d_q:
                     d_q[start] += x
                 else:
                     d_q[start] = x
+            if part.all_keys and len(call.parts[source]) == 1:
+                return [of_k, of_v]
             of_keys.append((pair.key, pair.keys, of_k))
             of_values.append((pair.key, pair.keys, of_v))
             del of_q, of_k, of_v
@@ -282,8 +320,6 @@ class JoinedAttention:
         """
         platform = self.platform
         *before, length, features = piece.shape
-        if len(found) == 1 and found[0][1] == length:
-            return found.pop()[2]
         wide = platform.zeros((0,), piece)
         wide = platform.to_dtype(wide, platform.dtypes["float32"]) if wide.itemsize < 4 else wide
         slices = found[:]

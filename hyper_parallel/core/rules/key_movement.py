@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel.core.communication import asynchronous
 from hyper_parallel.core.communication.redistribute import plan_redistribution
@@ -14,7 +14,7 @@ from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.rules.sequence_cut import SequenceCut, sizes_of
 from hyper_parallel.platform.contract import Platform
 
-__all__ = ["KeyGather", "Ring"]
+__all__ = ["KeyGather", "Ring", "RingBuffers"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _Message:
     """A buffer on its way to the next rank, and the one that comes from the rank before."""
 
     def __init__(self, ring: Ring, buffer: Any) -> None:
-        self._received = ring.platform.empty(tuple(ring.platform.shape_of(buffer)), buffer)
+        self._received = ring.platform.empty((ring._most,), buffer)
         self._sent = buffer  # has to live until it has arrived
         self._work = asynchronous.start("shift", self._received, buffer, ring.mesh, ring.mesh_dim)
 
@@ -71,19 +71,49 @@ class _Message:
         return self._received
 
 
-class Ring:
-    """Keys and values of all ranks of a mesh dimension, one rank's at a time, from rank to rank."""
+class RingBuffers(NamedTuple):
+    """The buffers of a ring.
 
-    def __init__(self, platform: Platform, cut: SequenceCut, k: Any, v: Any) -> None:
-        self.platform, self.k, self.v = platform, k, v
-        (self.mesh_dim,) = cut.mesh_dims
-        self.mesh = cut.layout.mesh
-        self.size, self.rank = self.mesh.shape[self.mesh_dim], self.mesh.get_local_rank(self.mesh_dim)
-        shapes = platform.shape_of(k), platform.shape_of(v)
+    Attributes:
+        shapes: of keys and values of each rank.
+        counts: how many elements they have.
+        most: the most of these, which every buffer has.
+        mesh_dim: along which it goes.
+        size, rank: the number of ranks, and this one.
+    """
+
+    shapes: list[list[tuple[int, ...]]]
+    counts: list[int]
+    most: int
+    mesh_dim: int
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, cut: SequenceCut, *shapes: Sequence[int]) -> RingBuffers:
+        """For keys and values of these shapes on this rank."""
         around = [(tuple(s[:-2]), s[-1]) for s in shapes]
-        self._shapes = [[(*before, n, features) for before, features in around] for n in sizes_of(cut.ranges)]
-        self._counts = [sum(map(math.prod, two)) for two in self._shapes]
-        self._most = max(self._counts)
+        each = [[(*before, n, features) for before, features in around] for n in sizes_of(cut.ranges)]
+        counts = [sum(map(math.prod, two)) for two in each]
+        (mesh_dim,) = cut.mesh_dims
+        mesh = cut.layout.mesh
+        return cls(each, counts, max(counts), mesh_dim, mesh.shape[mesh_dim], mesh.get_local_rank(mesh_dim))
+
+
+class Ring:
+    """Keys and values of all ranks of a mesh dimension, one rank's at a time, from rank to rank.
+
+    Args:
+        platform: of the tensors.
+        cut: of the keys and values.
+        k: the keys of this rank.
+        v: its values.
+        buffers: for these.
+    """
+
+    def __init__(self, platform: Platform, cut: SequenceCut, k: Any, v: Any, buffers: RingBuffers) -> None:
+        self.platform, self.k, self.v, self.mesh = platform, k, v, cut.layout.mesh
+        self._shapes, self._counts, self._most, self.mesh_dim, self.size, self.rank = buffers
         self._coming: _Message | None = None
 
     def start(self) -> None:
@@ -137,8 +167,8 @@ class Ring:
         """Both as one vector, as long on all ranks."""
         platform = self.platform
         flat = platform.join([k, v])
-        (count,) = platform.shape_of(flat)
-        return flat if count == self._most else platform.cat([flat, platform.zeros((self._most - count,), flat)], 0)
+        missing = self._most - flat.shape[0]
+        return platform.cat([flat, platform.zeros((missing,), flat)], 0) if missing else flat
 
     def _unpacked(self, buffer: Any, source: int) -> tuple[Any, Any]:
         count = self._counts[source]

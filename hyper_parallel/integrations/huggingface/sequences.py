@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hyper_parallel.core.communication.parts import numbers_of_ranks
-from hyper_parallel.core.dtensor.plain_attention import PartsOfModule
+from hyper_parallel.core.dtensor.plain_attention import Earlier, PartsOfModule
 from hyper_parallel.core.dtensor.undistributed import broadcast_tensors, held_tensors
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, name_module
 from hyper_parallel.core.weak_table import WeakTable
+from hyper_parallel.integrations.huggingface.prefill import prefilled
 
 __all__ = ["check_cut", "cut_sequences", "meshes_of"]
 
@@ -27,7 +30,7 @@ _KINDS = ("full_attention", "sliding_attention")
 #: Scalings of rotary embeddings that look at the largest position, which is another one on each rank.
 _BY_LENGTH = ("dynamic", "longrope")
 #: Further arguments of some models' attention, which are refused.
-_FURTHER = ("softcap", "s_aux", "position_bias")
+_FURTHER = ("softcap", "position_bias")
 #: Layers that mix positions without attention.
 _MIXING = ("Conv1d", "Conv2d", "RNN", "LSTM", "GRU")
 
@@ -46,8 +49,8 @@ class _Cut(NamedTuple):
 
 #: configuration of a model, or of a part of it -> `_Cut`.
 _CUTS = WeakTable()
-#: attention module -> the calls that ranks have compared.
-_COMPARED = WeakTable()
+#: attention module -> what its earlier calls have found out.
+_EARLIER = WeakTable()
 
 
 def meshes_of(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
@@ -81,15 +84,25 @@ def check_cut(model: Any, mesh: DeviceMesh) -> None:
                 f"{path!r} scales its rotary embeddings by the largest position, which ranks with parts do not know: "
                 f"choose another rope_type than {', '.join(map(repr, _BY_LENGTH))}, or {remedy}"
             )
-        if any(name.endswith("sinks") for name in mesh.platform.own_parameters(module)):
+        if any(name.endswith("sinks") for name in mesh.platform.own_parameters(module)) and not _with_sinks(module):
             raise ValueError(
-                f"{path!r} has sinks, one more score of each query, and parts of a sequence are joined without "
-                f"them: {remedy}"
+                f"{path!r} has sinks, one more score of each query, and its file has no function "
+                f"eager_attention_forward that reads them: {remedy}"
             )
         if type(module).__name__ in _MIXING:
             raise ValueError(
                 f"{path!r} is a {type(module).__name__}, which mixes positions and is no attention: {remedy}"
             )
+
+
+def _eager(module: Any) -> Any:
+    """The function of attention that is written out in the file of a module's class."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+
+
+def _with_sinks(module: Any) -> bool:
+    """Return whether that function reads the sinks of its module."""
+    return "sinks" in getattr(getattr(_eager(module), "__code__", None), "co_names", ())
 
 
 def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: int | None) -> None:
@@ -135,25 +148,55 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
     platform.register_forward_pre_hook(model.base_model, check, with_kwargs=True)
     if hasattr(model, "generate"):
         generate = model.generate
+        _cut_prompts(model.base_model, mesh, balance, before)
 
         def generate_whole(*args: Any, **kwargs: Any) -> Any:
-            """Generate on every rank, from whole prompts."""
+            """Generate on every rank, from whole prompts. Where all have the same one, each computes a part of it."""
             with _whole(before):
                 return generate(*args, **kwargs)
 
         model.generate = generate_whole
 
 
+def _cut_prompts(base: Any, mesh: DeviceMesh, balance: bool, before: list[tuple[Any, Any]]) -> None:
+    """Let the ranks compute parts of the prompt in the first call that `generate` makes of a base model."""
+
+    def make(forward: Any) -> Any:
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module.config._attn_implementation == NAME:
+                return forward(module, *args, **kwargs)
+            given = _by_name(module, args, kwargs)
+
+            def of_parts(**parts: Any) -> Any:
+                with _set(before, NAME):
+                    return forward(module, **parts)
+
+            found = prefilled(given, mesh, balance, of_parts)
+            return forward(module, **given) if found is None else found
+
+        return run
+
+    mesh.platform.replace_forward(base, make)
+
+
 @contextmanager
 def _whole(before: list[tuple[Any, Any]]) -> Iterator[None]:
     """Inside, attention is the model's own."""
-    for config, implementation in before:
-        config._attn_implementation_internal = implementation
+    with _set(before, None):
+        yield
+
+
+@contextmanager
+def _set(before: list[tuple[Any, Any]], name: str | None) -> Iterator[None]:
+    """Inside, attention is that of a name, or the model's own."""
+    now = [config._attn_implementation_internal for config, _ in before]
+    for config, own in before:
+        config._attn_implementation_internal = own if name is None else name
     try:
         yield
     finally:
-        for config, _ in before:
-            config._attn_implementation_internal = NAME
+        for (config, _), implementation in zip(before, now, strict=True):
+            config._attn_implementation_internal = implementation
 
 
 def _by_name(module: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -227,17 +270,26 @@ def _attention(
             f"{where} has {', '.join(further) or 'a mask'}, which is not possible where sequences are cut: parallelise "
             "the model on a mesh without the dimension 'cp'"
         )
-    if (compared := _COMPARED.get(module)) is None:
-        _COMPARED.set(module, compared := set())
-    parts = PartsOfModule(cut.mesh, where, cut.balance, None, compared)
+    if (earlier := _EARLIER.get(module)) is None:
+        _EARLIER.set(module, earlier := Earlier())
+    parts = PartsOfModule(cut.mesh, where, cut.balance, None, earlier)
     platform, causal = cut.mesh.platform, getattr(module, "is_causal", True) if is_causal is None else is_causal
 
+    def seen(queries: np.ndarray, length: int) -> Any:
+        """Return for each query which keys it sees."""
+        width = length if sliding_window is None else sliding_window
+        behind = platform.places(queries, query).reshape((-1, 1)) - platform.places(np.arange(length), query)
+        return (behind < width) & (behind >= (0 if causal else 1 - width))
+
+    if more.get("s_aux") is not None:  # its own code, for this rank's queries
+        key, value, places = parts.gathered(query, key, value, dropout)
+        mask = platform.zeros((len(places), key.shape[2]), query)
+        mask = platform.masked_fill(mask, seen(places, key.shape[2]).logical_not(), -math.inf)
+        y, _ = _eager(module)(module, query, key, value, mask, scaling, dropout=dropout)
+        return y, None
+
     def window(length: int) -> Any:
-        if sliding_window is None or sliding_window >= length:
-            return None
-        places = platform.places(np.arange(length), query)
-        behind = places.reshape((length, 1)) - places.reshape((1, length))
-        return (behind < sliding_window) & (behind >= (0 if causal else 1 - sliding_window))
+        return None if sliding_window is None or sliding_window >= length else seen(np.arange(length), length)
 
     parts.make_mask = window
     with platform.attention_calls(parts, parts.mixes):

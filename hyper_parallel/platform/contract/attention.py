@@ -29,7 +29,8 @@ class AttentionRole:
     ) -> AbstractContextManager[None]:
         """Inside, ``run(call, q, k, v, mask, dropout)`` stands for the framework's function of attention.
         ``call(q, k, v, mask)`` is the function itself, with its other arguments, of distributed tensors. A mask that
-        ``run`` makes for a call without one stands for the causal one too.
+        ``run`` makes for a call without one stands for the causal one too. An attribute ``options`` of ``call``, where
+        there is one, has all that decides besides the tensors, and is hashable.
 
         ``mixes(name, lengths)`` is called before another function on plain tensors, as far as these can be seen. The
         lengths are those of dimensions whose elements the function mixes."""

@@ -91,11 +91,22 @@ class _Calls(TorchFunctionMode):
             causal = is_causal and not made
             return func(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, **more)
 
+        asked: Any = call
+        asked.options = is_causal, dropout_p, *more.items()
+        if torch.is_autocast_enabled(query.device.type):  # as the function does
+            query, key, value, attn_mask = map(_lowered, (query, key, value, attn_mask))
         if graph_task() != -1:
             self._again += 1
         elif not self._checkpointed and _is_checkpointed():
             self._kept += 1
-        return self._run(call, query, key, value, attn_mask, dropout_p)
+        return self._run(asked, query, key, value, attn_mask, dropout_p)
+
+
+def _lowered(x: Any) -> Any:
+    """A tensor or None in the dtype of autocast."""
+    if x is None or not x.is_floating_point() or x.dtype is torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 _CHECKPOINT = CheckpointFunction.forward.__code__
@@ -129,7 +140,7 @@ class AttentionVerbs(Platform):
             out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         else:
             return super().attention_part(q, k, v, causal, scale)
-        return out.to(lse.dtype), lse.unsqueeze(-1)
+        return out if out.dtype is lse.dtype else out.to(lse.dtype), lse.unsqueeze(-1)
 
     def joined_attention(self, out: Any, lse: Any, other: Any, of_other: Any) -> tuple[Any, Any]:
         """See `Platform.joined_attention`."""
@@ -153,7 +164,9 @@ class AttentionVerbs(Platform):
             )
         else:
             return super().attention_part_gradients(g, q, k, v, out, lse, causal, scale)
-        of_q, of_k, of_v = (x.to(lse.dtype) for x in found)
+        if q.dtype is not lse.dtype:
+            found = [x.to(lse.dtype) for x in found]
+        of_q, of_k, of_v = found
         return of_q, of_k, of_v
 
 

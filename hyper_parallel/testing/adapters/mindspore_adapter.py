@@ -744,9 +744,17 @@ TRAINING_LIMITS: dict[str, Any] = {
     "loads": ("write", "whole", "sharded", "set_data", "load_param_into_net"),
     # Norms and gradients of embeddings have no kernels for no rows.
     "least": 1,
+    # The other kind, `reentrant`, is refused for a part of a unit.
+    "again": ("inside", "around"),
 }
 TRAINING_SHARE = 60
-CHECKPOINTS = ()
+CHECKPOINTS = ("", "reentrant", "other")
+
+
+def checkpointed(module: Any, x: Any, reentrant: bool) -> Any:
+    return ms.recompute(module, x, use_reentrant=reentrant)
+
+
 #: Way to write a whole value in a forward -> function of a parameter and the value.
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "assign": ops.assign,

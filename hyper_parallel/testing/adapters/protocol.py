@@ -52,7 +52,8 @@ class Adapter(Protocol):
     #: How many random programs the suite runs: chains of operations, and trainers.
     FUZZ_SHARE: int
     TRAINING_SHARE: int
-    #: Kinds of checkpointing that random programs may use; `checkpointed(module, x, reentrant)` calls a module so.
+    #: Kinds of checkpointing that random programs may use; `checkpointed(module, x, reentrant)` calls a module so,
+    #: and a function too where it is not reentrant.
     CHECKPOINTS: tuple[str, ...]
     #: The first argument of `hyper_parallel.register_sharding` for the operation `custom`.
     CUSTOM: Any

@@ -590,7 +590,7 @@ REPLACES_MEMORY = False
 BOOL = torch.bool
 FUZZ_SHARE = 400
 FUZZ_LIMITS: dict[str, Any] = {}
-TRAINING_LIMITS: dict[str, Any] = {"again": True}
+TRAINING_LIMITS: dict[str, Any] = {"again": ("inside", "around", "reentrant")}
 TRAINING_SHARE = 200
 CHECKPOINTS = ("", "reentrant", "other")
 

@@ -408,7 +408,7 @@ def test_foreseen() -> None:
         there, back = (c for c in seen if c.kind == "all_to_all" and c.direction == "forward")
         assert there.bytes == rows * size, inputs
         assert back.bytes > 0
-        assert [c.bytes for c in seen if c.kind == "all_gather" and c.direction == "forward"] == [(7 + 3) * 8]
+        assert [c.bytes for c in seen if c.kind == "all_gather" and c.direction == "forward"] == [(1 + 3) * 4]
 
     # All to the first expert, which is the described rank's: what comes there goes back.
     for shares, rows in (([2, 0, 0], 16), ([1, 0, 1], 8)):

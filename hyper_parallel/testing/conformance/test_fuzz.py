@@ -64,7 +64,7 @@ def test_trainers_that_failed_once(pool: Any, what: str) -> None:
     words = {word for word, *_ in program.actions}
     if words & found.without or (program.model.writer and program.model.writer not in found.writers):
         pytest.skip("programs for this framework do not have this")
-    if program.model.again and not found.again:
+    if program.model.again and program.model.again not in found.again:
         pytest.skip("programs for this framework do not have this")
     dtype = program.model.dtype if program.model.dtype in found.dtypes else found.dtypes[0]
     outcome = judge(pool, replace(program, model=replace(program.model, dtype=dtype)), "training")

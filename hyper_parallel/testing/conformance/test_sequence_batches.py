@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -229,6 +230,14 @@ def parts(mesh: Any) -> None:
         np.testing.assert_array_equal(adapter.numpy(found[name]), whole, name)
     plain = shard_sequence({"x": batch["targets"]}, mesh, labels=None, positions=None, balance=False)
     assert list(plain) == ["x"]
+    # The ranks that would have positions refuse as well, and nothing is sent.
+    for length, sizes in ((4, [2, 2, 0]), (1, [1, 0, 0])):
+        short = {"input_ids": adapter.tensor(np.zeros((2, length), np.int64))}
+        with CommDebugMode() as comm, pytest.raises(ValueError, match=re.escape(f"are parts of {sizes}")):
+            shard_sequence(short, mesh)
+        assert comm.get_total_counts() == 0
+    five = shard_sequence({"input_ids": adapter.tensor(np.zeros((2, 5), np.int64))}, mesh)
+    assert tuple(five["input_ids"].shape) == (2, (2, 2, 1)[rank])
 
 
 def test_parts_of_a_batch(pool: Any) -> None:

@@ -6,6 +6,7 @@ Two ways are known. ``module(tokens, counts)`` has the tokens of the first exper
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hyper_parallel.core.communication import collectives
-from hyper_parallel.core.communication.parts import check_digests, digests_of
+from hyper_parallel.core.communication.parts import check_digests, digests_of, numbers_of_ranks
 from hyper_parallel.core.communication.routes import Routes, order_of
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ _WRONG = {
     5: "the arguments are neither (tokens, counts) nor (hidden states, indices, weights)",
     6: "there are indices for {0} tokens, and {1} tokens",
 }
+#: More than there are keys of `_WRONG`.
+_PROBLEMS = 8
 _REMEDY = (
     "give the module (tokens sorted by expert (N, d), tokens for each expert (E,)), or (hidden states (T, d), indices "
     "of experts (T, k), weights (T, k))"
@@ -134,6 +137,9 @@ def read_call(args: tuple, kwargs: dict, count: int, platform: Platform) -> Expe
 def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], what: str) -> Routes:
     """Exchange the numbers of the calls that the ranks of a 1-D mesh make: one small all-gather.
 
+    A rank sends its numbers of tokens, and one that tells of its call. Where a call is wrong on a rank, or another one,
+    all ranks exchange the details, and raise.
+
     Args:
         call: that of this rank.
         mesh: along which the experts lie.
@@ -155,25 +161,43 @@ def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], wh
             "whether tokens need a gradient": platform.requires_grad(x),
             "the number of experts of a token": call.copies if call.weights is not None else 0,
         }
-    digests = digests_of(facts) or [0] * 4
-    mine = np.array([[*call.problem, *digests, *call.counts.tolist()]], np.int64)
+    details = [*call.problem, *(digests_of(facts) or [0] * 4)]
+    check = (zlib.crc32(repr(details[3:]).encode()) >> 1) // _PROBLEMS * _PROBLEMS + call.problem[0]
+    mine = np.array([[check, *call.counts.tolist()]], np.int32)
     rows = mine
     if mesh.size() > 1:
         gather = collectives.bind_all_gather(mesh, 0, 0, (1,) * mesh.size())
         with platform.no_dispatch(), platform.no_grad():
             gathered = gather(platform.to_device(platform.host_tensor(mine)))
             if not platform.sends_nothing:
-                rows = np.frombuffer(platform.bytes_of(gathered), np.int64).reshape(mesh.size(), -1)
+                rows = np.frombuffer(platform.bytes_of(gathered), np.int32).reshape(mesh.size(), -1)
     if platform.sends_nothing:
         rows = np.broadcast_to(mine, (mesh.size(), mine.shape[1]))
+    checks = set(rows[:, 0].tolist())
+    if len(checks) > 1 or any(check % _PROBLEMS for check in checks):
+        _refuse(numbers_of_ranks(details, mesh, f"the comparison of calls of {what}"), facts, mesh, sum(sizes), what)
+    return Routes(mesh, 0, rows[:, 1:].astype(np.int64), sizes, call.order)
+
+
+def _refuse(details: np.ndarray, facts: dict[str, Any], mesh: DeviceMesh, count: int, what: str) -> None:
+    """Raise the error of a call that is wrong on a rank.
+
+    Args:
+        details: of each rank: the problem with its two numbers, and the digests of the facts.
+        facts: of this rank, by name.
+        mesh: of the ranks.
+        count: number of experts.
+        what: names the module.
+    """
     ranks = mesh.ranks_along(0)
     wrong = [
-        f"on rank {rank}, {_WRONG[row[0]].format(*row[1:3])}" for rank, row in zip(ranks, rows, strict=True) if row[0]
+        f"on rank {rank}, {_WRONG[row[0]].format(*row[1:3])}"
+        for rank, row in zip(ranks, details.tolist(), strict=True)
+        if row[0]
     ]
     if wrong:
-        raise ValueError(f"{what} has {sum(sizes)} experts, and {'; '.join(wrong)}: {_REMEDY}")
-    check_digests(rows[:, 3:], facts, mesh, what, f"call it so on all ranks of {mesh}, also with no tokens")
-    return Routes(mesh, 0, rows[:, 7:], sizes, call.order)
+        raise ValueError(f"{what} has {count} experts, and {'; '.join(wrong)}: {_REMEDY}")
+    check_digests(details[:, 3:], facts, mesh, what, f"call it so on all ranks of {mesh}, also with no tokens")
 
 
 def values_of(x: Any, platform: Platform) -> np.ndarray:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
-from hyper_parallel.core.dtensor.plain_attention import PartsOfModule, ranges_on
+from hyper_parallel.core.dtensor.plain_attention import Earlier, PartsOfModule, ranges_on
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules.sequence_cut import METHODS, order_on, sizes_of
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, path_of
@@ -56,7 +56,7 @@ class ContextParallel(ParallelStyle):
         return module
 
     def _new_forward(self, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
-        compared: set[int] = set()
+        earlier = Earlier()
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             name = module_label(module)
@@ -71,7 +71,7 @@ class ContextParallel(ParallelStyle):
                         "balance: give both the same, or leave the context out"
                     )
                 return forward(module, *args, **kwargs)
-            parts = PartsOfModule(mesh, f"attention in {name}", self.balance, self.method, compared)
+            parts = PartsOfModule(mesh, f"attention in {name}", self.balance, self.method, earlier)
             with mesh.platform.attention_calls(parts, parts.mixes):
                 y = forward(module, *args, **kwargs)
             if not parts.called:

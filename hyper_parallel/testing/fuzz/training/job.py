@@ -36,7 +36,8 @@ class Job:
         everyone: a mesh of all ranks that are in any of these.
         compare: ``compare(what, got, part)`` of each recorded value: ``got`` is this rank's, ``part`` the index of that
             in the whole. None: it is kept in `seen`.
-        shaken: moves the first values a little, by another error for each number above 0.
+        shaken: moves all values a little that a program gives, the first ones and those that it loads, by another error
+            for each number above 0.
     """
 
     def __init__(
@@ -56,10 +57,16 @@ class Job:
         self.order = tuple(range(len(program.model.blocks)))  # of the blocks, where ranks do not choose
         self._setup(program.setups[0])
         if shaken:
-            self._write({n: x + 1e-6 * (1 + np.abs(x)) * self._noise(n, x) for n, x in self._whole().items()})
+            self._write(self._moved(self._whole()))
 
-    def _noise(self, name: str, x: np.ndarray) -> np.ndarray:
-        return np.random.default_rng([self._shaken, *name.encode()]).standard_normal(x.shape)
+    def _moved(self, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Values with errors like those of rounding, where the job is shaken."""
+        if not self._shaken:
+            return values
+        errors = {
+            n: np.random.default_rng([self._shaken, *n.encode()]).standard_normal(x.shape) for n, x in values.items()
+        }
+        return {n: (x + 1e-6 * (1 + np.abs(x)) * errors[n]).astype(x.dtype) for n, x in values.items()}
 
     # ---------------------------------------------------------------------- recorded values
     def see(self, what: str, x: Any, rows: slice | None = None) -> None:
@@ -184,7 +191,9 @@ class Job:
     def _drawn(self, seed: int) -> dict[str, np.ndarray]:
         """New values."""
         named, rng = models.held(self.root), np.random.default_rng(seed)
-        return {n: (rng.standard_normal(tuple(x.shape)) * 0.3).astype(self.dtype) for n, x in named.items()}
+        return self._moved(
+            {n: (rng.standard_normal(tuple(x.shape)) * 0.3).astype(self.dtype) for n, x in named.items()}
+        )
 
     # ---------------------------------------------------------------------- steps
     def _loss(self, x: Any, weights: np.ndarray, calls: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,9 @@ def _forward(self: Any, x: Any) -> Any:
     if tied is not None:
         x = tied.embedding(x)
     for i in self.order[0]:
-        y = getattr(self, f"block{i}")(x)
+        block = getattr(self, f"block{i}")
+        again = getattr(block, "again", "") in ("around", "reentrant")
+        y = get_adapter().checkpointed(block, x, block.again == "reentrant") if again else block(x)
         x = x + (get_adapter().dropout(y, 0.25) if self.drops else y)
     writer = getattr(self, "writer", None)
     if writer is not None:
@@ -89,7 +92,7 @@ def _forward(self: Any, x: Any) -> Any:
 
 def _to_experts(self: Any, x: Any) -> Any:
     """Sum for each token the outputs of the experts that a router chooses."""
-    return get_platform().recompute(_mixed, self, x) if self.again else _mixed(self, x)
+    return get_adapter().checkpointed(partial(_mixed, self), x, False) if self.again == "inside" else _mixed(self, x)
 
 
 def _mixed(self: Any, x: Any) -> Any:

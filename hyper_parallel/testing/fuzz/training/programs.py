@@ -41,7 +41,8 @@ class Model:
         drops: whether blocks are followed by dropout.
         experts, chosen: how many a block of experts has, and how many of them a token is sent to.
         by_index: how experts are called.
-        again: whether blocks of experts are computed again in backward.
+        again: how blocks of experts are computed again in backward: ``""``, ``"inside"`` for the forward of the block,
+            ``"around"`` and ``"reentrant"`` for a call of it.
     """
 
     features: int
@@ -56,7 +57,7 @@ class Model:
     experts: int = 0
     chosen: int = 1
     by_index: bool = True
-    again: bool = False
+    again: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class TrainingLimits:
         optimizers: names of the adapter's.
         least: how many rows each rank has at least.
         loads: how values may be loaded.
-        again: whether a block may be computed again in backward.
+        again: how a block may be computed again in backward.
     """
 
     dtypes: tuple[str, ...] = ("float64", "float64", "float64", "float32")
@@ -159,7 +160,7 @@ class TrainingLimits:
     optimizers: tuple[str, ...] = ("sgd", "momentum", "adamw")
     least: int = 0
     loads: tuple[str, ...] = ("write", "whole", "sharded")
-    again: bool = False
+    again: tuple[str, ...] = ()
 
 
 def generate(seed: int, limits: TrainingLimits) -> Program:
@@ -218,7 +219,7 @@ EXPERTS: dict[str, tuple[str, ...]] = {
 
 
 def _with_experts(
-    seed: int, model: Model, setups: tuple[Setup, ...], actions: list[Action], data: str, again: bool
+    seed: int, model: Model, setups: tuple[Setup, ...], actions: list[Action], data: str, again: tuple[str, ...]
 ) -> tuple[Model, tuple[Setup, ...]]:
     """Make a block one of experts, drawn by numbers of their own. Where ranks choose blocks, there are none: all ranks
     must call them."""
@@ -238,9 +239,13 @@ def _with_experts(
         chosen=int(rng.integers(1, min(count, 3) + 1)),
         # The order of sorted tokens is a plain tensor, which does not index a distributed one.
         by_index=bool(rng.random() < 0.5) or data == "batch",
-        again=bool(rng.random() < 0.2) and again and not model.drops,
+        again=_again(seed, again) if rng.random() < 0.2 and again and not model.drops else "",
     )
     return model, tuple(_lying(rng, setup, model, which) for setup in setups)
+
+
+def _again(seed: int, ways: tuple[str, ...]) -> str:
+    return str(np.random.default_rng((seed, 7726)).choice(ways))
 
 
 def _lying(rng: np.random.Generator, setup: Setup, model: Model, which: int) -> Setup:

@@ -23,7 +23,7 @@ def smaller(program: Program) -> Iterator[Program]:
         {"vocabulary": 0},
         {"bias": False},
         {"drops": False},
-        {"again": False},
+        {"again": ""},
     )
     for change in changes:
         if getattr(model, next(iter(change))) != next(iter(change.values())):

@@ -143,7 +143,10 @@ class Comparison:
             raise WrongError(f"{what}: off by {np.max(error):.1e}: {got.tolist()} in place of {wanted.tolist()}"[:500])
 
     def _rounding(self, what: str) -> np.ndarray:
-        """Ten times the change of the result where errors like those of rounding are in the program's first values."""
+        """Ten times the change of the result that errors like rounding make in all values of the program.
+
+        Those that it loads over the first ones have errors too.
+        """
         if self._slack is None:
             runs = [on_one_device(self._reference.program, shaken) for shaken in range(1, 4)]
             self._slack = [run.seen for run in runs if not run.problem]

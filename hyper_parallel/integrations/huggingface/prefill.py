@@ -1,0 +1,71 @@
+"""Prompts of `generate` where sequences are cut: each rank computes a part, then all hold the whole cache."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.communication.parts import numbers_of_ranks
+from hyper_parallel.core.dtensor.context_parallel import context_parallel_unshard
+from hyper_parallel.core.dtensor.sequence_batches import shard_sequence
+from hyper_parallel.core.layouts.chunking import chunk_sizes
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+
+__all__ = ["prefilled"]
+
+#: The name of the cache in the calls and results of models, the newer one first.
+_NAMES = ("cache", "past_key_values")
+
+
+def prefilled(given: dict[str, Any], mesh: DeviceMesh, balance: bool, call: Callable[..., Any]) -> Any:
+    """The result of the first call that `generate` makes, or None where the prompt is not to be cut.
+
+    The ranks compare their prompts. They compute parts where all have the same one, with a position for each rank.
+    Keys and values of all are put together in the cache, and so are the outputs.
+
+    Args:
+        given: the arguments of the base model, by name.
+        mesh: that cuts sequences.
+        balance: as for `shard_sequence`.
+        call: calls the base model, with attention over the whole sequence.
+    """
+    from transformers import DynamicCache
+
+    platform = mesh.platform
+    name = next((name for name in _NAMES if given.get(name) is not None), "")
+    named: list[Any] = [given.get(key) for key in ("input_ids", "attention_mask", "position_ids")]
+    ids, mask, positions = named
+    usual = bool(name) and ids is not None and not given[name].get_seq_length()
+    usual = usual and (mask is None or getattr(mask, "ndim", 0) == 2) and getattr(positions, "ndim", 0) == 2
+    if not usual or mesh.size() == 1 or platform.sends_nothing:
+        return None
+    length = ids.shape[1]
+    hides = mask is not None and not bool(mask.all())
+    fits = 0 not in chunk_sizes(length, mesh.size()) and not hides
+    mine = [zlib.crc32(platform.bytes_of(ids)), length, fits]
+    rows = numbers_of_ranks(mine, mesh, "the first call of generate")
+    if not rows[:, 2].all() or (rows != rows[0]).any():
+        return None
+
+    class Parts(DynamicCache):
+        """Keeps the keys and values of this rank's part."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.held: dict[int, tuple[Any, Any]] = {}
+
+        def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            self.held[layer_idx] = keys, values
+            return keys, values
+
+    parts, cache = Parts(), given[name]
+    cut = {"input_ids": ids, "position_ids": positions.expand(ids.shape)}
+    own = shard_sequence(cut, mesh, labels=None, balance=balance)
+    result = call(**{**given, **own, "attention_mask": None, name: parts})
+    for layer, both in sorted(parts.held.items()):
+        cache.update(*context_parallel_unshard(mesh, both, [2, 2], balance=balance), layer)
+    (whole,) = context_parallel_unshard(mesh, [result.last_hidden_state], [1], balance=balance)
+    result.last_hidden_state = whole
+    setattr(result, name, cache)
+    return result
