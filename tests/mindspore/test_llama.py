@@ -76,7 +76,7 @@ def expected(case: Case) -> dict[str, dict[str, int]]:
     return {"forward": case.forward, "loss": {"all_reduce": 2} if case.sharded_loss else {}, "backward": case.backward}
 
 
-#: The plain loss of tied weights, and the distributed one of others, differ from these in what the kept rows have.
+#: Tied weights and the distributed loss are in the gate together, and none of both.
 NIGHTLY = ("tied", "untied, loss_parallel")
 
 

@@ -1,11 +1,11 @@
-"""Programs in processes that are forked from one which has imported the framework.
+"""Programs that run in forks of a process with the framework imported.
 
-Importing a framework takes two seconds of a processor, so a test of four ranks would spend most of its time on it. The
-test pool starts its workers the same way, from the same process. The library is imported by each program itself.
+Importing a framework takes two seconds of a processor, for each rank. The test pool starts its workers the same way,
+from the same process. The library is imported by each program itself.
 
-A program runs as `python program.py` does: a module ``__main__`` of its own, the variables of the environment that it
-is given, its arguments, its output in files, a traceback where it raises, functions of `atexit` at its end. It ends by
-`os._exit`, so what happens in the interpreter's own end needs an interpreter that was started for it.
+A program runs as `python program.py` does. It has a module ``__main__``, variables of the environment and arguments of
+its own. Its output goes to files, and so does the traceback of an error. Functions of `atexit` run at its end. It ends
+by `os._exit`: the interpreter's own end needs an interpreter of its own.
 """
 
 from __future__ import annotations

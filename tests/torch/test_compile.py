@@ -40,11 +40,14 @@ from hyper_parallel.platform.torch.compiled import hooks
 from hyper_parallel.platform.torch.compiled import outside as left_outside
 from hyper_parallel.platform.torch.handlers.functions import hooked_apply
 from hyper_parallel.platform.torch.modules import calls
-from hyper_parallel.testing.extent import in_gate
+from hyper_parallel.testing.extent import everything, in_gate
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.compiled import Graphs, compare, fresh, step
 from tests.torch.decoder import Decoder, Sizes
 from tests.torch.support import close, device, randn
+
+#: Of sequences. Another length traces everything again, which `test_mlp` and `test_lengths` show in the gate.
+LENGTHS = (8, 12) if everything() else (8,)
 
 
 class Mlp(nn.Module):
@@ -107,7 +110,7 @@ def block_plan(sequence: bool) -> dict[str, Any]:
 def decoder(mesh: Any, sequence: bool, bias: bool) -> dict[str, int]:
     torch.manual_seed(0)
     single = Logits(Sizes(heads=4, features=8, sequence=8), bias).to(device())
-    ids = [torch.randint(12, (2, n), generator=torch.Generator().manual_seed(n)).to(device()) for n in (8, 12)]
+    ids = [torch.randint(12, (2, n), generator=torch.Generator().manual_seed(n)).to(device()) for n in LENGTHS]
     return compare(mesh, single, block_plan(sequence), ids)
 
 
@@ -301,7 +304,7 @@ def ways(mesh: Any) -> None:
     torch.manual_seed(0)
     single = Logits(Sizes(heads=4, features=8, sequence=8), False).to(device())
     of_block = {path: style for path, style in block_plan(False).items() if path.startswith("block.")}
-    ids = [torch.arange(2 * n).view(2, n).remainder(12).to(device()) for n in (8, 12)]
+    ids = [torch.arange(2 * n).view(2, n).remainder(12).to(device()) for n in LENGTHS]
     assert compare(mesh, single, of_block, ids, compile=by_block) == {"all_reduce": 4}
     autocast = partial(torch.autocast, device().type, torch.bfloat16)
     compare(mesh, Mlp(), COLWISE_ROWWISE, x, around=autocast, tolerance=0.1)

@@ -67,7 +67,8 @@ def test_norms_inside_distributed_heads(pool: Any, world_size: int, norms: dict[
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
-    ("world_size", "kv_heads"), in_gate([(1, 2), (2, 2), (4, 2), (2, 1), (3, 1), (4, 1)], [(4, 2), (3, 1)], unpack=True)
+    ("world_size", "kv_heads"),
+    in_gate([(1, 2), (2, 2), (4, 2), (2, 1), (3, 1), (4, 1)], [(1, 2), (4, 2), (3, 1)], unpack=True),
 )
 def test_fewer_key_value_heads_than_ranks(pool: Any, world_size: int, kv_heads: int, normed: bool) -> None:
     shared = ColwiseParallel(heads=kv_heads, replicate_heads=True)
@@ -146,7 +147,7 @@ def packed_row(mesh: Any, n_in: int, sizes: Any) -> Any:
 
 
 @pytest.mark.parametrize("sizes", [2, (8, 4), (5, 2, 1)], ids=str)
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, 4, gate=(3, 4))
 def test_packed_input_features(pool: Any, world_size: int, sizes: Any) -> None:
     n_in = 12 if isinstance(sizes, int) else sum(sizes)
     for counts in pool.run(world_size, packed_row, n_in, sizes):
