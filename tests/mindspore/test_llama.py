@@ -76,7 +76,7 @@ def expected(case: Case) -> dict[str, dict[str, int]]:
     return {"forward": case.forward, "loss": {"all_reduce": 2} if case.sharded_loss else {}, "backward": case.backward}
 
 
-#: Tied weights and the distributed loss are in the gate together, and none of both.
+#: The gate has a row with tied weights and the distributed loss, and rows with neither.
 NIGHTLY = ("tied", "untied, loss_parallel")
 
 

@@ -32,8 +32,8 @@ def start(
         arguments: a script and its arguments, or ``-c`` and a program with its arguments.
         environment: all variables.
         cwd: the folder in which it runs; None for the current one.
-        output: file for what it prints.
-        errors: file for what it prints to stderr.
+        output: file for its standard output.
+        errors: file for its standard error.
     """
     # Not at the top: the program's process imports this module, and the library by itself.
     from hyper_parallel.testing.pool import prepared
@@ -49,7 +49,7 @@ def _run(arguments: list[str], environment: dict[str, str], cwd: str, output: st
     """Run a program in this process, which ends with it."""
     coverage = sys.modules.get("coverage")
     if (measurement := coverage and coverage.Coverage.current()) is not None:
-        measurement.stop()  # programs run unmeasured, whichever way they are started
+        measurement.stop()  # a program of `_interpreter` is not measured either
     for descriptor, path in ((1, output), (2, errors)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
