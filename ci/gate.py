@@ -49,16 +49,12 @@ TWICE = "torch-cpu"
 WITHOUT_FAST = f"{TWICE}-without-fast"
 #: Those files of tests/conformance: they call everything that `Platform.fast` has. The nightly run takes all files.
 WITHOUT_FAST_FILES = (
-    "test_attention.py",
-    "test_distribute.py",
     "test_dtensor.py",
     "test_fully_shard.py",
     "test_local_forward.py",
-    "test_loss_parallel.py",
     "test_overlap.py",
     "test_redistribute.py",
     "test_replicate.py",
-    "test_style_matrix.py",
     "test_styles.py",
 )
 #: Said below the table.

@@ -73,7 +73,9 @@ NOT_SIMULATED = {
 #: Tests that the gate leaves to the nightly run on simulated NPUs, which compute on the CPU: name of a file, or of a
 #: test in it -> why the gate of torch-cpu, on the same code, is enough.
 _FILES = "files of checkpoints, whichever device the tensors come from; test_checkpoint_state.py is run"
+_UNITS = "further uses of fully_shard; test_fully_shard.py, _units, _steps, _2d, _batches and _methods are run"
 NIGHTLY_ON_SIMULATED_NPU = {
+    "test_against_torch.py": "torch's own DTensor, whose sums are those of the CPU here",
     "test_checkpoint.py": _FILES,
     "test_checkpoint_damage.py": _FILES,
     "test_checkpoint_pretrained.py": _FILES,
@@ -85,6 +87,10 @@ NIGHTLY_ON_SIMULATED_NPU = {
     "test_checkpoint_sums.py": _FILES,
     "test_checkpoint_two_jobs.py": _FILES,
     "test_checkpoint_tool.py": _FILES,
+    "test_checkpoint_state.py::test_random_states_of_another_number_of_ranks": _FILES,
+    "test_checkpoint_state.py::test_two_dimensions": _FILES,
+    "test_checkpoint_state.py::test_what_each_rank_has": _FILES,
+    "test_expert_checkpoint.py": _FILES,
     "test_compile.py::test_decoder": "a larger model; test_mlp is run",
     "test_compile.py::test_inside_of_units": "more models; test_mlp is run",
     "test_compile.py::test_outside": "operations that leave compiled code",
@@ -92,14 +98,32 @@ NIGHTLY_ON_SIMULATED_NPU = {
     "test_compile.py::test_ways": "more ways to compile; test_mlp is run",
     "test_compile_depth.py": "stacks of blocks; test_compile.py is run",
     "test_compile_styles.py": "more styles; test_compile.py is run",
+    "test_costs.py": "numbers of messages",
+    "test_data_parallel_random.py": "random trainers; the files of fully_shard and replicate are run",
+    "test_empty_shards.py::test_second_order_of_empty_shards": "second order; test_gradients.py is run",
+    "test_expert_training.py": "experts under data parallelism; test_experts.py and test_fully_shard.py are run",
+    "test_extremes.py": "numbers at the ends of their ranges, which the CPU computes",
+    "test_fully_shard_against_torch.py": "torch's own fully_shard",
+    "test_fully_shard_around.py": _UNITS,
+    "test_fully_shard_bytes.py": _UNITS,
+    "test_fully_shard_uses.py": _UNITS,
     "test_fuzz.py": "random programs, of operations that have tests here",
     "test_huggingface.py": "models of a library",
+    "test_huggingface_blocks.py": "models of a library",
+    "test_huggingface_sequences.py": "models of a library",
+    "test_huggingface_trainer.py": "a trainer of a library",
     "test_large_plans.py": "plans of many keys",
     "test_launch.py": "variables of launchers",
+    "test_long_models.py": "models; test_long_sequences.py is run",
+    "test_other_programs.py": "programs; tests/npu starts some",
     "test_own_style.py": "a program of the documentation",
+    "test_quantised_weights.py": "weights of a library",
     "test_random_states.py": "files of random states; test_random.py is run",
     "test_readme.py": "programs of the README; tests/npu starts programs",
+    "test_second_order.py": "gradients of gradients, by the same functions of torch",
+    "test_training_job.py": "a program of the documentation",
     "test_training_features.py": "features of training loops around the library",
+    "test_units_by_choice.py": _UNITS,
 }
 #: Files of tests/torch that no NPU can run.
 NOT_ON_NPU = {"test_flex_attention.py": "an operator that torch refuses on NPUs"}

@@ -57,8 +57,13 @@ def on_ranks(*sizes: int, gate: tuple[int, ...] = (), name: str = "world_size") 
     return pytest.mark.parametrize(name, in_gate(sizes, gate or ((3,) if 3 in sizes else (max(sizes),))))
 
 
-def in_gate(values: Iterable[Any], gate: Collection[Any]) -> list[Any]:
+def in_gate(values: Iterable[Any], gate: Collection[Any], *, unpack: bool = False) -> list[Any]:
     """Return ``values`` as rows of a parameter, of which the gate takes those in ``gate``; the others are nightly.
+
+    Args:
+        values: all rows.
+        gate: those that the gate takes.
+        unpack: whether each value is a tuple for several parameters.
 
     Raises:
         ValueError: if ``gate`` names a value that is not there.
@@ -68,4 +73,7 @@ def in_gate(values: Iterable[Any], gate: Collection[Any]) -> list[Any]:
     values = list(values)
     if unknown := [value for value in gate if value not in values]:
         raise ValueError(f"the gate is to take {unknown}, which are none of {values}")
-    return [pytest.param(value, marks=[] if value in gate else [pytest.mark.nightly]) for value in values]
+    return [
+        pytest.param(*(value if unpack else (value,)), marks=[] if value in gate else [pytest.mark.nightly])
+        for value in values
+    ]

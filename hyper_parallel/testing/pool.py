@@ -168,12 +168,7 @@ class WorkerPool:
     def _start_once(self) -> dict[int, Failure]:
         """Start the workers and return the failures; if there are any, no worker is left."""
         self.starts += 1
-        context = multiprocessing.get_context("forkserver")
-        if self.platform is not None:
-            # Workers are forked from a process that has imported the framework. Not the library itself: its import
-            # belongs into the measured coverage of each worker.
-            framework = self.platform.split("-")[0]
-            context.set_forkserver_preload(["numpy", framework])
+        context = prepared(self.platform)
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -251,6 +246,18 @@ def _in_step(failures: dict[int, Failure], world_size: int) -> bool:
     """Return whether exactly the participating ranks failed, all in one place: no collective is left half done."""
     places = {failure.place for failure in failures.values()}
     return set(failures) == set(range(world_size)) and len(places) == 1 and not places & {"hung", "died"}
+
+
+def prepared(platform: str | None) -> Any:
+    """Return a context of `multiprocessing` whose processes are forked from one that has imported the framework.
+
+    Not the library itself: its import belongs into the measured coverage of each worker. With None for ``platform``
+    nothing is imported.
+    """
+    context = multiprocessing.get_context("forkserver")
+    if platform is not None:
+        context.set_forkserver_preload(["numpy", platform.split("-")[0]])
+    return context
 
 
 def free_port() -> int:

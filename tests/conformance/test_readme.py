@@ -17,7 +17,7 @@ def test_script(platform_name: str, tmp_path: Path, address: str) -> None:
     torchs, mindspores = ("README.md", "mlp_torch.py"), ("docs/tutorials/mindspore.md", "mlp_mindspore.py")
     page, name = mindspores if platform_name == "mindspore" else torchs
     script.write_text(program_of(ROOT / page, name))
-    outputs = run_on_two(script, address)
+    outputs = run_on_two(script, address, anew=True)  # as a newcomer starts it
     errors = [float(error) for error in re.findall(r"gradient off by (\S+)", outputs[0])]
     assert len(errors) == 4, outputs[0]
     assert max(errors) < 1e-5

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,7 @@ from hyper_parallel.platform.mindspore.processes.launch import GroupVerbs
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch, is_dispatching
 from hyper_parallel.testing.spmd import on_mesh
 from tests.mindspore.nets import batch, error_of, make_net
+from tests.support.programs import run_each
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("ast", "bytecode", "trace")
@@ -275,11 +273,10 @@ def run_program(folder: Path, text: str) -> list[str]:
     """The lines that a program printed, which is one rank alone."""
     program = folder / "program.py"  # MindSpore compiles from files only
     program.write_text(text)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MS_", "RANK", "WORLD"))}
-    environment |= {"PYTHONPATH": str(ROOT), "HYPER_PARALLEL_PLATFORM": "mindspore", "GLOG_v": "4"}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    # Anew: a recording reads the source of all callers, of which a forked process has some without a file.
+    (ended,) = run_each([program], [{"HYPER_PARALLEL_PLATFORM": "mindspore", "GLOG_v": "4"}], anew=True)
+    assert ended.status == 0, ended.err
+    return ended.out.splitlines()
 
 
 RECORDING = """

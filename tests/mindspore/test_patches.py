@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from functools import partial
 
 import mindspore
@@ -10,7 +9,6 @@ import pytest
 
 from hyper_parallel.platform.mindspore.gradients.autograd import _Recording, counted_begin, counted_end
 from hyper_parallel.platform.mindspore.patches import PATCHES
-from hyper_parallel.testing.pool import free_port
 from tests.support.patch_table import table
 from tests.support.patched_programs import IN_A_FORK, IN_THREADS, fresh, page_has
 
@@ -60,10 +58,7 @@ platform.barrier(platform.world().group)
 platform.destroy_process_group()
 print("passed", flush=True)
 """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fresh(program(code, world=2), ranks=2, port=port)
+    fresh(program(code, world=2), ranks=2)
 
 
 def test_exactly_what_is_listed_is_patched_and_taken_back() -> None:
@@ -198,4 +193,4 @@ def test_first_use_in_threads() -> None:
 
 def test_in_a_fork() -> None:
     """A collective in a forked child is an error at once, and its rank goes on."""
-    fresh(MAKE + IN_A_FORK, ranks=2, port=free_port())
+    fresh(MAKE + IN_A_FORK, ranks=2)

@@ -3,7 +3,6 @@ device."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,18 +10,23 @@ import pytest
 from hyper_parallel.testing.extent import in_gate
 from hyper_parallel.testing.spmd import device_mesh
 from tests.mindspore.nets import first_line, on_first_rank
-from tests.mindspore.programs.program import WAYS, compare, run
+from tests.mindspore.programs.program import WAYS, Program, Record, compare, run
 from tests.mindspore.programs.table import PAGE, PROGRAMS, text
 
 
-def outcome(name: str, way: str) -> list[str]:
-    """Run a program in a way, and name the differences from one device on this rank."""
-    shape, program = WAYS[way], PROGRAMS[name]
-    mesh = device_mesh(*shape, names=("dp", "tp")[-len(shape) :])
-    everyone = device_mesh(math.prod(shape))
-    if everyone is None:
-        return []
-    wanted = on_first_rank(everyone, lambda: run(program))
+def outcomes(name: str) -> dict[str, list[str]]:
+    """Run a program in all ways, and name the differences of each from one device on this rank."""
+    program = PROGRAMS[name]
+    wanted = on_first_rank(device_mesh(), lambda: run(program))
+    found = {}
+    for way, shape in WAYS.items():
+        mesh = device_mesh(*shape, names=("dp", "tp")[-len(shape) :])
+        if mesh is not None:
+            found[way] = outcome(program, way, mesh, wanted)
+    return found
+
+
+def outcome(program: Program, way: str, mesh: Any, wanted: Record) -> list[str]:
     try:
         got = run(program, way, mesh)
     except Exception as error:
@@ -42,8 +46,9 @@ IN_GATE = (
 
 @pytest.mark.parametrize("name", in_gate(PROGRAMS, IN_GATE))
 def test_programs(pool: Any, name: str) -> None:
-    found = {way: pool.run(math.prod(shape), outcome, name, way) for way, shape in WAYS.items()}
-    assert {way: problems for way, problems in found.items() if any(problems)} == {}
+    found = pool.run(4, outcomes, name)
+    assert [set(ways) for ways in found[:2]] == [{*WAYS}] * 2
+    assert [{way: problems for way, problems in ways.items() if problems} for ways in found] == [{}] * 4
 
 
 def test_page() -> None:

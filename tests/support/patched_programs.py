@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.programs import run_each, run_ranks
 
 __all__ = ["IN_A_FORK", "IN_THREADS", "fresh", "page_has"]
 
@@ -81,35 +80,15 @@ mesh.platform.destroy_process_group()
 """
 
 
-def fresh(code: str, ranks: int = 1, port: int = 0) -> None:
-    """Run ``code`` in a new interpreter, which must print "passed" and end well. With several ranks, one runs for each,
-    under torchrun's variables."""
-    environment = {**os.environ, "GLOG_v": "3"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
-    started = []
-    for rank in range(ranks):
-        if ranks > 1:
-            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            environment.update({"RANK": str(rank), "WORLD_SIZE": str(ranks), **where})
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=180)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    ends = [process.returncode for process in started]
+def fresh(code: str, ranks: int = 1) -> None:
+    """Run ``code`` in a process that has imported the framework alone; it must print "passed" and end well. With
+    several ranks, one runs for each, under torchrun's variables."""
+    if ranks > 1:
+        ended = run_ranks(["-c", code], ranks, GLOG_v="3")
+    else:
+        ended = run_each(["-c", code], [{"GLOG_v": "3"}])
     # Not as a line: a framework may log something behind it.
-    assert ends == [0] * ranks and all("passed" in output for output in outputs), "\n".join(outputs)
+    assert all(end.status == 0 and "passed" in end.out for end in ended), "\n".join(end.out + end.err for end in ended)
 
 
 def page_has(framework: str, text: str) -> bool:

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hyper_parallel.testing.pool import free_port
+from tests.support.prepared import start
 
 __all__ = ["PATIENCE", "ROOT", "Ended", "program_of", "run_each", "run_on_two", "run_ranks"]
 
@@ -38,6 +38,7 @@ def run_ranks(
     address: str = "127.0.0.1",
     cwd: Path | None = None,
     kill: int | None = None,
+    anew: bool = False,
     **variables: str,
 ) -> list[Ended]:
     """Run Python with these arguments on each rank, under torchrun's variables, until all have ended.
@@ -48,41 +49,69 @@ def run_ranks(
         address: at which they meet.
         cwd: the folder in which they run.
         kill: a rank that may never end, and is killed when the others have ended.
+        anew: start interpreters for them, which takes seconds more. Needed where the interpreter's end counts, or what
+            is read when the framework is imported.
         variables: further ones of the environment.
     """
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(free_port()), **variables}
     ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    return run_each(arguments, ranks, cwd, kill)
+    return run_each(arguments, ranks, cwd, kill, anew)
 
 
 def run_each(
-    arguments: Sequence[object], variables: Sequence[dict[str, str]], cwd: Path | None = None, kill: int | None = None
+    arguments: Sequence[object],
+    variables: Sequence[dict[str, str]],
+    cwd: Path | None = None,
+    kill: int | None = None,
+    anew: bool = False,
 ) -> list[Ended]:
     """The same with ``variables`` for each process, and none of a launcher that are not among them."""
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, *map(str, arguments)]
-    with ExitStack() as stack:
-        # Not pipes: a rank whose pipe is full would keep those waiting that are read first.
-        files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in variables]
-        processes = [
-            subprocess.Popen(command, env={**kept, **own}, cwd=cwd, stdout=out, stderr=err)
-            for own, (out, err) in zip(variables, files, strict=True)
-        ]
+    command = [*map(str, arguments)]
+    processes: list[Any] = []
+    # Files, not pipes: a rank whose pipe is full would keep those waiting that are read first.
+    with tempfile.TemporaryDirectory() as folder:
+        files = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(len(variables))]
+        begin = _interpreter if anew else start
         try:
+            for own, (output, errors) in zip(variables, files, strict=True):
+                processes.append(begin(command, {**kept, **own}, cwd, output, errors))
             for rank, process in enumerate(processes):
                 if rank != kill:
-                    process.wait(PATIENCE)
+                    process.join(PATIENCE)
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
-        for file in (file for pair in files for file in pair):
-            file.seek(0)
+                process.join()
         return [
-            Ended(process.returncode, out.read(), err.read())
-            for process, (out, err) in zip(processes, files, strict=True)
+            Ended(process.exitcode, output.read_text(), errors.read_text())
+            for process, (output, errors) in zip(processes, files, strict=True)
         ]
+
+
+class _Interpreter:
+    """A process of an interpreter of its own, with the methods of those of `multiprocessing`."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.kill = process.kill
+
+    def join(self, seconds: float | None = None) -> None:
+        self._process.wait(seconds)
+
+    @property
+    def exitcode(self) -> int:
+        return self._process.returncode
+
+
+def _interpreter(
+    arguments: Sequence[str], environment: dict[str, str], cwd: Path | None, output: Path, errors: Path
+) -> _Interpreter:
+    """Start a program as `prepared.start` does, in an interpreter of its own."""
+    with output.open("w") as out, errors.open("w") as err:
+        process = subprocess.Popen([sys.executable, *arguments], env=environment, cwd=cwd, stdout=out, stderr=err)
+    return _Interpreter(process)
 
 
 def program_of(page: Path, name: str) -> str:
@@ -91,8 +120,8 @@ def program_of(page: Path, name: str) -> str:
     return next(block for block in blocks if block.startswith(f"# {name}\n"))
 
 
-def run_on_two(script: Path, address: str = "127.0.0.1") -> list[str]:
-    """The output of each of two ranks; they must end well."""
-    ended = run_ranks([script], 2, address=address)
+def run_on_two(script: Path, address: str = "127.0.0.1", anew: bool = False) -> list[str]:
+    """The output of each of two ranks; they must end well. ``anew`` as for `run_ranks`."""
+    ended = run_ranks([script], 2, address=address, anew=anew)
     assert [rank.status for rank in ended] == [0, 0], ended
     return [rank.out for rank in ended]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import warnings
 from typing import Any
@@ -24,6 +23,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
+from tests.support.programs import run_each
 from tests.torch.support import close, device, full, randn, shard
 
 INFINITY = float("inf")
@@ -320,5 +320,5 @@ print("done")
 
 def test_functions_imported_before() -> None:
     """Functions imported earlier are torch's own, and work too."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
+    (ended,) = run_each(["-c", PROGRAM], [{}])
+    assert (ended.status, ended.out.strip()) == (0, "done"), ended.err

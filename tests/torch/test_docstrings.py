@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests.support.programs import run_each
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hyper_parallel"
 
@@ -45,10 +44,6 @@ def test_style_of_the_first_day(tmp_path: Path) -> None:
 
 def run_alone(*arguments: str) -> str:
     """The output of Python, in a process whose world has one rank."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in launcher}
-    run = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    (ended,) = run_each(arguments, [{}])
+    assert ended.status == 0, ended.out + ended.err
+    return ended.out

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from torch import nn
 from hyper_parallel import ColwiseParallel, DTensor, RowwiseParallel, Shard, parallelize_module
 from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
+from tests.support.programs import run_each
 from tests.torch.support import close, device, full, randn, shard
 
 
@@ -206,8 +205,8 @@ print("done")
 
 def test_optimizers_made_before() -> None:
     """Once a class has an instance, torch has wrapped its step already."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
+    (ended,) = run_each(["-c", PROGRAM], [{}])
+    assert (ended.status, ended.out.strip()) == (0, "done"), ended.err
 
 
 JOBS = [

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +11,7 @@ import pytest
 
 from hyper_parallel.testing.extent import in_gate
 from tests.support.pages import ELSEWHERE, PROGRAMS, ROOT, blocks_of, pages, run_page
+from tests.support.programs import run_each
 
 #: Pages whose code starts processes by itself: they run as programs.
 ALONE = ("docs/explain.md", "docs/getting_started.md")
@@ -44,11 +42,8 @@ def test_page_of_programs(page: str, tmp_path: Path) -> None:
     for i, program in enumerate([together, *apart]):
         script = tmp_path / f"program{i}.py"
         script.write_text(program, encoding="utf-8")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        run = subprocess.run(
-            [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert run.returncode == 0, run.stderr
+        (ended,) = run_each([script], [{}], tmp_path)
+        assert ended.status == 0, ended.err
 
 
 def test_what_runs_elsewhere_is_named_there() -> None:

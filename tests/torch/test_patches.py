@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from hyper_parallel.core import operations
 from hyper_parallel.platform.torch.compiler.dynamo import not_compiled
 from hyper_parallel.platform.torch.patches import PATCHES
-from hyper_parallel.testing.pool import free_port
 from tests.support.patch_table import table
 from tests.support.patched_programs import IN_A_FORK, IN_THREADS, fresh, page_has
 
@@ -52,10 +50,7 @@ assert patching.installed()["torch"] == tuple(p for p in listed if not p.waits)
 print("passed")
 platform.destroy_process_group()
 """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fresh(program(code, world=2), ranks=2, port=port)
+    fresh(program(code, world=2), ranks=2)
 
 
 def test_exactly_what_is_listed_is_patched_and_taken_back() -> None:
@@ -245,4 +240,4 @@ def test_first_use_in_threads() -> None:
 
 def test_in_a_fork() -> None:
     """A collective in a forked child is an error at once, and its rank goes on."""
-    fresh(MAKE + IN_A_FORK, ranks=2, port=free_port())
+    fresh(MAKE + IN_A_FORK, ranks=2)

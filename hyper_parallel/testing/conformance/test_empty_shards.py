@@ -13,6 +13,7 @@ from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import block_plan, floats, same
+from hyper_parallel.testing.extent import in_gate
 
 #: ranks, length of a sequence that leaves some of them without elements
 PLACES = [(2, 1), (3, 4), (4, 9), (4, 1)]
@@ -57,7 +58,7 @@ def norm(mesh: Any, length: int, name: str, use_local_output: bool) -> None:
 
 @pytest.mark.parametrize("use_local_output", [True, False])
 @pytest.mark.parametrize("name", ["norm", "own"])
-@pytest.mark.parametrize(("world", "length"), PLACES)
+@pytest.mark.parametrize(("world", "length"), in_gate(PLACES, [(3, 4), (4, 1)], unpack=True))
 def test_norms(pool: Any, world: int, length: int, name: str, use_local_output: bool) -> None:
     """Norms under `SequenceParallel`, the framework's and one written by hand."""
     pool.run(world, norm, length, name, use_local_output)
@@ -75,7 +76,7 @@ def registered_norm(mesh: Any, length: int) -> None:
         del platform.norm_kinds[cls]
 
 
-@pytest.mark.parametrize(("world", "length"), [*PLACES, (2, 4)])
+@pytest.mark.parametrize(("world", "length"), in_gate([*PLACES, (2, 4)], [(3, 4), (4, 1), (2, 4)], unpack=True))
 def test_registered_norms(pool: Any, world: int, length: int) -> None:
     pool.run(world, registered_norm, length)
 
@@ -103,7 +104,7 @@ def masked(mesh: Any, length: int) -> None:
     compare(mesh, lambda adapter: adapter.norm_module(6), {"": SequenceParallel()}, floats(2, length, 6), before)
 
 
-@pytest.mark.parametrize(("world", "length"), PLACES)
+@pytest.mark.parametrize(("world", "length"), in_gate(PLACES, [(4, 9), (4, 1)], unpack=True))
 def test_masks(pool: Any, world: int, length: int) -> None:
     pool.run(world, masked, length)
 

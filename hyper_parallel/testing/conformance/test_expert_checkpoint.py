@@ -14,6 +14,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.conformance.test_checkpoint import digests, optimizer_of
 from hyper_parallel.testing.conformance.test_experts import FEATURES, HIDDEN
+from hyper_parallel.testing.extent import in_gate
 
 COUNT = 5
 INSIDE = {"input_layout": Replicate(), "tp_dim": "tp", "inside": {"gate_up": PackedShard(2, 2), "down": Shard(1)}}
@@ -70,7 +71,7 @@ def load_job(name: str, directory: str) -> Any:
     return digests(module, optimizer, mesh.platform)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", in_gate(LAYOUTS, ["ep=2, sharded over rest=2", "ep=2, cut inside over tp=2"]))
 def test_experts_of_each_layout_in_each_other(pool: Any, tmp_path: Path, name: str) -> None:
     directory = str(tmp_path / "saved")
     saved = pool.run(4, save_job, name, directory)[0]

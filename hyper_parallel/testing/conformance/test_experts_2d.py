@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import difference, same
 from hyper_parallel.testing.conformance.test_experts import FEATURES, HIDDEN, refused
+from hyper_parallel.testing.extent import in_gate
 
 COUNT = 3
 #: Tokens of each expert in the batch of each data-parallel rank, sorted by expert.
@@ -156,8 +158,11 @@ def beside_tp(mesh: Any, name: str, by_index: bool) -> Any:
     return counts
 
 
-@pytest.mark.parametrize("by_index", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "by_index"),
+    # In the gate each way calls its experts in one of two ways.
+    in_gate(product(WAYS, [False, True]), [(way, bool(i % 2)) for i, way in enumerate(WAYS)], unpack=True),
+)
 def test_experts_and_tensor_parallelism(pool: Any, way: str, by_index: bool) -> None:
     exchanges, forward, backward = WAYS[way].sent
     for counts in pool.run(4, beside_tp, way, by_index):

@@ -26,7 +26,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.comparisons import compare, floats
-from hyper_parallel.testing.extent import on_ranks
+from hyper_parallel.testing.extent import everything, on_ranks
 
 R, P = "R", "P"
 Counts = tuple[Counter, Counter]
@@ -133,8 +133,8 @@ def cases(style: str, module: str, even: bool, size: int) -> Iterator[tuple[Any,
             # Plain shards say nothing about the whole: they are taken to be equal, but for the features of a weight.
             if even or given in (R, 0) or (given == -1 and style == "rowwise") or size == 1:
                 yield given, wanted, False, (build, plan, array), layouts
-            # Without a style for its input the module computes on the given one.
-            if style != "output":
+            # Without a style for its input the module computes on the given one. Uneven sizes show all of it.
+            if style != "output" and (everything() or not even):
                 yield given, wanted, True, (build, plan, array), layouts
 
 

@@ -13,11 +13,14 @@ from mindspore import Tensor, nn
 from hyper_parallel import Shard, distribute_tensor, fully_shard, parallelize_module, replicate
 from hyper_parallel.core.communication.collectives import all_gather_object
 from hyper_parallel.mindspore import value_and_grad
+from hyper_parallel.testing.extent import everything
 from tests.mindspore.nets import whole
 
 __all__ = ["SAMPLES", "STEPS", "WAYS", "Job", "Program", "compare", "run"]
 
-STEPS, SAMPLES = 5, 8
+#: Steps of a program, and how many of them the gate takes: every moment has been used after two.
+STEPS, STEPS_IN_GATE = 5, 3
+SAMPLES = 8
 #: Way -> the shape of its mesh.
 WAYS: dict[str, tuple[int, ...]] = {
     "tensor parallel": (2,),
@@ -121,7 +124,7 @@ def run(program: Program, way: str | None = None, mesh: Any = None) -> Record:
     if way == "replicate":
         replicate(net, dp)
     is_cut = way not in (None, "tensor parallel")
-    batches = [program.batch(rng) for _ in range(STEPS)]
+    batches = [program.batch(rng) for _ in range(STEPS if everything() else STEPS_IN_GATE)]
     job = Job(net, [tuple(_given(x, program, dp if is_cut else None) for x in batch) for batch in batches])
     program.train(job)
     losses = job.losses

@@ -146,7 +146,8 @@ class _Operator:
             except Exception as error:
                 return f"one device: {_first_line(error)}"  # this sample is not for this form, or for this device
         chance = random.Random(f"{self.name} {form} {number}")
-        for mesh, placements in _placements(tensors, self.side, self.meshes, chance, self.many, form):
+        as_sums = self.many or zlib.crc32(self.name.encode()) % 3 == 0
+        for mesh, placements in _placements(tensors, self.side, self.meshes, chance, self.many, form, as_sums):
             self._one(trial, form, mesh, placements)
         return ""
 
@@ -352,9 +353,9 @@ def _difference(got: Any, wanted: Any, values: bool, coarse: bool = False) -> st
 
 # ------------------------------------------------------------------------------------------------ placements
 def _placements(
-    tensors: list[Any], side: Side, meshes: list[Any], chance: random.Random, many: bool, form: str
+    tensors: list[Any], side: Side, meshes: list[Any], chance: random.Random, many: bool, form: str, as_sums: bool
 ) -> Iterator[tuple[Any, list[tuple]]]:
-    """Meshes, each with the placements of all tensors."""
+    """Meshes, each with the placements of all tensors; `Partial` ones among them for ``as_sums``."""
     line, grid = meshes[0], meshes[-1]
     ndims = [len(x.shape) for x in tensors]
     partial = [side.can_be_partial(x) for x in tensors]
@@ -377,7 +378,7 @@ def _placements(
         yield grid, each(grid)
         return
     yield line, first
-    if any(partial):
+    if any(partial) and as_sums:
         yield line, sums
     if grid is not line or not any(partial):
         yield grid, each(grid)
