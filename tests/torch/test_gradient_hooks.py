@@ -31,7 +31,7 @@ class Layers(nn.Module):
 
 
 def with_hooks(model: Any, calls: list[Any]) -> None:
-    """Register a hook on each parameter that scales its gradient by its norm, and one that reads the sum of it."""
+    """Register two hooks for each parameter: one scales the gradient by its norm, one reads the accumulated sum."""
     for name, p in model.named_parameters():
         p.register_hook(lambda g, name=name: calls.append((name, tuple(g.shape))) or g / (1 + full(g.norm())))
         p.register_post_accumulate_grad_hook(lambda p, name=name: calls.append((name, full(p.grad).sum().item())))
@@ -41,9 +41,9 @@ def train(mesh: Any, recomputed: bool, accumulated: bool, at: int) -> tuple[list
     """Return gradients after a step, and the calls of hooks.
 
     Args:
-        mesh: divides the model by columns over its first dimension, and in units over its second. None leaves it whole.
+        mesh: divides the model by columns over ``tp``, and in units over ``dp``. None leaves it whole.
         recomputed: whether a layer is recomputed by a reentrant checkpoint.
-        accumulated: whether a first batch without reduction uses all layers, and a second one the first layer alone.
+        accumulated: whether two batches are accumulated. The second one uses the first layer alone.
         at: whether hooks are registered before (0), between (1) or after (2) both ways of dividing the model.
     """
     calls: list[Any] = []
