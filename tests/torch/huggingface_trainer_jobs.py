@@ -56,6 +56,8 @@ class Job:
         resume: a checkpoint to go on with.
         by_hand: whether the program divides the model itself.
         adapters: whether LoRA adapters of peft are trained.
+        sizes: where the mesh is an ``accelerate.ParallelismConfig``: ``"given"`` to the function, or ``"own"`` for the
+            accelerator's.
     """
 
     folder: str
@@ -66,9 +68,14 @@ class Job:
     resume: str | None = None
     by_hand: bool = False
     adapters: bool = False
+    sizes: str = ""
 
     def mesh(self) -> Any:
-        """The mesh."""
+        """The mesh, or the sizes of a mesh."""
+        if self.sizes:
+            from accelerate import ParallelismConfig
+
+            return ParallelismConfig(**dict(zip((f"{name}_size" for name in self.names), self.shape, strict=True)))
         return init_device_mesh("cpu", self.shape, mesh_dim_names=self.names)
 
     @property
@@ -265,7 +272,11 @@ def accelerated(job: Job) -> Any:
 
     order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES, dataloader_config=order)
-    if job.shape:
+    if job.sizes == "own":  # accelerate itself takes the sizes where ranks have GPUs
+        accelerator.state.parallelism_config = job.mesh()
+        assert parallelize_accelerator(accelerator, **job.options) is accelerator
+        assert accelerator.parallelism_config is None
+    elif job.shape:
         assert parallelize_accelerator(accelerator, job.mesh(), **job.options) is accelerator
     model, data = llama(), [sample["input_ids"] for sample in (Samples(SAMPLES)[i] for i in range(SAMPLES))]
     size = BATCH // MICRO_BATCHES // job.batches
@@ -338,9 +349,16 @@ def refuse(folder: str, what: str, how: dict[str, Any], kind: type, match: str) 
                 patches.setattr(kinds, "distributed_type", how["kind"])
             if "config" in how:
                 patches.setattr(kinds, "parallelism_config", SimpleNamespace(total_size=2))
+            if "sizes" in how:
+                from accelerate import ParallelismConfig
+
+                mesh = ParallelismConfig(**how["sizes"])
             with pytest.raises(kind, match=match):
-                call(how.get("object", given), mesh, data_parallel=how.get("data_parallel", "fully_shard"))
+                way = {"data_parallel": how.get("data_parallel", "fully_shard"), "plan": how.get("plan")}
+                call(how.get("object", given), mesh, **way)
         assert type(given) is kinds
+        if what == "trainer" and "twice" not in how:
+            assert type(given.accelerator) is Accelerator
 
 
 def refuse_on_ranks() -> None:

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from hyper_parallel.integrations.huggingface.division import whole_head
 from hyper_parallel.integrations.huggingface.trainer import by_names, load_weights
 from hyper_parallel.testing.extent import in_gate
-from tests.support.programs import ROOT, program_of, run_ranks
+from hyper_parallel.testing.pool import free_port
+from tests.support.programs import ROOT, program_of, run_each, run_ranks
 from tests.torch.huggingface_trainer_jobs import Job, in_one_process, llama, refuse
 
 pytestmark = pytest.mark.skipif(
@@ -25,6 +26,7 @@ needs_trl = pytest.mark.skipif(
     find_spec("trl") is None, reason="trl is not installed: platform/torch-cpu/requirements.txt has it"
 )
 
+SETTINGS = {"HYPER_PARALLEL_PLATFORM": "torch-cpu"}
 JOBS = "tests.torch.huggingface_trainer_jobs:over_a_mesh"
 GRIDS = {
     "data and tensor": {"shape": (2, 2)},
@@ -34,6 +36,8 @@ GRIDS = {
     "replicas of shards": {"shape": (2, 2), "names": ("dp_replicate", "dp_shard")},
     "tensor first": {"shape": (2, 2), "names": ("tp", "dp")},
     "by hand": {"shape": (2, 2), "by_hand": True},
+    "sizes": {"shape": (2, 2), "names": ("dp_shard", "tp"), "sizes": "given"},
+    "own sizes": {"shape": (2, 2), "names": ("dp_shard", "tp"), "sizes": "own"},
 }
 
 
@@ -67,7 +71,7 @@ def test_trainer(pool: Any, tmp_path: Path, whole: Any) -> None:
     job = Job(str(tmp_path / "one"), **GRIDS["data and tensor"])
     for got in pool.run(4, JOBS, "trained", job):
         compare(got, whole[1])
-    for folder, grid in ((job.folder, "data alone"), (whole[0], "data and tensor")):
+    for folder, grid in ((job.folder, "data alone"), (whole[0], "sizes")):
         resumed = Job(str(tmp_path / "two"), **GRIDS[grid], resume=f"{folder}/checkpoint-2")
         for rows, weights in pool.run(4, JOBS, "trained", resumed):
             compare((later(rows), weights), (later(whole[1][0]), whole[1][1]))
@@ -102,7 +106,7 @@ def test_arguments(pool: Any, tmp_path: Path, more: dict[str, Any]) -> None:
 def test_accelerate(pool: Any, tmp_path: Path, grid: str) -> None:
     """A loop with accelerate, and its state on another mesh. Accelerate takes a step of the schedule for each
     batch of the ranks. So the resumed job has as many."""
-    later_grid = "replicas of shards" if grid == "data alone" else "tensor first"
+    later_grid = "replicas of shards" if grid == "data alone" else "own sizes"
     rows, weights = in_one_process("accelerated", Job(str(tmp_path / "whole")))
     job = Job(str(tmp_path / "ranks"), **GRIDS[grid])
     resumed = Job(str(tmp_path / "more"), **GRIDS[later_grid], resume=f"{job.folder}/state")
@@ -142,6 +146,7 @@ REFUSED = [
     ("trainer", {"shape": (1, 1), "names": ("cp", "tp")}, ValueError, "does not divide sequences"),
     ("trainer", {"data_parallel": "zero"}, ValueError, "'fully_shard' or 'replicate'"),
     ("trainer", {"arguments": {"train_sampling_strategy": "batch_rebalance"}}, ValueError, "batch_rebalance"),
+    ("trainer", {"plan": {"nothing": "colwise"}}, ValueError, "'nothing'"),
     ("trainer", {"twice": True}, ValueError, "has a mesh already"),
     ("trainer", {"object": "a"}, TypeError, "takes a transformers.Trainer, got str"),
     ("trainer", {"without": "_load_best_model"}, ValueError, "has no _load_best_model; known is 5.24"),
@@ -151,7 +156,8 @@ REFUSED = [
     ("accelerator", {"after": True}, ValueError, "before accelerator.prepare"),
     ("accelerator", {"dispatch": True}, ValueError, "dispatch_batches=True"),
     ("accelerator", {"kind": "FSDP"}, ValueError, "divides models by FSDP already"),
-    ("accelerator", {"config": True}, ValueError, "has a parallelism_config"),
+    ("accelerator", {"config": True}, ValueError, "has a parallelism_config, and a mesh is given"),
+    ("accelerator", {"sizes": {"cp_size": 2}}, ValueError, "has cp_size=2 and sp_size=1: leave both at 1"),
 ]
 
 
@@ -185,6 +191,18 @@ def test_programs_of_the_page(tmp_path: Path, name: str) -> None:
     script.write_text(program_of(ROOT / "docs" / "trainer.md", name), encoding="utf-8")
     ended = run_ranks([script], 4, cwd=tmp_path, HYPER_PARALLEL_PLATFORM="torch-cpu")
     assert [rank.status for rank in ended] == [0, 0, 0, 0], ended
+    assert (tmp_path / "trained" / "model.safetensors").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["finetune.py", "loop.py"])
+def test_accelerate_launch(tmp_path: Path, name: str) -> None:
+    """The programs of the page, with ranks that accelerate's own command starts."""
+    script = tmp_path / name
+    script.write_text(program_of(ROOT / "docs" / "trainer.md", name), encoding="utf-8")
+    command = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "4")
+    (ended,) = run_each([*command, "--main_process_port", free_port(), script], [SETTINGS], cwd=tmp_path)
+    assert ended.status == 0, ended
     assert (tmp_path / "trained" / "model.safetensors").exists()
 
 

@@ -54,7 +54,8 @@ def common_mesh(layouts: tuple, func: Any) -> DeviceMesh | None:
 _SLICES = (
     "in a distributed batch a layer with use_local_output=False (the default of SequenceParallel) gives a tensor on "
     "both dimensions, and a layer with use_local_output=True on the data-parallel one alone. Give all layers of a "
-    "residual stream the same use_local_output"
+    "residual stream the same use_local_output. Parameters of a module without a style are on the data-parallel "
+    "dimension alone too: give the module one in the plan, such as NoParallel()"
 )
 _MESHES = "bring them to one mesh (full_tensor, then distribute_tensor)"
 

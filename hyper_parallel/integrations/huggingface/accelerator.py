@@ -11,7 +11,7 @@ from typing import Any
 
 from hyper_parallel import checkpoint
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.integrations.huggingface.division import Division, is_divided
+from hyper_parallel.integrations.huggingface.division import Division, is_divided, mesh_of_sizes
 from hyper_parallel.integrations.huggingface.given_objects import check_known, give_methods
 from hyper_parallel.integrations.huggingface.saving import full_state_dict
 
@@ -23,6 +23,7 @@ _KNOWN = "1.15"
 _NEEDED = (
     *("prepare_model", "prepare_data_loader", "prepare_scheduler", "no_sync", "gather", "gather_for_metrics"),
     *("reduce", "get_state_dict", "save_state", "load_state", "dataloader_config", "gradient_state", "state"),
+    "parallelism_config",
 )
 #: The folder of sharded values in a folder of `save_state`.
 _FOLDER = "parallel_state"
@@ -30,7 +31,7 @@ _FOLDER = "parallel_state"
 
 def parallelize_accelerator(
     accelerator: Any,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Any = None,
     *,
     plan: Mapping[str, Any] | None = None,
     data_parallel: str = "fully_shard",
@@ -47,8 +48,9 @@ def parallelize_accelerator(
     Args:
         accelerator: an ``accelerate.Accelerator``, which has prepared nothing.
         mesh: over all ranks, with names. The dimension ``"tp"`` is for tensor parallelism, all others are for data
-            parallelism. Of two others `fully_shard` replicates over the first, and shards over the second. None is the
-            one entered with ``with mesh:``.
+            parallelism. Of two others `fully_shard` replicates over the first, and shards over the second. An
+            ``accelerate.ParallelismConfig`` gives a mesh of its sizes. None is the accelerator's own
+            ``parallelism_config``, if it has one, or the mesh entered with ``with mesh:``.
         plan: as for `parallelize_model`. For another model than one of transformers: names of modules to styles.
         data_parallel: ``"fully_shard"``, or ``"replicate"`` for whole parameters on each rank.
         units: names of the classes of modules that become units of `fully_shard`. None takes the layers that a model of
@@ -60,8 +62,8 @@ def parallelize_accelerator(
 
     Raises:
         TypeError: for another object. ValueError: for an accelerator with another way of dividing models (FSDP,
-            DeepSpeed, ``parallelism_config``), for ``dispatch_batches=True``, and for a mesh that does not fit. Nothing
-            has been changed then.
+            DeepSpeed), for a ``parallelism_config`` and a mesh, for ``dispatch_batches=True``, and for a mesh that
+            does not fit. Nothing has been changed then.
 
     Example:
         >>> from accelerate import Accelerator  # doctest: +SKIP
@@ -71,32 +73,48 @@ def parallelize_accelerator(
         >>> accelerator = parallelize_accelerator(Accelerator(), mesh)  # doctest: +SKIP
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
     """
-    division = Division(mesh, plan, data_parallel, units, options, "parallelize_accelerator")
-    attach(accelerator, division)
+    check_accelerator(accelerator)
+    mesh = mesh_for(accelerator, mesh, "parallelize_accelerator")
+    attach(accelerator, Division(mesh, plan, data_parallel, units, options, "parallelize_accelerator"))
     return accelerator
 
 
+def mesh_for(accelerator: Any, mesh: Any, what: str) -> DeviceMesh | None:
+    """The mesh that is given, or the mesh of the sizes in a ``ParallelismConfig``: the given one or the accelerator's.
+
+    Raises:
+        ValueError: for an accelerator with a ``parallelism_config`` where a mesh is given as well.
+    """
+    config = accelerator.parallelism_config
+    if config is None or config.total_size == 1:
+        return mesh_of_sizes(mesh, what) if hasattr(mesh, "dp_shard_size") else mesh
+    if mesh is not None and mesh is not config:
+        raise ValueError(f"{what}: the accelerator has a parallelism_config, and a mesh is given as well: give one")
+    return mesh_of_sizes(config, what)
+
+
 def attach(accelerator: Any, division: Division) -> None:
-    """Give an accelerator the methods of `_Divided`."""
-    _check(accelerator)
+    """Give an accelerator that `check_accelerator` has passed the methods of `_Divided`."""
     accelerator._division = division
+    # The division takes the place of accelerate's own, whose code asks for this.
+    accelerator.state.parallelism_config = accelerator.state.device_mesh = None
     # Batches that one process reads for all would be divided over all ranks.
     accelerator.dataloader_config.dispatch_batches = False
     give_methods(accelerator, _Divided)
 
 
-def _check(accelerator: Any) -> None:
+def check_accelerator(accelerator: Any) -> None:
+    """Check that an accelerator can be divided.
+
+    Raises:
+        TypeError, ValueError: as `parallelize_accelerator`.
+    """
     if isinstance(accelerator, _Divided):
         raise ValueError("parallelize_accelerator: this accelerator has a mesh already")
     check_known(accelerator, _NEEDED, "parallelize_accelerator", "an accelerate.Accelerator", _KNOWN)
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
         raise ValueError(f"the accelerator divides models by {kind} already: leave that out of its configuration")
-    config = getattr(accelerator, "parallelism_config", None)
-    if config is not None and config.total_size > 1:
-        raise ValueError(
-            "the accelerator has a parallelism_config: the mesh of parallelize_accelerator takes its place"
-        )
     if accelerator.dispatch_batches:
         raise ValueError(
             "dispatch_batches=True divides each batch over all ranks, and ranks that share a model need the same one: "

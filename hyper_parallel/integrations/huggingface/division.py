@@ -9,12 +9,12 @@ from hyper_parallel.core.data_parallel.fully_shard import fully_shard
 from hyper_parallel.core.data_parallel.replicate import replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Shard
-from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
+from hyper_parallel.core.mesh.device_mesh import DeviceMesh, init_device_mesh, resolve_mesh
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.integrations.huggingface.api import parallelize_model
 from hyper_parallel.integrations.huggingface.lora import adapted_model
 
-__all__ = ["Division", "is_divided", "whole_head"]
+__all__ = ["Division", "is_divided", "mesh_of_sizes", "whole_head"]
 
 #: The dimension of a mesh for tensor parallelism. All others are for data parallelism.
 TENSOR = "tp"
@@ -115,6 +115,28 @@ class Division:
         if self.batches is None or self.count == 1:
             return x
         return DTensor.from_local(x.contiguous(), self.batches, (Shard(0),), run_check=False).full_tensor()
+
+
+def mesh_of_sizes(config: Any, what: str) -> DeviceMesh:
+    """The mesh of the sizes that an ``accelerate.ParallelismConfig`` has, in accelerate's order of dimensions.
+
+    Args:
+        config: has ``dp_replicate_size``, ``dp_shard_size``, ``cp_size``, ``sp_size`` and ``tp_size``.
+        what: the caller, for messages.
+
+    Raises:
+        ValueError: for a size that cuts sequences, or sizes of another number of ranks than there are.
+    """
+    if config.cp_size > 1 or config.sp_size > 1:
+        raise ValueError(
+            f"{what} does not divide sequences, and the ParallelismConfig has cp_size={config.cp_size} and "
+            f"sp_size={config.sp_size}: leave both at 1, or call parallelize_model in a training loop of your own, as "
+            "the page on long sequences shows"
+        )
+    sizes = {"dp_replicate": config.dp_replicate_size, "dp_shard": config.dp_shard_size, TENSOR: config.tp_size}
+    # A shard of one rank stays: without it, replicas would be taken for shards.
+    names = tuple(name for name, size in sizes.items() if size > 1 or name == "dp_shard")
+    return init_device_mesh(mesh_shape=tuple(sizes[name] for name in names), mesh_dim_names=names)
 
 
 def is_divided(model: Any) -> bool:

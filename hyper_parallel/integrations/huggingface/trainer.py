@@ -9,7 +9,7 @@ from typing import Any
 from hyper_parallel import checkpoint
 from hyper_parallel.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.integrations.huggingface.accelerator import attach
+from hyper_parallel.integrations.huggingface.accelerator import attach, check_accelerator, mesh_for
 from hyper_parallel.integrations.huggingface.division import Division
 from hyper_parallel.integrations.huggingface.given_objects import check_known, give_methods
 from hyper_parallel.integrations.huggingface.saving import full_state_dict, load_pretrained
@@ -30,7 +30,7 @@ _ADAPTERS = "adapter_model.safetensors"
 
 def parallelize_trainer(
     trainer: Any,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Any = None,
     *,
     plan: Mapping[str, Any] | None = None,
     data_parallel: str = "fully_shard",
@@ -46,8 +46,9 @@ def parallelize_trainer(
     Args:
         trainer: a ``transformers.Trainer`` that has not trained.
         mesh: over all ranks, with names. The dimension ``"tp"`` is for tensor parallelism, all others are for data
-            parallelism. Of two others `fully_shard` replicates over the first, and shards over the second. None is the
-            one entered with ``with mesh:``.
+            parallelism. Of two others `fully_shard` replicates over the first, and shards over the second. An
+            ``accelerate.ParallelismConfig`` gives a mesh of its sizes. None is the ``parallelism_config`` of the
+            Trainer's arguments, if they have one, or the mesh entered with ``with mesh:``.
         plan: as for `parallelize_model`.
         data_parallel: ``"fully_shard"``, or ``"replicate"`` for whole parameters on each rank.
         units: names of the classes of modules that become units of `fully_shard`. None takes the layers that the model
@@ -59,8 +60,9 @@ def parallelize_trainer(
 
     Raises:
         TypeError: for another object. ValueError: for a Trainer with another way of dividing models (``fsdp``,
-            ``deepspeed``, ``parallelism_config``), for arguments that read batches in another way, for a mesh that does
-            not fit, and all that `parallelize_model` refuses.
+            ``deepspeed``), for a ``parallelism_config`` and a mesh, for arguments that read batches in another way, for
+            a mesh that does not fit, and all that `parallelize_model` refuses. Trainer and accelerator are unchanged
+            then.
 
     Example:
         >>> from hyper_parallel import init_device_mesh
@@ -69,10 +71,12 @@ def parallelize_trainer(
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
         >>> parallelize_trainer(trainer, mesh).train()  # doctest: +SKIP
     """
-    division = Division(mesh, plan, data_parallel, units, options, "parallelize_trainer")
     _check(trainer)
+    mesh = mesh_for(trainer.accelerator, mesh, "parallelize_trainer")
+    division = Division(mesh, plan, data_parallel, units, options, "parallelize_trainer")
+    division.apply(trainer.model)  # which may refuse the plan: Trainer and accelerator are unchanged then
     attach(trainer.accelerator, division)
-    division.apply(trainer.model)
+    trainer.args.parallelism_config = None
     give_methods(trainer, _Divided)
     trainer._division = division
     # The Trainer has kept the function of the class that the accelerator had.
@@ -89,6 +93,7 @@ def _check(trainer: Any) -> None:
             "train_sampling_strategy='batch_rebalance' gives each rank other samples, and ranks that share a model "
             "need the same: choose 'random', 'sequential' or 'group_by_length'"
         )
+    check_accelerator(trainer.accelerator)
 
 
 #: Stands for ``transformers.Trainer``, which is not imported here.

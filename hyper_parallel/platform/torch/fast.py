@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import Any, ClassVar
@@ -48,8 +48,25 @@ __all__ = ["TorchFast"]
 
 _detach, is_grad_enabled = Tensor.detach, torch.is_grad_enabled
 _PLAIN = frozenset({Tensor, type(None)})
-_IS_LEAF, _HOOKS, _READ = map(attrgetter, ("is_leaf", "_post_accumulate_grad_hooks", "_read_in_backward"))
+_IS_LEAF, _READ = map(attrgetter, ("is_leaf", "_read_in_backward"))
+_HOOKS, _HOOKS_AFTER = map(attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
 _NODE = itemgetter(0)
+
+
+def _hooked(hooks: Mapping[int, Callable[[Tensor], Any]], gradient: Tensor) -> Tensor:
+    """Return a gradient after the tensor hooks of its parameter."""
+    with torch._C._EnableTorchFunction():
+        for hook in tuple(hooks.values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+    return gradient
+
+
+def _call(hooks: Mapping[int, Callable[[Tensor], Any]], parameter: Tensor) -> None:
+    """Call the hooks of a parameter whose gradient was accumulated."""
+    with torch._C._EnableTorchFunction():
+        for hook in tuple(hooks.values()):
+            hook(parameter)
 
 
 class TorchFast(Fast):
@@ -120,7 +137,9 @@ class TorchFast(Fast):
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
         """See `Fast.can_delay_gradient`."""
         with no_dispatch():
-            if not all(map(_IS_LEAF, parameters)) or any(map(_HOOKS, parameters)) or any(map(_READ, parameters)):
+            if not all(map(_IS_LEAF, parameters)) or any(map(_READ, parameters)):
+                return False
+            if any(map(_HOOKS, parameters)) or any(map(_HOOKS_AFTER, parameters)):
                 return False
         if graph_task() in ADDING:
             return True
@@ -135,14 +154,18 @@ class TorchFast(Fast):
             return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
 
     def add_to_gradients(self, parameters: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
-        """See `Fast.add_to_gradients`."""
+        """See `Fast.add_to_gradients`. The engine does not see these gradients, so hooks are called here."""
         for parameter, cotangent in zip(parameters, cotangents, strict=True):
             if cotangent is not None:
+                if hooks := _HOOKS(parameter):
+                    cotangent = _hooked(hooks, cotangent)
                 gradient: Any = parameter.grad
                 if gradient is None:
                     parameter.grad = cotangent
                 else:
                     gradient.add_(cotangent)
+                if hooks := _HOOKS_AFTER(parameter):
+                    _call(hooks, parameter)
 
     def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
         """See `Fast.tell_gradient`."""

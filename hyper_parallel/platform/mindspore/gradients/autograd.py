@@ -24,6 +24,7 @@ from hyper_parallel.platform.mindspore.basics.private import (
     untracked,
 )
 from hyper_parallel.platform.mindspore.gradients.local_gradients import LocalGradients
+from hyper_parallel.platform.mindspore.tensors.gradient_hooks import hooked
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch
 
 __all__ = [
@@ -368,7 +369,7 @@ class FastAutograd:
     def add_to_gradients(self, parameters: Sequence[Any], cotangents: Sequence[Any]) -> None:
         for parameter, cotangent in zip(parameters, cotangents, strict=True):
             if cotangent is not None:
-                DelayedGradients.add(parameter, cotangent)
+                DelayedGradients.add(parameter, hooked(parameter, cotangent))
 
     def can_delay_gradient(self, *parameters: Any) -> bool:
-        return all(map(DelayedGradients.take, parameters))
+        return all(DelayedGradients.take(parameter) and not parameter.hooks() for parameter in parameters)

@@ -70,7 +70,7 @@ class ObservationVerbs:
                 self.watching.uninstall()
 
     def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
-        x.register_hook(lambda cotangent: None if cotangent is None else tell(cotangent))
+        Tensor.register_hook(x, lambda cotangent: None if cotangent is None else tell(cotangent))
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
         """See `Platform.profiler_range`: of MSTX, which MindSpore has on Ascend."""
@@ -147,4 +147,4 @@ def _when_backward_comes(values: Any, tell: list[Callable[[Any], None]], cell: A
     with NoDispatch():
         for x in tensors_in(values, Tensor):
             if x._requires_grad and not x._is_leaf:
-                x.register_hook(hook)
+                Tensor.register_hook(x, hook)

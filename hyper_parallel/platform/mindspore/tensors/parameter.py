@@ -13,6 +13,7 @@ from mindspore import Parameter, Tensor, mint
 from mindspore.common.initializer import Constant, One, Zero, initializer
 
 from hyper_parallel.platform.mindspore.processes.collectives import copied, dense, is_dense
+from hyper_parallel.platform.mindspore.tensors.gradient_hooks import keep_hooks
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch, copy_of, is_dispatching
 from hyper_parallel.platform.without_patches import NeedsPatches
 
@@ -99,7 +100,7 @@ def _new_parameter(local: Tensor, like: Any) -> Any:
 
 def make_distributed(parameter: Any, local: Tensor, layout: Any) -> Any:
     """Turn a parameter, in place, into a distributed one that holds ``local``."""
-    info, requires_grad = parameter.param_info, parameter.requires_grad
+    info, requires_grad, hooks = parameter.param_info, parameter.requires_grad, parameter.hooks()
     parameter.__class__ = Classes.parameter
     with NoDispatch():
         # A new tensor inside the same object: primitives of the old kind keep the shape that they have seen with the
@@ -109,6 +110,7 @@ def make_distributed(parameter: Any, local: Tensor, layout: Any) -> Any:
     parameter.param_info = info
     parameter.requires_grad = requires_grad
     parameter._layout = layout
+    keep_hooks(parameter, hooks)  # the new tensor has none
     return parameter
 
 

@@ -26,6 +26,7 @@ from hyper_parallel.platform.mindspore.op_table import COMPOSED, OPS, PASS_THROU
 from hyper_parallel.platform.mindspore.op_table.binding import Function
 from hyper_parallel.platform.mindspore.op_table.random import DRAWS, drawn_by_first_rank, refuse_draw
 from hyper_parallel.platform.mindspore.processes.communication import is_collective, run_collective
+from hyper_parallel.platform.mindspore.tensors.gradient_hooks import register_hook
 
 __all__ = [
     "InterceptedTensor",
@@ -287,6 +288,8 @@ class InterceptedTensor(Tensor):
         if _STATE.depth or self._layout is None:
             return Tensor._make_subclass(Tensor, self)
         return self.full_tensor()
+
+    register_hook = register_hook
 
     # ---------------------------------------------------------------- copies
     def __deepcopy__(self, memo: dict) -> Any:

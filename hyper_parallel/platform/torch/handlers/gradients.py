@@ -7,7 +7,7 @@ functions of the user run inside of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from hyper_parallel.platform.torch.basics.private import make_grads, run_engine
 from hyper_parallel.platform.torch.basics.tensor import State, handles, is_dtensor, layout_of, replaces, wrap
 from hyper_parallel.platform.torch.gradients.autograd import telling_engine
 
-__all__ = ["as_cotangent", "forget_data"]
+__all__ = ["as_cotangent", "as_owned", "forget_data"]
 
 _run_engine = telling_engine(run_engine)
 
@@ -165,10 +165,10 @@ def _wrap_result(gradient: Any, x: Any, materialize: bool, create_graph: bool) -
     layout = layout_of(x)
     if layout is None:
         return gradient
-    return wrap(_as_owned(gradient, layout), layout.cotangent)
+    return wrap(as_owned(gradient, layout), layout.cotangent)
 
 
-def _as_owned(gradient: Any, layout: Any) -> Any:
+def as_owned(gradient: Any, layout: Any) -> Any:
     """A new plain tensor with the gradient that reached a tensor of ``layout``, to be shown to the user."""
     with no_dispatch():
         if layout.summed_mesh_dims:
@@ -242,26 +242,3 @@ def _to_tuple(x: Any) -> tuple:
 
 def _one_each(gradients: Any, tensors: tuple) -> tuple:
     return (None,) * len(tensors) if gradients is None else _to_tuple(gradients)
-
-
-# ---------------------------------------------------------------------------------------------------- hooks
-
-
-@replaces(Tensor.register_hook)
-def register_hook(x: Any, hook: Callable) -> Any:
-    """The hook sees and returns a DTensor."""
-    layout = x._layout
-
-    def local_hook(gradient: Any) -> Any:
-        if not is_dtensor(gradient):
-            gradient = wrap(_as_owned(gradient, layout), layout.cotangent)
-        result = hook(gradient)
-        if result is None:
-            return None
-        result = as_cotangent(result, layout, "what a hook returns for the gradient")
-        with no_dispatch():
-            result = result.as_subclass(Tensor)
-            return State.core.to_summands(result, layout)
-
-    with no_dispatch():
-        return x.register_hook(local_hook)

@@ -27,7 +27,7 @@ _METHODS = words(
     """
 __dir__ _is_all_true _is_view _is_zerotensor _typed_storage dim element_size get_device is_complex is_conj
 is_contiguous is_floating_point is_inference is_neg is_non_overlapping_and_dense is_pinned is_shared is_signed
-ndimension register_post_accumulate_grad_hook retain_grad storage storage_offset untyped_storage
+ndimension retain_grad storage storage_offset untyped_storage
 """
 )
 

@@ -14,6 +14,7 @@ from hyper_parallel.platform.contract import ModuleKind, Platform
 from hyper_parallel.platform.torch.basics.private import same_implementation
 from hyper_parallel.platform.torch.basics.tensor import is_dtensor, wrap
 from hyper_parallel.platform.torch.compiled.hooks import around_calls, compiled_hook
+from hyper_parallel.platform.torch.handlers.gradient_hooks import keep_hooks
 from hyper_parallel.platform.torch.modules import calls
 
 __all__ = ["ModuleVerbs"]
@@ -105,3 +106,4 @@ def wrap_parameter(parameter: Any, layout: Any) -> None:
     else:
         wrap(parameter, layout)
     parameter._is_param = True
+    keep_hooks(parameter)

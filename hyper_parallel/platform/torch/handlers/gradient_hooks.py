@@ -1,0 +1,88 @@
+"""Hooks on the gradients of distributed tensors: before a gradient is accumulated, and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass as no_dispatch
+
+from hyper_parallel.platform.torch.basics.tensor import State, is_dtensor, replaces, wrap
+from hyper_parallel.platform.torch.handlers.gradients import as_cotangent, as_owned
+
+__all__ = ["keep_hooks"]
+
+
+class _GradientHook:
+    """A tensor hook that sees and returns DTensors.
+
+    Autograd also calls hooks without a gradient. It does so for a parameter of `fully_shard` whose gradient is
+    accumulated for a later backward. The user's hook is called when that gradient is reduced.
+    """
+
+    __slots__ = ("_hook", "_layout")
+
+    def __init__(self, hook: Callable[[Any], Any], layout: Any) -> None:
+        self._hook, self._layout = hook, layout
+
+    def with_layout(self, layout: Any) -> _GradientHook:
+        """Return the hook for a parameter that was distributed again."""
+        return _GradientHook(self._hook, layout)
+
+    def __call__(self, gradient: Any) -> Any:
+        if gradient is None:
+            return None
+        if not is_dtensor(gradient):
+            gradient = wrap(as_owned(gradient, self._layout), self._layout.cotangent)
+        result = self._hook(gradient)
+        if result is None:
+            return None
+        result = as_cotangent(result, self._layout, "what a hook returns for the gradient")
+        with no_dispatch():
+            result = result.as_subclass(Tensor)
+            return State.core.to_summands(result, self._layout)
+
+
+class _AccumulatedHook:
+    """A hook for a parameter whose gradient was accumulated. Autograd also calls it when there is none: see above."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Callable[[Any], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, parameter: Any) -> None:
+        with no_dispatch():
+            accumulated = parameter.grad is not None
+        if accumulated:
+            self._hook(parameter)
+
+
+@replaces(Tensor.register_hook)
+def register_hook(x: Any, hook: Callable) -> Any:
+    """The hook sees and returns a DTensor."""
+    with no_dispatch():
+        return x.register_hook(_GradientHook(hook, x._layout))
+
+
+@replaces(Tensor.register_post_accumulate_grad_hook)
+def register_post_accumulate_grad_hook(x: Any, hook: Callable) -> Any:
+    """The hook is called when the gradient is there."""
+    with no_dispatch():
+        return x.register_post_accumulate_grad_hook(_AccumulatedHook(hook))
+
+
+def keep_hooks(parameter: Any) -> None:
+    """Let hooks that were registered before a parameter was distributed see its DTensors.
+
+    Args:
+        parameter: a DTensor. Its layout may have changed since hooks were registered.
+    """
+    with no_dispatch():
+        before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+        for key, hook in () if before is None else before.items():
+            known = isinstance(hook, _GradientHook)
+            before[key] = hook.with_layout(parameter._layout) if known else _GradientHook(hook, parameter._layout)
+        for key, hook in () if after is None else after.items():
+            after[key] = hook if isinstance(hook, _AccumulatedHook) else _AccumulatedHook(hook)
