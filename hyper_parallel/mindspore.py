@@ -30,8 +30,8 @@ def value_and_grad(
     Args:
         fn: function or cell. Its first output is differentiated, or the sum of its elements if it has several. A
             DTensor counts as its global value.
-        grad_position: which inputs of ``fn`` to differentiate by: an index, several, or None for none.
-        weights: which parameters to differentiate by.
+        grad_position: inputs of ``fn`` to differentiate by: an index, several indices, or None for no input.
+        weights: parameters to differentiate by.
         has_aux: whether ``fn`` has further outputs, which are not differentiated.
         return_ids: whether each gradient comes with the position of its input or the name of its parameter, for
             `mindspore.get_grad`.
@@ -68,8 +68,8 @@ def grad(
 
     Args:
         fn: as in `value_and_grad`, like the other arguments.
-        grad_position: which inputs of ``fn``; None for none.
-        weights: which parameters.
+        grad_position: inputs of ``fn`` to differentiate by; None for no input.
+        weights: parameters to differentiate by.
         has_aux: whether ``fn`` has further outputs.
         return_ids: whether each gradient comes with the position of its input or the name of its parameter.
         sens_param: whether the last input is the sensitivity.

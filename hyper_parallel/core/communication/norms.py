@@ -89,8 +89,8 @@ _SHARES = Table(_shares, 1 << 8, "shares of norms")
 
 
 def _sharding(layout: Layout | None, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
-    """Return the mesh dimensions that shard a tensor. With ``mesh``, they are dimensions of ``mesh``, of which the
-    layout's mesh is a slice."""
+    """Return the mesh dimensions that shard a tensor, as dimensions of ``mesh`` if that is passed. The layout's mesh
+    must then be a slice of ``mesh``."""
     if layout is None:
         return ()
     own = [d for d, p in enumerate(layout.placements) if isinstance(p, Shard)]

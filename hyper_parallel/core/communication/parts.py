@@ -29,7 +29,7 @@ def numbers_of_ranks(numbers: Sequence[int], mesh: DeviceMesh, what: str) -> np.
 
     Args:
         numbers: numbers of this rank. All ranks must pass the same count of numbers.
-        mesh: this rank is in it.
+        mesh: mesh that contains this rank.
         what: name of the exchange, for the error if a rank is lost.
 
     Returns:
@@ -144,7 +144,7 @@ def shapes_of_ranks(shapes: Sequence[Shape | None], mesh: DeviceMesh) -> list[di
 
     Args:
         shapes: shapes of this rank's tensors; None for a missing tensor. All ranks must pass the same number of shapes.
-        mesh: this rank is in it.
+        mesh: mesh that contains this rank.
 
     Returns:
         For each tensor, a mapping from coordinates in the mesh to the local shape there.

@@ -79,7 +79,7 @@ class Check:
             RankMismatchError: on all ranks, when something differs.
         """
         if self._platform.sends_nothing:
-            return  # there is one rank, which agrees with itself
+            return  # a dry run has one rank, which agrees with itself
         shared = {"the next step": step, **(facts or {})}
         mine = _Step(self._platform.rank(), shared, tuple(row), row_facts or {})
         digest = mine._replace(facts=_digest(mine.facts), row_facts=_digest(mine.row_facts))
@@ -226,7 +226,8 @@ def _check_of_world() -> Check:
 
 
 def _report_exception(check: Check, error: Exception) -> None:
-    """Report to the other ranks why this rank leaves the context. This rank ignores their error and raises its own."""
+    """Report to the other ranks why this rank leaves the context. The `RankMismatchError` here is ignored, so that the
+    original exception is raised."""
     try:
         check.agree(f"leaving check_ranks() with {type(error).__name__}: {error}")
     except (RankMismatchError, CollectiveError):

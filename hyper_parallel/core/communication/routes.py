@@ -91,7 +91,7 @@ class _RouteStep(Step):
         self.routes, self.copies = routes, copies
 
     def _taken(self, x: Any, places: np.ndarray | None) -> Any:
-        """Return the rows of ``x`` at the given indices."""
+        """Return the rows of ``x`` at the indices ``places``."""
         if places is None:
             return x
         return x[self.platform.places(places, x)]

@@ -39,7 +39,7 @@ class Gather(Move):
 
     @cached_property
     def collective(self) -> TensorFunction:
-        """The all-gather alone, which concatenates shards in rank order."""
+        """The all-gather outside autograd, which concatenates shards in rank order."""
         return collectives.bind_all_gather(self.mesh, self.mesh_dim, self.source.dim, self.source_sizes)
 
     @cached_property
@@ -150,7 +150,7 @@ class AllToAll(Move):
 
     @cached_property
     def collective(self) -> TensorFunction:
-        """The all-to-all alone, with shards in rank order."""
+        """The all-to-all outside autograd, with shards in rank order."""
         dims = self.source.dim, self.target.dim
         return collectives.bind_all_to_all(self.mesh, self.mesh_dim, *dims, self.source_sizes, self.target_sizes)
 
@@ -159,7 +159,7 @@ class AllToAll(Move):
 
 
 class ReduceScatter(Move):
-    """Reduction of a sum or an average, of which each rank keeps its shard."""
+    """Reduction of a sum or an average into shards."""
 
     @cached_property
     def back(self) -> Step:
@@ -167,7 +167,7 @@ class ReduceScatter(Move):
 
     @cached_property
     def collective(self) -> TensorFunction:
-        """The reduce-scatter alone, with shards in rank order."""
+        """The reduce-scatter outside autograd, with shards in rank order."""
         op = self.source.reduce_op
         return collectives.bind_reduce_scatter(self.mesh, self.mesh_dim, self.target.dim, self.target_sizes, op)
 

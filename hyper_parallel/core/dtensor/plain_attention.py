@@ -119,7 +119,7 @@ class _Parts(ABC):
 
     @abstractmethod
     def _ranges(self, shapes: Sequence[tuple], facts: Facts) -> tuple[Ranges, ...]:
-        """Return the positions of each rank. Raise if the lengths are not those of shards."""
+        """Return the positions of each rank. Raise if the lengths are wrong for shards of one sequence."""
 
     @contextmanager
     def _order(self, ranges: tuple[Ranges, ...]) -> Iterator[None]:
@@ -143,7 +143,7 @@ class _Parts(ABC):
         return [tuple(row[:3]) for row in rows.tolist()]
 
     def _no_parts(self, given: Sequence[tuple[int, ...]], wanted: str) -> ValueError:
-        """Return the error for lengths that are not those of shards."""
+        """Return the error for lengths that are wrong for shards of one sequence."""
         return ValueError(
             f"{self.where}: ranks gave queries, keys and values of {given} positions (dimension -2; -1 for tensors of "
             f"fewer than 3 dimensions), and {wanted}"

@@ -307,7 +307,7 @@ def bind_platform(platform: Platform) -> Platform:
             if platform not in _BOUND:  # another thread may have done it meanwhile
                 watch_as_told()
                 cls = platform.make_dtensor_class(DTensor, _SERVICES)
-                DTENSOR_CLASSES.update((cls, *cls.__subclasses__()))  # a platform may have a class of parameters
+                DTENSOR_CLASSES.update((cls, *cls.__subclasses__()))  # a platform may have a subclass for parameters
                 _BOUND[platform] = cls
     return platform
 

@@ -99,7 +99,7 @@ def ones_like_whole(x: Any, layout: Layout, shape: Sequence[int] | None = None) 
 
     Args:
         x: the local tensor.
-        layout: of the tensor.
+        layout: layout of the tensor.
         shape: another shape with the same number of dimensions.
     """
     platform, strides = layout.mesh.platform, strides_of(x, layout)

@@ -76,7 +76,7 @@ def spaced_strides(shape: Sequence[int], strides: Strides, part: Sequence[int]) 
     the size of the preceding elements. So the global strides follow from the strides of a shard of any size.
 
     Args:
-        shape, strides: of the tensor.
+        shape, strides: global shape and strides of the tensor.
         part: shape of the shard.
 
     Example:

@@ -176,8 +176,8 @@ class DeviceMesh(MeshMethods):
         return self.platform.rank()
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """Return the framework's process group of this rank along a dimension, which may be omitted on a 1-D mesh. A
-        name may also be that of a flattened dimension."""
+        """Return the framework's process group of this rank along a dimension, which may be omitted on a 1-D mesh. The
+        name of a flattened dimension is also accepted."""
         if isinstance(mesh_dim, str) and mesh_dim in self.slices.root.slices.flat_names:
             return self[mesh_dim].get_group()
         return self.groups.native(self._dim(mesh_dim, "get_group"))

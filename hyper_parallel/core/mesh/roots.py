@@ -47,7 +47,7 @@ def root_mesh(
 
     Args:
         cls: the class of meshes.
-        platform, ranks, names: of the mesh.
+        platform, ranks, names: platform, ranks and dimension names of the mesh.
         groups: this rank's group along each dimension; None to create them.
         overrides: how to create the groups.
         only: a key that separates meshes of existing groups from meshes whose groups the library created.
@@ -86,7 +86,7 @@ def overrides_of(
     Args:
         backend_override: None, a mapping, or one entry per dimension. Keys of a mapping are indices or names of
             dimensions. An entry is the name of a backend, options, or both as a pair.
-        ndim, names: of the mesh.
+        ndim, names: number and names of the mesh dimensions.
         what: the function that messages name.
 
     Raises:

@@ -271,8 +271,8 @@ def new_mesh(
 
     Args:
         cls: the class of meshes.
-        platform, ranks, names: of the mesh.
-        groups, overrides: as `MeshGroups` takes them.
+        platform, ranks, names: platform, ranks and dimension names of the mesh.
+        groups, overrides: arguments of `MeshGroups`.
         at: root and dimensions, as `MeshSlices` takes them; None for a root mesh.
     """
     mesh: Any = object.__new__(cls)

@@ -129,7 +129,7 @@ def is_moved(have: Layout, read: Layout | None) -> bool:
     )
 
 
-# ---------------------------------------------------------------------------- the shards tell
+# ---------------------------------------------------------------------------- local strides determine the global ones
 def _share(operands: tuple, result: Any) -> None:
     x = operands[0]
     for y in result if isinstance(result, (tuple, list)) else (result,):
@@ -151,7 +151,7 @@ def _share_where_viewed(operands: tuple, result: Any) -> None:
 _TELLING = {"shared": Aliasing(None, _share, True), "viewable": Aliasing(None, _share_where_viewed, True)}
 
 
-# ---------------------------------------------------------------------------- data had to move
+# ------------------------------------------------------------ results are copies, because data had to move
 def _following(view: _View, layout: Layout, name: str) -> After:
     backs: list[Any] = [None] * len(view.result_shapes)
     if view.index is not None and not any(p.is_partial() for p in layout.placements):
@@ -187,7 +187,7 @@ def _back_to(encoded: tuple, shape: tuple) -> Callable[[Any, Any], None]:
     return write
 
 
-# ---------------------------------------------------------------------------- the shards do not tell
+# ---------------------------------------------------------------------------- strides are tracked on the tensors
 def _tracking(view: _View, layout: Layout) -> Aliasing:
     local = layout.mesh.platform.strides if layout.tells_strides else None
 

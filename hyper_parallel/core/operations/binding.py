@@ -61,7 +61,7 @@ def _places(arguments: tuple[Argument, ...], words: Words) -> dict[str, int]:
     return found
 
 
-# ------------------------------------------------------------------------------------------- by the signature
+# ------------------------------------------------------------------------------------------- binding by the signature
 def _unpacker(taken: list[Argument], constants: list[Any], words: Words) -> Any:
     """Return ``unpack(args, kwargs)``, which returns the values of ``taken``, in order, followed by ``constants``."""
     names, places, drops = [x.name for x in taken], _places(tuple(taken), words), words.drops
@@ -164,7 +164,7 @@ def _shape(x: Any) -> Any:
     return None if shape is None else tuple(shape)
 
 
-# ------------------------------------------------------------------------------------------- as called
+# ------------------------------------------------------------ binding in the order of the call
 def _elementwise(canonical: CanonicalOp, text: str, words: Words) -> Bind:
     """Return ``bind`` for an element-wise operation.
 
@@ -200,7 +200,7 @@ def _elementwise(canonical: CanonicalOp, text: str, words: Words) -> Bind:
 
 
 def _as_called(signature: Signature, text: str, facts: Facts, words: Words) -> Bind:
-    """Return ``bind`` whose operands are the tensors among the arguments: those in the signature, or all of them."""
+    """Return ``bind`` whose operands are tensor arguments: the operands of the signature, or all tensors."""
     arguments = read_arguments(text)
     places, names = _places(arguments, words), [x.name for x in arguments]
     if signature.several:

@@ -57,7 +57,7 @@ class _Plan:
         plain: indices of plain tensors that are promoted to DTensors for a read.
         mixes: index of a plain tensor with dimensions, which only `implicit_replication` allows, or None.
         static_args: static arguments of the local call; None to use those of the original call.
-        operand_layouts, results: layouts after the reads.
+        operand_layouts, results: layouts of the operands after the reads, and of the results.
         inplace: whether the operation writes to operand 0.
         copies: function that returns whether the local operation must run on a copy of operand 0, or None (see
             `aliasing`).

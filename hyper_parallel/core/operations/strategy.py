@@ -265,7 +265,7 @@ def _sharded(sharding: OpSharding, label: Label, shard: Shard) -> _Choice | None
     results: tuple[Placement, ...]
     if all(label in labels for labels in sharding.results):
         results = tuple(shard.with_dim(labels.index(label)) for labels in sharding.results)
-    else:  # contracted
+    else:  # the label is contracted
         called = sharding.reduce == "call" or label in sharding.combined
         if not called and (sharding.reduce is None or any(label in labels for labels in sharding.results)):
             return None

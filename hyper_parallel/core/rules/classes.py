@@ -103,7 +103,7 @@ class ClassFunctions:
         (sums,) = self._sums([platform.sum_along(platform.shifted_exp(x, largest), classes.dim)], classes)
         return largest, sums
 
-    # ------------------------------------------------------------ in gradients
+    # ------------------------------------------------------------ sums in gradients
     def _full_sum(self, x: Any, classes: Classes) -> Any:
         """Return the sum over all classes, for use in this rank's shard of the gradient."""
         total = self.summed(self.platform.sum_along(x, classes.dim), classes)
@@ -136,8 +136,8 @@ class ClassFunctions:
     def _noting_forward(self, ctx: Any, y: Any, x: Any, without_samples: bool = False) -> Any:
         """Return ``y``, and make backward fail if ``x`` is modified in between.
 
-        Backward fails in this case on ranks that have elements of ``x``. If only those failed, other ranks would wait
-        for them.
+        Ranks that have elements of ``x`` fail in this case. All ranks must fail together, because otherwise the others
+        wait for them.
         """
         ctx.save_for_backward(x)
         ctx.without_samples = without_samples

@@ -1,4 +1,4 @@
-"""Counter-based random numbers, of which each rank draws only those of its shard, on request (see
+"""Counter-based random numbers, on request: each rank draws only the numbers of its shard (see
 `platform.contract.counter`).
 
 The number of an element is a function of its position in the global tensor and of a key. The key comes from the

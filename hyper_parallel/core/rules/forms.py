@@ -133,7 +133,7 @@ def movedim(shapes: tuple, source: Any, destination: Any) -> tuple:
     return (tuple(order),)
 
 
-# ------------------------------------------------------------------------------------------- parts
+# ------------------------------------------------------------------------------------------- slices and parts
 
 
 @form("select", "x | dim index")

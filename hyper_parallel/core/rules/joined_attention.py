@@ -54,7 +54,7 @@ class JoinedCall:
     def __init__(self, cut: SequenceCut, gather: KeyGather | None, causal: bool, scale: float) -> None:
         self.cut, self.gather, self.scale = cut, gather, scale
         held = cut.ranges
-        if gather is not None:  # one piece
+        if gather is not None:  # gathered keys are one piece
             held = (tuple(x for own in held for x in own) if len(cut.mesh_dims) == 1 else _around(cut),)
         #: For each piece, the pairs of query and key slices to compute.
         self.pairs = [pairs(cut.own, one, causal) for one in held]
@@ -226,7 +226,7 @@ class JoinedAttention:
             found[0].append(self._of_queries(call, d_q, ours[1], lse))
             found[1].append(of_keys[0])
             found[2].append(of_keys[1])
-            del of_keys  # the lists alone hold them, and free them
+            del of_keys  # only the lists refer to the gradients, and free them
         shapes = [(*ctx.shape[:-3], *shape[1:]) for shape in ctx.sizes.shapes]
         return tuple(_shaped(self._of_heads(x, q.dtype), shape) for x, shape in zip(found, shapes, strict=True))
 

@@ -10,7 +10,7 @@ from hyper_parallel.core.rules.registry import rule
 @rule("rms_norm", "x weight=None | normalized statistics=0 eps=None", repeatable=True)
 @rule("layer_norm", "x weight=None bias=None | normalized statistics=0 eps=1e-5", repeatable=True)
 def norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Normalisation over the last dimensions, which are those of weight and bias.
+    """Normalisation over the last dimensions, which weight and bias also have.
 
     Statistics keep the normalised dimensions with size 1.
     """

@@ -40,7 +40,7 @@ class Taking:
     are zeros.
 
     Attributes:
-        dims: the dimension of x and the number of the tensor, for each.
+        dims: (dimension of x, index of the tensor) for each index tensor.
         behind: number of result dimensions after those of the index tensors.
         signed: whether the native operation may reject negative indices.
     """
@@ -81,7 +81,7 @@ class Writing:
     """Local call that writes elements by index tensors: ``native((x, value, *tensors), static_args)``.
 
     Attributes:
-        dims: the dimension of x and the number of the tensor, for each.
+        dims: (dimension of x, index of the tensor) for each index tensor.
         in_place: whether x is written in place.
     """
 

@@ -91,7 +91,7 @@ def _extreme_of_part(
     dims: list[int],
     call: LocalCall,
 ) -> Any:
-    """Return the extreme value of this rank's elements, which `ReduceExtreme` compares with those of other ranks.
+    """Return the extreme value of this rank's elements, which `ReduceExtreme` compares over ranks.
 
     NaN is propagated explicitly if the kernel does not do so. The result also stores how many elements tie for the
     value. All of them share the gradient evenly, on any rank.

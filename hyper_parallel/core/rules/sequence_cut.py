@@ -188,7 +188,7 @@ def in_order(ranges: Ranges) -> Ranges:
 
 @dataclass(frozen=True)
 class Pair:
-    """A slice of queries and a slice of keys that they see: all keys or, with ``causal``, those up to each query's
+    """A slice of queries and a slice of keys that they see. With ``causal``, each query sees only keys up to its
     position."""
 
     query: int

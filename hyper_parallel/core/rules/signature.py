@@ -156,7 +156,7 @@ MEANINGS: dict[str, str] = {
 }
 
 
-# ------------------------------------------------------------------------------------------- other forms of them
+# ------------------------------------------------------------ other forms of static arguments
 @dataclass(frozen=True)
 class Form:
     """An alternative form of the static arguments of an operation. For example, ``flatten`` takes the first and last
