@@ -1,4 +1,4 @@
-"""Random numbers in modules that receive this rank's shard of a distributed batch. They are drawn for the full batch.
+"""Random numbers in modules that receive this rank's shard of a distributed batch: draws cover the full batch.
 
 On the mesh ("dp", "tp"), a module with a style on ``mesh["tp"]`` receives this rank's shard of the batch. The batch is
 distributed over ``mesh["dp"]``, but its tensors have layouts on ``mesh["tp"]`` only. Each data-parallel rank draws the

@@ -62,8 +62,8 @@ def layout_of_logits(
             "classes come last"
         )
     if key not in compared:
-        # A rank alone cannot detect that others differ, and would wait for them. Compared once, since it costs a
-        # collective.
+        # Only the rank that differs would detect the mismatch, and other ranks would wait for it. Compared once,
+        # because it costs a collective.
         facts = {
             "the samples of local_logits": f"{without(shape, (dim,))} outside of dim={dim}",
             "the number of classes: give vocab_size= where the parts are not equal": str(total),

@@ -61,8 +61,8 @@ def bind_filled(call: Call, sharding: OpSharding, layouts: Sequence[Layout | Non
 def bind_dense(call: Call, layouts: Sequence[Any], platform: Platform) -> Call:
     """Return ``call`` with dense cotangents in backward, for a rank whose results, of ``layouts``, are empty.
 
-    Kernels that need it make an expanded cotangent of a reduction dense. They skip empty cotangents, which count as
-    dense with any strides.
+    Kernels that require dense cotangents copy the expanded cotangent of a reduction. They do not copy an empty one,
+    which counts as dense with any strides.
     """
     if not any(isinstance(layout, Layout) and 0 in layout.local_shape for layout in layouts):
         return call

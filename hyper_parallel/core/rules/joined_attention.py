@@ -33,7 +33,7 @@ class _Sizes(NamedTuple):
     Attributes:
         shapes: shapes of queries, keys and values, reshaped to four dimensions.
         groups: (query heads, key heads) that are computed in turn. So a rank holds only a part of another rank's piece.
-        empty: whether all tensors are empty: no samples, heads or features.
+        empty: whether there is no work, because there are no samples, heads or features.
     """
 
     shapes: tuple[tuple[int, ...], ...]
