@@ -178,7 +178,7 @@ def draw(
 def run_alike(run: Callable[[], Any], mesh: DeviceMesh, changed: Callable[[], bool], name: str) -> Any:
     """Return the result of ``run()``, a local computation that must be equal on all ranks.
 
-    It may draw random numbers on ranks whose generators differ from the first rank's. These ranks run it again from the
+    If it draws random numbers, ranks with another generator state than the first rank repeat it. They start from the
     first rank's state.
 
     Args:
