@@ -1,7 +1,7 @@
-"""HyperParallel: tensor-parallelise a model once, run it on PyTorch (CPU, CUDA, Ascend NPU) and on MindSpore.
+"""HyperParallel: parallelise a model once, and run it on PyTorch (CPU, CUDA, Ascend NPU) and on MindSpore.
 
-The public names are those of ``torch.distributed.tensor`` and ``torch.distributed.tensor.parallel``; an import line is
-all that changes. They are resolved when first used, so that ``import hyper_parallel`` imports no framework.
+The public names are those of ``torch.distributed.tensor`` and ``torch.distributed.tensor.parallel``, so that only an
+import line changes. They are resolved at their first use: ``import hyper_parallel`` imports no framework.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ refuse_namesake()
 if VARIABLE in os.environ:
     leave_messages(os.environ)
 
-if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at run time
+if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` has the same names at run time
     from hyper_parallel import checkpoint as checkpoint
     from hyper_parallel.core.communication.coalesce import coalesce_gradients as coalesce_gradients
     from hyper_parallel.core.communication.errors import CollectiveError as CollectiveError
@@ -104,11 +104,11 @@ if TYPE_CHECKING:  # for type checkers and editors; `HOME_OF` says the same at r
     from hyper_parallel.platform import register_platform as register_platform
     from hyper_parallel.testing.plan_check import check_plan as check_plan
 
-__version__ = "0.1.0.dev0"  # the only place that says it: pyproject.toml reads it here
+__version__ = "0.1.0.dev0"  # the only definition; pyproject.toml reads it here
 
 __all__ = sorted(name for name in HOME_OF if not name.startswith("_"))
 
-if not TYPE_CHECKING:  # type checkers must not take any name for one that exists
+if not TYPE_CHECKING:  # hidden from type checkers, which would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in HOME_OF:

@@ -1,4 +1,4 @@
-"""``python -m hyper_parallel``: the command ``hyper-parallel``."""
+"""Entry point of ``python -m hyper_parallel``, the same as the command ``hyper-parallel``."""
 
 import sys
 

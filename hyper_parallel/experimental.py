@@ -1,5 +1,4 @@
-"""The names of ``torch.distributed.tensor.experimental``: `context_parallel`, `implicit_replication`, `local_map`,
-`register_sharding`; and further functions for long sequences."""
+"""The names of ``torch.distributed.tensor.experimental``, and further functions for long sequences."""
 
 from hyper_parallel.core.dtensor.context_parallel import (
     context_parallel,

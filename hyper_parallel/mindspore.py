@@ -1,8 +1,8 @@
-"""Gradients on MindSpore as DTensors, `value_and_grad` and `grad`, and `scaled_dot_product_attention`.
+"""Gradients as DTensors on MindSpore, `value_and_grad` and `grad`, and `scaled_dot_product_attention`.
 
-`mindspore.value_and_grad` and `mindspore.grad` work on distributed parameters too. They give each rank its local part
-of a gradient as a plain tensor. These two give DTensors, placed as the parameter is (with ``Replicate`` for
-``Partial``). Their norms and sums are those of a single device. MindSpore is imported when one of them is called.
+`mindspore.value_and_grad` and `mindspore.grad` also support distributed parameters. They return each rank's local
+gradient as a plain tensor. The functions here return DTensors, placed like the parameter (with ``Replicate`` for
+``Partial``). Their norms and sums equal those of a single device. MindSpore is imported at the first call.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ def value_and_grad(
     return_ids: bool = False,
     sens_param: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """A function that computes ``fn`` and its gradients. As `mindspore.value_and_grad`, with DTensors as gradients of
-    distributed inputs and parameters.
+    """Return a function that computes ``fn`` and its gradients.
+
+    Mirrors `mindspore.value_and_grad`, with DTensors as gradients of distributed inputs and parameters.
 
     Args:
-        fn: function or cell. Its first output is differentiated, or the sum of its elements where it has several. A
+        fn: function or cell. Its first output is differentiated, or the sum of its elements if it has several. A
             DTensor counts as its global value.
-        grad_position: which inputs of ``fn`` to differentiate by: an index, several, or None for none.
-        weights: which parameters to differentiate by.
+        grad_position: inputs of ``fn`` to differentiate by: an index, several indices, or None for no input.
+        weights: parameters to differentiate by.
         has_aux: whether ``fn`` has further outputs, which are not differentiated.
         return_ids: whether each gradient comes with the position of its input or the name of its parameter, for
             `mindspore.get_grad`.
-        sens_param: whether the last input of the function that is returned, or its ``sens``, is the sensitivity. It is
-            distributed if the output is.
+        sens_param: whether the last input of the returned function, or its ``sens``, is the sensitivity (the
+            cotangent). It must be distributed if the output is.
 
     Returns:
-        A function of the inputs of ``fn`` that gives (outputs of ``fn``, gradients). Gradients are nested as MindSpore
-        nests them, each with the global shape and the dtype of its input or parameter.
+        A function of the inputs of ``fn`` that returns (outputs of ``fn``, gradients). Gradients are nested as in
+        MindSpore, each with the global shape and the dtype of its input or parameter.
 
     Raises:
         PlatformError: when the platform of this process is not ``mindspore``.
@@ -61,19 +62,20 @@ def grad(
     return_ids: bool = False,
     sens_param: bool = False,
 ) -> Callable[..., Any]:
-    """A function that computes the gradients of ``fn`` alone. As `mindspore.grad`, with DTensors as gradients of
-    distributed inputs and parameters.
+    """Return a function that computes only the gradients of ``fn``.
+
+    Mirrors `mindspore.grad`, with DTensors as gradients of distributed inputs and parameters.
 
     Args:
-        fn: as in `value_and_grad`, and so are the other arguments.
-        grad_position: which inputs of ``fn``; None for none.
-        weights: which parameters.
+        fn: as in `value_and_grad`, like the other arguments.
+        grad_position: inputs of ``fn`` to differentiate by; None for no input.
+        weights: parameters to differentiate by.
         has_aux: whether ``fn`` has further outputs.
         return_ids: whether each gradient comes with the position of its input or the name of its parameter.
         sens_param: whether the last input is the sensitivity.
 
     Returns:
-        A function of the inputs of ``fn`` that gives the gradients, or (gradients, further outputs) with ``has_aux``.
+        A function of the inputs of ``fn`` that returns the gradients, or (gradients, further outputs) with ``has_aux``.
 
     Raises:
         PlatformError: when the platform of this process is not ``mindspore``.
@@ -94,19 +96,20 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Any:
-    """Attention as `torch.nn.functional.scaled_dot_product_attention` computes it, of plain tensors and of DTensors.
+    """Return the attention that `torch.nn.functional.scaled_dot_product_attention` computes, for plain tensors and
+    DTensors.
 
-    MindSpore has one kernel for it, on Ascend. This function runs everywhere, in plain operations. Of DTensors samples,
-    heads and the sequence may be sharded.
+    MindSpore has one kernel for it, on Ascend. This function runs on every device, in plain operations. Samples, heads
+    and the sequence of DTensors may be sharded.
 
     Args:
         query: (..., heads, length, features).
-        key: (..., heads, keys, features). A head serves as many consecutive heads of the query.
+        key: (..., heads, keys, features). Each head serves an equal number of consecutive query heads.
         value: (..., heads, keys, features).
-        attn_mask: booleans, true where a key is seen, or numbers that are added to the scores.
+        attn_mask: booleans, true for visible keys, or numbers that are added to the scores.
         dropout_p: probability to drop a weight.
-        is_causal: whether a query sees the keys up to its own place alone.
-        scale: factor of the scores; by default one over the root of the features.
+        is_causal: whether a query sees only the keys up to its own position.
+        scale: factor of the scores; by default one over the square root of the number of features.
 
     Returns:
         (..., heads, length, features of the values).
@@ -128,7 +131,7 @@ def scaled_dot_product_attention(
 
 
 def _gradients(asked: str) -> Any:
-    """The module that computes them, which imports MindSpore."""
+    """Return the module that computes gradients, which imports MindSpore."""
     _need_mindspore(asked, "differentiates", "call backward() of the loss and read the gradients from the parameters")
     from hyper_parallel.platform.mindspore.gradients import grad as functions
 

@@ -1,7 +1,7 @@
-"""Another package has this one's import name: mindspore-ai/hyper-parallel. Both cannot be used in one environment.
+"""A check for mindspore-ai/hyper-parallel, another package with the same import name. One environment cannot have both.
 
-Where both are installed into one folder, the later one replaces files of the earlier one and leaves others. In two
-folders of ``sys.path``, the first is imported, which may be another on each machine. Nothing else fails.
+If both are installed into one folder, the later one replaces some files of the earlier one. If they are in two folders
+of ``sys.path``, the first is imported, which may differ between machines. Nothing else detects this.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterable
 
 __all__ = ["refuse_namesake"]
 
-#: Folders that the other package has, in one version or another, and this one does not.
+#: Folders that some version of the other package has, and this package does not.
 _OF_THE_OTHER = ("collectives", "auto_parallel", os.path.join("core", "fully_shard"), os.path.join("core", "shard"))
 
 
 def refuse_namesake(paths: Iterable[str] | None = None) -> None:
-    """Raise if the other package is in one of the folders from which Python imports (those of ``sys.path``).
+    """Raise if the other package is in a folder from which Python imports (by default ``sys.path``).
 
     Raises:
-        ImportError: with the folder, and the remedy.
+        ImportError: when it is found. The message has the folder and the remedy.
     """
     for path in sys.path if paths is None else paths:
         folder = os.path.join(path or os.curdir, "hyper_parallel")

@@ -1,4 +1,4 @@
-"""The public names of the package, each with the module that it is of: data alone."""
+"""The public names of the package, each with the module that defines it. This module contains only data."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""DTensors as torch's own, and back: `to_torch_dtensor` and `from_torch_dtensor`.
+"""Conversion to and from torch's DTensors: `to_torch_dtensor` and `from_torch_dtensor`.
 
-For code that takes torch's DTensors: its own operations, `torch.distributed.checkpoint`, other libraries. Nothing is
-copied and nothing communicated, and gradients pass. Meshes have methods for the same, `DeviceMesh.from_torch` and
-`DeviceMesh.to_torch`. docs/torch_interop.md shows the pairs of placements. Torch is imported when one of them is
-called.
+They are for code that takes torch's DTensors, such as `torch.distributed.checkpoint` and other libraries. Nothing is
+copied or communicated, and gradients pass through. Meshes have the methods `DeviceMesh.from_torch` and
+`DeviceMesh.to_torch`. docs/torch_interop.md lists the pairs of placements. Torch is imported at the first call.
 """
 
 from __future__ import annotations
@@ -16,21 +15,20 @@ __all__ = ["from_torch_dtensor", "to_torch_dtensor"]
 
 
 def to_torch_dtensor(x: Any) -> Any:
-    """A DTensor as one of torch's own, over the same memory. It is differentiable.
+    """Return a DTensor as torch's DTensor over the same memory. It is differentiable.
 
     Args:
         x: `hyper_parallel.DTensor` of any shape and dtype.
 
     Returns:
         ``torch.distributed.tensor.DTensor`` of the same global shape and dtype, on ``x.device_mesh.to_torch()``, with
-        torch's placements of the same names; `StridedShard` becomes ``_StridedShard``. Of a parameter it is no
-        parameter, but gradients arrive there, placed as the parameter.
+        torch's placements of the same names; `StridedShard` becomes ``_StridedShard``. The result for a parameter is
+        not a parameter. Its gradients flow to the parameter, with the placements of the parameter.
 
     Raises:
         PlatformError: when the platform of this process is not one of torch.
         TypeError: for anything else.
-        ValueError: on all ranks, for a `PackedShard`, which torch has no counterpart of, and where
-            `DeviceMesh.to_torch` raises.
+        ValueError: on all ranks, for a `PackedShard`, which torch lacks, and when `DeviceMesh.to_torch` raises.
 
     Example:
         >>> import torch
@@ -44,7 +42,7 @@ def to_torch_dtensor(x: Any) -> Any:
 
 
 def from_torch_dtensor(x: Any) -> Any:
-    """One of torch's own DTensors as this library's, over the same memory. It is differentiable.
+    """Return torch's DTensor as this library's DTensor over the same memory. It is differentiable.
 
     Args:
         x: ``torch.distributed.tensor.DTensor`` of any shape and dtype.
@@ -55,8 +53,7 @@ def from_torch_dtensor(x: Any) -> Any:
     Raises:
         PlatformError: when the platform of this process is not one of torch.
         TypeError: for anything else.
-        ValueError: on all ranks, for a placement that this library has no counterpart of, and where
-            `DeviceMesh.from_torch` raises.
+        ValueError: on all ranks, for a placement that this library lacks, and when `DeviceMesh.from_torch` raises.
 
     Example:
         >>> import torch
@@ -71,7 +68,7 @@ def from_torch_dtensor(x: Any) -> Any:
 
 
 def _conversions(asked: str) -> Any:
-    """The module that converts, which imports torch."""
+    """Return the module of the conversions, which imports torch."""
     platform = get_platform()
     if not platform.name.startswith("torch-"):
         raise PlatformError(

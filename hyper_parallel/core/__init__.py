@@ -1,1 +1,1 @@
-"""HyperParallel without any framework: everything here speaks to `hyper_parallel.platform`."""
+"""The framework-independent part of HyperParallel. It uses a framework only via `hyper_parallel.platform`."""

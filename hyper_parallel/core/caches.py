@@ -1,7 +1,7 @@
-"""Caches: dictionaries that keep results worked out for a shape or a layout, and do not grow without end.
+"""Caches: dictionaries of limited size, for results that depend on a shape or a layout.
 
-Those that a module owns have a name and are known here: all are emptied together when process groups are gone, and
-`cache_sizes` counts them.
+Caches of modules have a name and are registered here. All of them are emptied when process groups are destroyed, and
+`cache_sizes` counts their entries.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _NAMED: list[tuple[str, Cache]] = []
 
 
 class Cache(dict):
-    """A dict that is emptied before it takes more than ``most`` entries.
+    """A dict that is emptied before it exceeds ``most`` entries.
 
     Args:
-        most: how many entries.
-        name: its name in `cache_sizes`, of one that lives as long as the program; several may share a name.
+        most: maximal number of entries.
+        name: name in `cache_sizes`, for a cache that lives as long as the program. Several caches may share a name.
     """
 
     def __init__(self, most: int, name: str = "") -> None:
@@ -33,8 +33,8 @@ class Cache(dict):
 
 
 class Table(Cache):
-    """Cache of the values of ``make(key)``, each made at its first use. No object owns it: copies of its holder
-    share it."""
+    """A cache of the values of ``make(key)``, each computed at its first use. A deep copy of its owner shares the
+    table."""
 
     def __init__(self, make: Callable[[Any], Any], most: int = 1 << 10, name: str = "") -> None:
         super().__init__(most, name)
@@ -49,14 +49,15 @@ class Table(Cache):
 
 
 def clear_caches() -> None:
-    """Empty every cache that has a name. Cached values can be computed again."""
+    """Empty every named cache. Its values are recomputed on demand."""
     for _, cache in _NAMED:
         cache.clear()
 
 
 def cache_sizes() -> dict[str, int]:
-    """The number of entries of each cache, by name: to see whether a cache grows that should not. A cache appears when
-    the module that keeps it is first used.
+    """Return the number of entries of each named cache, to find caches that grow unexpectedly.
+
+    A cache is listed once its module has been imported.
 
     Example:
         >>> from hyper_parallel import DTensor

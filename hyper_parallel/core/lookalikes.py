@@ -1,4 +1,4 @@
-"""Classes of other libraries that have the name of one of this library's: their placements, styles and meshes."""
+"""Classes of other libraries with the same names as this library's placements, styles and meshes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 from hyper_parallel.platform import get_platform
 from hyper_parallel.public_names import HOME_OF
 
-#: Names of the classes of placements that other libraries have too.
+#: Names of placement classes that other libraries also have.
 _PLACEMENTS = frozenset({"Partial", "Replicate", "Shard", "_StridedShard"})
 
 
 def described_placement(value: Any) -> tuple[Any, ...] | None:
-    """The name of this library's class and its arguments, such as ``("Shard", 0)``. For a placement of the framework's
-    own DTensors. None for everything else.
+    """Return the class name and the arguments of a placement of the framework's DTensors, such as ``("Shard", 0)``.
+
+    Return None for any other value.
 
     Example:
         >>> described_placement(3) is None
@@ -26,9 +27,9 @@ def described_placement(value: Any) -> tuple[Any, ...] | None:
 
 
 def import_hint(value: Any) -> str:
-    """The end of a message about a refused value: the library of its class, and the import that gives this library's.
+    """Return the end of a message about a rejected value: the library of its class, and the import to use instead.
 
-    Empty unless the class of ``value``, or one of its bases, has the name of a public class here.
+    It is empty unless the class of ``value``, or a base class, has the name of a public class here.
 
     Example:
         >>> from hyper_parallel.core.lookalikes import import_hint

@@ -1,4 +1,4 @@
-"""Switches that change how operations treat arguments that they have no rule for."""
+"""Context managers that change how operations treat unsupported arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOSS: ContextVar[bool] = ContextVar("hyper_parallel_loss_parallel", default=Fal
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Inside, cases that otherwise only cause a warning are errors, on all ranks and before any communication.
+    """Context manager that turns some warnings into errors, on all ranks and before any communication.
 
     * An operation without a sharding rule: outside it runs on gathered operands.
     * A key of a plan that matches no module: outside the key is ignored.
@@ -44,7 +44,8 @@ def is_strict() -> bool:
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Inside, a plain tensor that meets a distributed one counts as replicated: the same value on every rank.
+    """Context manager in which a plain tensor that meets a DTensor counts as replicated, with equal values on every
+    rank.
 
     Example:
         >>> import torch
@@ -70,19 +71,17 @@ def is_implicit_replication() -> bool:
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Inside, a classification loss of distributed logits takes plain targets and class weights.
+    """Context manager in which a classification loss of distributed logits accepts plain targets and class weights.
 
-    For logits that are sharded over their classes, as a column-parallel head gives them. Targets and class weights of
-    ``cross_entropy`` and ``nll_loss`` (functions and modules) may then be as they are without parallelism: plain
-    tensors, the same on all ranks that share the samples. A plain target holds either all samples or, where a mesh
-    dimension shards the samples, those of this rank. Plain class weights hold all classes. Outside they must be
-    DTensors.
+    It is for logits that are sharded over their classes, as from a column-parallel head. Targets and class weights of
+    ``cross_entropy`` and ``nll_loss`` (functions and modules) may then be plain tensors. They must be equal on all
+    ranks that share the samples. A plain target holds all samples or, if a mesh dimension shards the samples, those of
+    this rank. Plain class weights hold all classes. Outside the context, targets and weights must be DTensors.
 
-    That the logits are not gathered does not depend on the context: `softmax`, `log_softmax`, `logsumexp`,
-    `cross_entropy` and `nll_loss` of tensors sharded over their classes always work on the shards. Nor does backward:
-    it may run inside or outside.
+    Logits are not gathered, also outside the context. These operations always work on shards of the classes: `softmax`,
+    `log_softmax`, `logsumexp`, `cross_entropy` and `nll_loss`. Backward may run inside or outside.
 
-    Contexts nest, and an exception leaves them as it found them.
+    Contexts may be nested, and an exception restores the previous state.
 
     Example:
         >>> import torch

@@ -1,4 +1,5 @@
-"""Checks that learn of the next steps of the ranks, on whichever floor: see `communication.rank_check`."""
+"""Active checks that compare the next steps of the ranks. All layers of the library can use them (see
+`communication.rank_check`)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ __all__ = ["CHECKS", "Observer"]
 
 
 class Observer(Protocol):
-    """A check that is on.
+    """An active check.
 
     Attributes:
         at_end: comparisons to repeat when the check ends, by their subject.
@@ -25,8 +26,8 @@ class Observer(Protocol):
         row_facts: Mapping[str, str] | None = None,
         remedy: str = "",
     ) -> None:
-        """Return when all ranks are at the same step; see `communication.rank_check.Check.agree`."""
+        """Wait until all ranks report the same step (see `communication.rank_check.Check.agree`)."""
 
 
-#: The checks that are on, the innermost last; it is the one that counts.
+#: The active checks. The last one is the innermost, and is the one to use.
 CHECKS: list[Observer] = []

@@ -1,4 +1,4 @@
-"""Tensors inside the arguments and results of modules."""
+"""Traversal of tensors inside the arguments and results of modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["map_tensors", "tensors_in"]
 def map_tensors(tree: Any, convert: Callable[[Any], Any], platform: Any, unknown: Callable[[Any], Any]) -> Any:
     """Return ``tree`` with ``convert(x)`` in place of each tensor in tuples, lists, mappings and dataclasses.
 
-    Named tuples keep their class. ``unknown(x)`` takes the place of other objects, which could hold tensors as well.
+    Named tuples keep their class. ``unknown(x)`` replaces other objects, which may also contain tensors.
     """
     if platform.is_tensor(tree):
         return convert(tree)
@@ -44,7 +44,7 @@ def map_tensors(tree: Any, convert: Callable[[Any], Any], platform: Any, unknown
 
 
 def tensors_in(tree: Any, platform: Any) -> list[Any]:
-    """Return the tensors of a tree that `map_tensors` finds."""
+    """Return the tensors of a tree that `map_tensors` would convert."""
     found: list[Any] = []
     _collect(tree, platform.is_tensor, found)
     return found

@@ -1,4 +1,4 @@
-"""A table that keeps something for objects, by identity, for as long as they live."""
+"""A table with weakly referenced keys, which are compared by identity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class WeakTable:
-    """A table as ``weakref.WeakKeyDictionary``, for objects that cannot be hashed too, such as modules that compare by
+    """A table like ``weakref.WeakKeyDictionary`` that also accepts unhashable keys, such as modules that compare by
     value.
 
     Example:
@@ -24,15 +24,15 @@ class WeakTable:
         self._entries: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     def get(self, owner: Any) -> Any:
-        """Return the value that was kept for ``owner``, or None."""
+        """Return the value that is stored for ``owner``, or None."""
         entry = self._entries.get(id(owner))
         return None if entry is None else entry[1]
 
     def values(self) -> list[Any]:
-        """Return the kept values, oldest first."""
+        """Return the stored values, oldest first."""
         return [value for _, value in list(self._entries.values())]
 
     def set(self, owner: Any, value: Any) -> None:
-        """Keep ``value``, in place of the value before it."""
+        """Store ``value`` for ``owner``, replacing its previous value."""
         key, entries = id(owner), self._entries
         entries[key] = (weakref.ref(owner, lambda _: entries.pop(key, None)), value)

@@ -1,1 +1,1 @@
-"""Moving data between ranks: collectives, their pairs of forward and backward, redistribution, lost ranks."""
+"""Communication between ranks: collectives, differentiable steps, redistribution and errors for lost ranks."""

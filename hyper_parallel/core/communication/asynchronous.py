@@ -1,4 +1,4 @@
-"""Collectives along one mesh dimension that are started now and waited for later, into buffers of the caller."""
+"""Asynchronous collectives along one mesh dimension, into buffers that the caller allocates."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class _Started:
-    """`Work` whose failure because of a lost rank is a `CollectiveError`, and whose end is told."""
+    """A `Work` that raises `CollectiveError` if a rank is lost, and that calls ``done`` on completion."""
 
     def __init__(self, work: Work, done: Callable[[], None] | None, *what: Any) -> None:
         self._work, self._done, self._what = work, done, what
 
     def is_completed(self) -> bool:
-        """Return whether `wait` would return at once, as far as the framework says."""
+        """Return whether `wait` would return at once. Return False if the framework cannot report it."""
         ask = getattr(self._work, "is_completed", None)
         return ask is not None and bool(ask())
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """Wait for the collective (see `Work.wait`)."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -37,21 +37,23 @@ class _Started:
 
 
 def start(collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "") -> Work:
-    """Begin a collective of ``x`` along a mesh dimension of ``size`` ranks. Not differentiable.
+    """Start a collective of ``x`` along a mesh dimension of ``size`` ranks. It is not differentiable.
 
-    A collective that the backend cannot do natively is done before this returns. Both buffers are 1-D, contiguous and
-    all of their storage. Until `Work.wait` the result is left alone, and the operand may be read.
+    A collective without native support in the backend is complete when this returns. Both buffers must be 1-D and
+    contiguous, and cover their storage. Until `Work.wait` returns, the result must not be used, and the operand must
+    not be written.
 
     Args:
         collective: ``"all_gather"``, ``"reduce_scatter"``, ``"shift"`` or ``"all_reduce"``.
-        out: buffer for the result: of ``size`` times the elements of ``x``, of a ``size``-th of them, else of as many.
+        out: buffer for the result. It has ``size`` times the elements of ``x`` for an all-gather, and a ``size``-th of
+            them for a reduce-scatter. Otherwise it has as many as ``x``.
         x: the operand of this rank.
         mesh: the mesh.
-        mesh_dim: along which dimension.
-        op: of a reduction: ``"sum"``, ``"avg"``, ...
+        mesh_dim: the mesh dimension to communicate along.
+        op: the reduction, ``"sum"``, ``"avg"``, ...; empty for other collectives.
 
     Raises:
-        CollectiveError: there or in `Work.wait`, when a rank is lost.
+        CollectiveError: when a rank is lost; here or in `Work.wait`.
     """
     platform, size = mesh.platform, mesh.shape[mesh_dim]
     if size > 1 and 0 not in platform.shape_of(x) and platform.supports(collective, op, x):

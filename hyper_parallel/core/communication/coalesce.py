@@ -1,4 +1,5 @@
-"""One all-reduce for the gradients of all small replicated parameters, as Megatron's ``_allreduce_layernorm_grads``."""
+"""One all-reduce for the gradients of all small replicated parameters, as in Megatron's
+``_allreduce_layernorm_grads``."""
 
 from __future__ import annotations
 
@@ -12,23 +13,27 @@ from hyper_parallel.platform.contract import NOTHING_FASTER
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-#: The blocks that are open, the innermost last. Not one a thread: backward runs its hooks in threads of its own.
+#: Open `coalesce_gradients` blocks, the innermost last. The list is global, because autograd runs backward hooks in
+#: other threads.
 BLOCKS: list[coalesce_gradients] = []
 
 
 class coalesce_gradients:
-    """Inside, gradients of replicated parameters are all-reduced together, when the block ends.
+    """Context manager that all-reduces the gradients of replicated parameters together, when the block ends.
 
-    This is about parameters that are replicated while the inputs of their module are sharded: norms under
-    `SequenceParallel`. Outside, backward does one all-reduce for each of them; the block does one for each mesh and
-    dtype. It sends each parameter once, however often the model, or several backward passes, have used it.
+    It affects parameters that are replicated while the inputs of their module are sharded, such as norms under
+    `SequenceParallel`. Outside the block, backward does one all-reduce for each of them. The block does one for each
+    mesh and dtype. It sends each parameter once, regardless of how often the model or several backward passes used it.
 
-    The gradients of these parameters are complete after the block, and their part of this backward is missing inside.
-    So code that reads them goes after the block: clipping, the optimizer, an exchange over a data-parallel mesh
-    dimension. Nothing may be in use that reads them by hooks on the accumulation of gradients, such as
-    ``DistributedDataParallel``. Parameters with ``register_post_accumulate_grad_hook``, and gradients that
-    ``torch.autograd.grad`` returns, are all-reduced at once as without the block. On MindSpore, which returns
-    gradients, those that `hyper_parallel.mindspore` returns inside the block are all-reduced together, and complete.
+    Gradients of these parameters are complete after the block. Inside, they lack the contribution of the current
+    backward. So code that reads gradients belongs after the block: clipping, the optimizer, a data-parallel all-reduce.
+    Hooks that read them during accumulation, as in ``DistributedDataParallel``, must not be active.
+
+    Two kinds of gradients are all-reduced at once, as without the block. They are gradients of parameters with
+    ``register_post_accumulate_grad_hook``, and results of ``torch.autograd.grad``.
+
+    MindSpore returns gradients. The gradients that `hyper_parallel.mindspore` returns inside the block are all-reduced
+    together, and complete.
 
     Example:
         >>> from hyper_parallel import coalesce_gradients
@@ -42,13 +47,13 @@ class coalesce_gradients:
     Source: Megatron-LM, ``finalize_model_grads`` (Korthikanti et al. 2022).
     """
 
-    #: For each mesh, mesh dimensions and dtype: the parameters by their `id`, and the sums of their cotangents so far.
+    #: (mesh, mesh dimensions, dtype) -> `id` of a parameter -> (parameter, sum of its cotangents so far).
     _waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], dict[int, tuple[Any, Any]]]
 
     def take(self, parameter: Any, cotangent: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
-        """Take over ``cotangent``, whose sum over ``mesh_dims`` belongs to the gradient of ``parameter``.
+        """Accept ``cotangent``, whose sum over ``mesh_dims`` belongs to the gradient of ``parameter``.
 
-        Returns False where the caller has to reduce it.
+        Return False if the caller must reduce it.
         """
         if parameter._collect is not None:
             parameter._collect(cotangent, mesh, mesh_dims)
@@ -56,7 +61,8 @@ class coalesce_gradients:
         if not (mesh.platform.fast or NOTHING_FASTER).can_delay_gradient(parameter):
             return False
         entries = self._waiting.setdefault((mesh, mesh_dims, cotangent.dtype), {})
-        # Uses of a parameter share a view, and so a cotangent, where an operation keeps it: that depends on kernels.
+        # Uses of a parameter share a view, and so a cotangent, only if an operation caches the view. That depends on
+        # kernels.
         _, before = entries.get(id(parameter), (None, None))
         entries[id(parameter)] = parameter, cotangent if before is None else before + cotangent
         return True
@@ -81,10 +87,10 @@ class coalesce_gradients:
 
 
 def sum_together(cotangents: Sequence[Any], mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> list[Any]:
-    """The sums of plain tensors of one dtype over mesh dimensions, by one all-reduce along each."""
+    """Return the sums of plain tensors of one dtype over mesh dimensions, by one all-reduce along each dimension."""
     return collectives.together(cotangents, mesh.platform, collectives.all_reduce_over, mesh, mesh_dims)
 
 
 def open_block() -> coalesce_gradients | None:
-    """A further block inside of one; None outside."""
+    """Return a new `coalesce_gradients` block if another one is open, or None."""
     return coalesce_gradients() if BLOCKS else None

@@ -1,12 +1,12 @@
-"""Collectives on plain local tensors along one mesh dimension: uneven sizes and the features that a backend lacks, in
-one place.
+"""Collectives on plain local tensors along one mesh dimension. They handle uneven sizes and features that a backend
+lacks.
 
-Nothing here is differentiable; `transitions` pairs these into autograd functions. A mesh dimension of size 1 and a
-tensor without elements cause no communication. Where a rank is lost, each raises `CollectiveError`. All pass `_bind`,
-which tells the recorder of them.
+Nothing here is differentiable; `transitions` pairs these into autograd functions. A mesh dimension of size 1 and empty
+tensors cause no communication. All functions raise `CollectiveError` if a rank is lost. All of them use `_bind`, which
+notifies the recorder.
 
-Collectives that run often are given as a function of the tensor alone (`bind_all_reduce` and its like), after all
-look-ups.
+Frequent collectives have a bound form, a function of the tensor alone, such as `bind_all_reduce`. It does all look-ups
+in advance.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ def _bind(
     details: Mapping[str, Any] | None = None,
     uneven: tuple[int, int] | None = None,
 ) -> TensorFunction:
-    """The collective ``kind`` as a function of the local tensor alone, on a mesh dimension of more than one rank.
+    """Return the collective ``kind`` on a mesh dimension of more than one rank, as a function of the local tensor.
 
     Args:
-        kind, mesh, mesh_dim, op, details, uneven: for `record`.
-        send: ``send(x, *args)`` communicates by the backend's own verb of this name.
-        emulate: ``emulate(x, *args)`` does so by other verbs, for dtypes that the backend's own does not take.
-        nothing: ``nothing(x)`` is the result where no rank has elements. None where only some ranks have none.
-        args: see there.
+        kind, mesh, mesh_dim, op, details, uneven: arguments of `record`.
+        send: ``send(x, *args)`` communicates by the backend's native collective.
+        emulate: ``emulate(x, *args)`` communicates by other collectives, for dtypes that the native collective does not
+            support.
+        nothing: ``nothing(x)`` returns the result if no rank has elements, and None if some rank has.
+        args: further arguments of ``send`` and ``emulate``.
     """
     supports = mesh.platform.supports
-    known: set[Any] = set()  # dtypes that the backend takes
+    known: set[Any] = set()  # dtypes that the backend supports
 
     def run(x: Any) -> Any:
         way, done = send, None
@@ -83,7 +84,7 @@ def _itself(x: Any) -> Any:
 
 
 def bind_all_reduce(mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> TensorFunction:
-    """`all_reduce` as ``reduce(x)``."""
+    """Return `all_reduce` as a function ``reduce(x)``."""
     return _ALL_REDUCE[mesh, mesh_dim, op]
 
 
@@ -103,13 +104,16 @@ _ALL_REDUCE: Table = Table(_bind_all_reduce, 1 << 12, "bound collectives")
 
 
 def all_reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Any:
-    """Reduce ``x``, which is contiguous and may be overwritten, over the mesh dimension."""
+    """Return the reduction of ``x`` over the mesh dimension. ``x`` is contiguous and may be overwritten."""
     return _ALL_REDUCE[mesh, mesh_dim, op](x)
 
 
 def all_reduce_extreme(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
-    """`all_reduce` by ``"max"`` or ``"min"`` into a new tensor, with NaN where a rank has NaN. A backend's maximum of a
-    number and NaN depends on the backend, and on which comes first. So they travel apart, in one message."""
+    """Return `all_reduce` by ``"max"`` or ``"min"`` as a new tensor, with NaN where any rank has NaN.
+
+    Backends differ in the maximum of a number and NaN. So NaN flags are sent separately from the values, in one
+    message.
+    """
     platform = mesh.platform
     shape = tuple(platform.shape_of(x))
     if (
@@ -128,15 +132,17 @@ def all_reduce_extreme(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
 
 
 def all_reduce_over(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], op: str = "sum") -> Any:
-    """`all_reduce` along several mesh dimensions, one after the other."""
+    """Return `all_reduce` of ``x`` along several mesh dimensions in turn."""
     for mesh_dim in mesh_dims:
         x = _ALL_REDUCE[mesh, mesh_dim, op](x)
     return x
 
 
 def together(tensors: Sequence[Any], platform: Any, collective: Callable[..., Any], *args: Any) -> list[Any]:
-    """Apply an element-wise ``collective`` to several tensors of one dtype, which travel in one message. It is
-    called once, with ``args`` and a new tensor of all their elements, which it may overwrite."""
+    """Apply an element-wise ``collective`` to several tensors of one dtype in one message, and return the results.
+
+    ``collective`` is called once, with ``args`` and a new concatenated tensor, which it may overwrite.
+    """
     shapes = [platform.shape_of(x) for x in tensors]
     counts = [math.prod(shape) for shape in shapes]
     flat = [x.reshape((count,)) for x, count in zip(tensors, counts, strict=True)]
@@ -146,8 +152,8 @@ def together(tensors: Sequence[Any], platform: Any, collective: Callable[..., An
 
 
 def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int]) -> TensorFunction:
-    """``gather(x)`` concatenates along tensor dimension ``dim``, of which rank i of the mesh dimension holds
-    ``sizes[i]``."""
+    """Return ``gather(x)``, which concatenates shards along tensor dimension ``dim``. Rank i of the mesh dimension
+    holds ``sizes[i]`` elements."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return _itself
@@ -181,8 +187,8 @@ def bind_all_gather(mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
 def bind_reduce_scatter(
     mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], op: str = "sum"
 ) -> TensorFunction:
-    """``scatter(x)`` reduces over the mesh dimension and keeps this rank's ``sizes[rank]`` of tensor dimension
-    ``dim``."""
+    """Return ``scatter(x)``, which reduces over the mesh dimension and returns this rank's shard. The shard has
+    ``sizes[rank]`` elements of tensor dimension ``dim``."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return _itself
@@ -213,15 +219,17 @@ def bind_reduce_scatter(
 def bind_all_to_all(
     mesh: DeviceMesh, mesh_dim: int, src_dim: int, dst_dim: int, src_sizes: Sequence[int], dst_sizes: Sequence[int]
 ) -> TensorFunction:
-    """``exchange(x)`` turns a shard of tensor dimension ``src_dim`` into a shard of ``dst_dim``. Rank i holds
-    ``src_sizes[i]`` of the one before and ``dst_sizes[i]`` of the other after."""
+    """Return ``exchange(x)``, which converts a shard of tensor dimension ``src_dim`` into a shard of ``dst_dim``.
+
+    Rank i holds ``src_sizes[i]`` elements of ``src_dim`` before, and ``dst_sizes[i]`` elements of ``dst_dim`` after.
+    """
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return _itself
     rank, largest, group = mesh.get_local_rank(mesh_dim), max(src_sizes), mesh.platform_group(mesh_dim)
     native, chunk, cat = platform.all_to_all, platform.chunk, platform.cat
 
-    def send(x: Any) -> Any:  # no name holds the parts that were sent
+    def send(x: Any) -> Any:  # no variable keeps the sent chunks alive
         return cat(chunk(native(cat(chunk(x, size, dst_dim), 0), group, size), size, 0), src_dim)
 
     def send_padded(x: Any) -> Any:
@@ -252,12 +260,13 @@ def bind_all_to_all(
 
 
 def exchange_rows(x: Any, mesh: DeviceMesh, mesh_dim: int, counts: np.ndarray) -> Any:
-    """Send the rows of ``x`` to the ranks that are to have them, without padding.
+    """Return the rows that this rank receives when each rank sends rows of ``x`` to other ranks, without padding.
 
     Args:
-        x: its rows are in the order of the ranks that they go to; those of the result, of the ranks that they are from.
-        mesh, mesh_dim: between which ranks.
-        counts: ``counts[i, j]`` rows go from rank i of the mesh dimension to rank j; the same on all ranks.
+        x: the rows to send, in the order of their destination ranks. The rows of the result are in the order of their
+            source ranks.
+        mesh, mesh_dim: the mesh dimension to exchange along.
+        counts: ``counts[i, j]`` rows go from rank i of the mesh dimension to rank j. All ranks have equal counts.
     """
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
@@ -283,8 +292,8 @@ def exchange_rows(x: Any, mesh: DeviceMesh, mesh_dim: int, counts: np.ndarray) -
 
 
 def shift(x: Any, mesh: DeviceMesh, mesh_dim: int) -> Any:
-    """Return the ``x`` of the previous rank along the mesh dimension. The first rank gets that of the last. ``x`` has
-    one shape on all ranks."""
+    """Return the ``x`` of the previous rank along the mesh dimension. The first rank gets the ``x`` of the last. All
+    ranks must have one shape."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return x
@@ -299,7 +308,7 @@ def shift(x: Any, mesh: DeviceMesh, mesh_dim: int) -> Any:
 
 
 def broadcast(x: Any, mesh: DeviceMesh, mesh_dim: int, src: int) -> Any:
-    """Value of rank ``src`` of the mesh dimension; ``x`` is contiguous and may be overwritten."""
+    """Return the value of rank ``src`` of the mesh dimension. ``x`` is contiguous and may be overwritten."""
     if mesh.shape[mesh_dim] == 1:
         return x
 
@@ -310,8 +319,11 @@ def broadcast(x: Any, mesh: DeviceMesh, mesh_dim: int, src: int) -> Any:
 
 
 def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], src: int) -> Any:
-    """This rank's ``sizes[rank]`` of tensor dimension ``dim`` of the ``x`` of rank ``src`` of the mesh dimension. On
-    the other ranks only shape and dtype of ``x`` matter."""
+    """Return this rank's shard of the ``x`` of rank ``src`` of the mesh dimension.
+
+    The shard has ``sizes[rank]`` elements of tensor dimension ``dim``. On the other ranks only shape and dtype of ``x``
+    matter.
+    """
     size, platform = mesh.shape[mesh_dim], mesh.platform
     rank, largest = mesh.get_local_rank(mesh_dim), max(sizes)
 
@@ -336,7 +348,8 @@ def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
 
 
 def all_gather_object(value: Any, mesh: DeviceMesh, mesh_dim: int) -> list[Any]:
-    """Gather one picklable value of each rank of the mesh dimension, in its order. Off the hot path, not counted."""
+    """Return one picklable value of each rank of the mesh dimension, in rank order. It is slow, and `CommDebugMode`
+    does not count it."""
     size = mesh.shape[mesh_dim]
     if size == 1:
         return [value]
@@ -352,7 +365,7 @@ def all_gather_object(value: Any, mesh: DeviceMesh, mesh_dim: int) -> list[Any]:
     return values
 
 
-# ------------------------------------------------------------ in place of collectives that a backend lacks: not
+# ------------------------------------------------------------ emulation of collectives that a backend lacks: not
 # recorded
 def _reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
     platform = mesh.platform
@@ -367,7 +380,7 @@ def _reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
         elif op == "product":
             result = result * part
         else:
-            # Written with arithmetic, because a backend that lacks the reduction may lack the element-wise kernel too.
+            # Arithmetic, because a backend that lacks the reduction may also lack the element-wise kernel.
             take = (part > result if op == "max" else part < result) | (part != part)
             result = platform.masked_fill(result, take, 0) + platform.masked_fill(part, ~take, 0)
     return result
@@ -381,14 +394,14 @@ def _broadcast(x: Any, mesh: DeviceMesh, mesh_dim: int, src: int) -> Any:
 
 
 def _gather_parts(x: Any, mesh: DeviceMesh, mesh_dim: int) -> list[Any]:
-    """Every rank's ``x``, all of one shape, in rank order."""
+    """Return every rank's ``x`` in rank order. All ranks must have one shape."""
     platform, size = mesh.platform, mesh.shape[mesh_dim]
     shape = tuple(platform.shape_of(x))
     flat = platform.contiguous(x).reshape((math.prod(shape),))
     if platform.supports("all_gather", "", flat):
         gathered = platform.all_gather(flat, mesh.platform_group(mesh_dim), size)
     else:
-        # A backend that can add but not gather: each rank's values in its own part of a buffer of zeros.
+        # For a backend that can add but not gather, each rank puts its values into its chunk of a buffer of zeros.
         empty = platform.zeros((math.prod(shape),), x)
         mine = [flat if i == mesh.get_local_rank(mesh_dim) else empty for i in range(size)]
         gathered = platform.all_reduce(platform.cat(mine, 0), "sum", mesh.platform_group(mesh_dim))

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-#: Errors of local computations. Refusals are ValueErrors and TypeErrors: the same on all ranks.
+#: Errors of local computations. ValueError and TypeError are not among them, because all ranks raise those.
 _LOCAL_ERRORS = (RuntimeError, IndexError, MemoryError, ArithmeticError)
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed because ranks did not do their part: they ended, hang, or do something else.
+    """A collective failed because some ranks did not take part: they ended, hang, or do something else.
 
-    Every rank that waited in the collective raises it, within the time-out of the process group and a few seconds. The
-    error of the backend is its ``__cause__``. The process group may be unusable afterwards.
+    Every rank that waits in the collective raises it, within the time-out of the process group plus a few seconds. The
+    ``__cause__`` is the error of the backend. The process group may be unusable afterwards.
 
     Attributes:
-        collective: its name: ``"all_reduce"``, ``"all_gather"``, ...
+        collective: name of the collective: ``"all_reduce"``, ``"all_gather"``, ...
         ranks: global ranks that should have taken part.
-        missing: those of them that did not report that they were waiting too; None where that cannot be known.
+        missing: the ranks among them that did not report that they were waiting; None if that is unknown.
 
     Example:
         >>> from hyper_parallel import CollectiveError
@@ -40,11 +40,12 @@ class CollectiveError(RuntimeError):
 
 
 class RankMismatchError(ValueError):
-    """Ranks have given values that do not belong together or, inside `check_ranks`, were about to do different things.
+    """Ranks have passed inconsistent values or, inside `check_ranks`, were about to do different things.
+
     All ranks raise it, before anything is done.
 
     Attributes:
-        ranks: global ranks whose value is not that of the majority; without a majority, not that of the first rank.
+        ranks: global ranks whose value differs from the majority's or, without a majority, from the first rank's.
 
     Example:
         >>> from hyper_parallel import RankMismatchError
@@ -61,17 +62,17 @@ class RankMismatchError(ValueError):
 
 
 def names_of(ranks: Sequence[int]) -> str:
-    """``"rank 3"`` or ``"ranks 1, 3"``."""
+    """Return ``"rank 3"`` or ``"ranks 1, 3"``, for messages."""
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def describe_dim(mesh: DeviceMesh, mesh_dim: int) -> str:
-    """Return the words for a mesh dimension in messages: ``"along mesh dimension 0 ('tp')"``."""
+    """Return a description of a mesh dimension for messages: ``"along mesh dimension 0 ('tp')"``."""
     return f"along mesh dimension {mesh.dim_label(mesh_dim)}"
 
 
 def explain_along(error: Exception, collective: str, local: Any, mesh: DeviceMesh, mesh_dim: int) -> None:
-    """`explain` for a collective of the local tensor ``local`` along a mesh dimension."""
+    """Call `explain` for a collective of the tensor ``local`` along a mesh dimension."""
     platform = mesh.platform
     tensor = f" of a {local.dtype} tensor of shape {tuple(platform.shape_of(local))}" if local is not None else ""
     what = f"{collective}{tensor} {describe_dim(mesh, mesh_dim)}"
@@ -79,16 +80,16 @@ def explain_along(error: Exception, collective: str, local: Any, mesh: DeviceMes
 
 
 def explain(error: Exception, collective: str, what: str, platform: Any, group: Any, ranks: Sequence[int]) -> None:
-    """Return if ``error`` is of another kind than a rank that was lost.
+    """Raise CollectiveError from ``error`` if a lost rank caused it. Return otherwise.
 
     Args:
-        error: the error of the platform's verb.
-        collective: its name.
-        what: the same with its operand, for messages.
-        platform, group, ranks: whose collective it was.
+        error: the error that the platform's collective raised.
+        collective: name of the collective.
+        what: the collective with its operand, for messages.
+        platform, group, ranks: the platform, the group and the global ranks of the collective.
 
     Raises:
-        CollectiveError: otherwise, from ``error``.
+        CollectiveError: when a rank was lost.
     """
     if not platform.is_communication_failure(error):
         return
@@ -111,11 +112,13 @@ def explain(error: Exception, collective: str, what: str, platform: Any, group: 
 
 
 def tell_of_failure(error: Exception, what: str, mesh: DeviceMesh) -> None:
-    """Tell the other ranks of ``mesh`` about an error with which this rank leaves ``what``. So they do not wait for it.
-    Returns when they have failed in the same way, or know."""
+    """Report an error that ends ``what`` on this rank to the other ranks, so that they stop waiting.
+
+    Return when the other ranks have failed in the same way, or have received the report.
+    """
     if not isinstance(error, _LOCAL_ERRORS) or isinstance(error, CollectiveError) or hasattr(error, _TOLD):
         return
-    error.__dict__[_TOLD] = True  # the modules around it raise it too
+    error.__dict__[_TOLD] = True  # enclosing modules raise the same error again
     if mesh.size() == 1 or mesh.get_coordinate() is None or mesh.platform.is_communication_failure(error):
         return
     groups = [mesh.platform_group(d) for d in range(mesh.ndim) if mesh.shape[d] > 1]

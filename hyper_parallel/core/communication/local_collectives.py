@@ -1,9 +1,10 @@
-"""Collectives of the framework that a program calls on DTensors by itself, as in data parallelism written by hand.
+"""Checks for collectives of the framework that a program calls on DTensors, as in hand-written data parallelism.
 
-A DTensor is its local tensor, so such a collective acts on this rank's part: the gradients of the data-parallel ranks
-are averaged shard by shard. That is right where the ranks that take part hold the same part. The mesh is the known fact
-about them: ranks of one mesh that differ in a dimension hold different shards, or different summands, along it. There
-the collective is refused, on all of them, since all know the layout and the ranks of the group.
+Such a collective acts on the local tensor. For example, data-parallel ranks average their gradients shard by shard.
+That is right if all participating ranks hold the same shard.
+
+Ranks that differ in a mesh dimension hold different shards or summands along it. There the collective is refused, on
+all ranks, since all know the layout and the ranks of the group.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _DIMS: dict[tuple, tuple[int, ...]] = Cache(1 << 12, "dimensions of groups")
 
 
 def dims_within(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of ``mesh`` in which the ``ranks`` that belong to it differ from each other.
+    """Return the dimensions of ``mesh`` in which the ``ranks`` that belong to it differ from each other.
 
     Example:
         >>> from hyper_parallel import init_device_mesh
@@ -42,15 +43,15 @@ def dims_within(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[int, ...]:
 def check_local_collective(
     name: str, layout: Layout, ranks: Sequence[int], *, linear: bool = True, apart: bool = False, parts: bool = False
 ) -> None:
-    """Raise where the collective ``name`` over ``ranks`` would be wrong on the local tensor of a DTensor.
+    """Raise ValueError if the collective ``name`` over ``ranks`` would be wrong on the local tensor of a DTensor.
 
     Args:
-        name: for the message.
-        layout: of the DTensor.
+        name: name of the collective, for the message.
+        layout: layout of the DTensor.
         ranks: global ranks that take part.
-        linear: whether it moves, adds or averages values: only these may be done to a partial sum.
-        apart: whether the values of the ranks stay apart, in plain tensors: shards may then differ, but not in size.
-        parts: whether it leaves another result on each rank.
+        linear: whether the collective moves, adds or averages values. Only these are valid for a partial sum.
+        apart: whether the values of the ranks stay separate, in plain tensors. Shards may then differ, but not in size.
+        parts: whether each rank gets a different result.
 
     Raises:
         ValueError: on every rank that takes part.
@@ -89,8 +90,9 @@ def check_local_collective(
 
 
 def check_rows(name: str, whole: Layout, part: Layout, count: int) -> None:
-    """Raise unless a tensor with layout ``whole`` is ``count`` tensors with layout ``part``, one after the other along
-    dimension 0. This must hold for local tensors and for global ones.
+    """Raise ValueError unless ``whole`` is ``count`` tensors of layout ``part``, concatenated along dimension 0.
+
+    This must hold for local and for global tensors.
 
     Raises:
         ValueError: when placements differ, dimension 0 is sharded, or shapes do not fit.

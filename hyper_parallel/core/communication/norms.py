@@ -1,7 +1,8 @@
-"""Norms of distributed tensors from those of the parts that ranks hold, for clipping gradients.
+"""Norms of distributed tensors, from the norms of local shards, for clipping gradients.
 
-There is one all-reduce for each mesh dimension that shards some of the tensors, whatever their number. Tensors on
-slices of one mesh are taken together: along the dimensions that its slice lacks, a tensor is the same on all ranks."""
+There is one all-reduce for each mesh dimension that shards any tensor, regardless of the number of tensors. Tensors on
+several slices of one mesh are combined. A tensor is replicated along the dimensions that its slice lacks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 def total_norm(
     tensors: Sequence[Any], layouts: Sequence[Layout | None], order: float, norm_of: Callable[[Sequence[Any]], Any]
 ) -> tuple[Any, DeviceMesh]:
-    """See `platform.contract.Core.total_norm`. A tensor that is the same on several ranks is counted by the first."""
+    """Return the norm of all elements of several tensors (see `platform.contract.Core.total_norm`), and its mesh.
+
+    A replicated tensor is counted by the first rank that holds it.
+    """
     shares = _SHARES[tuple(layouts)]
     norms = [_norm_of_share(share, tensors, order, norm_of) for share in shares]
     total = norms[0]
@@ -34,15 +38,15 @@ def total_norm(
 
 @dataclass(frozen=True)
 class _Share:
-    """Share of this rank in the tensors on one mesh, and on slices of it.
+    """This rank's share in the norm of the tensors on one mesh, and on slices of it.
 
     Attributes:
         mesh: the mesh.
-        mesh_dims: those that some of the tensors are sharded by, along which is summed.
-        members: indices of all the tensors.
-        counted: those that this rank counts.
-        perhaps_empty: others, which may have no elements on any rank.
-        first: index of one that is distributed.
+        mesh_dims: mesh dimensions that shard any of the tensors. Norms are reduced along them.
+        members: indices of all tensors of the share.
+        counted: indices of the tensors that this rank counts.
+        perhaps_empty: indices of uncounted tensors that may be globally empty.
+        first: index of the first distributed tensor.
     """
 
     mesh: DeviceMesh
@@ -54,8 +58,8 @@ class _Share:
 
 
 def _shares(layouts: Sequence[Layout | None]) -> list[_Share]:
-    """The shares of this rank, one for each mesh, in the order of the tensors. Plain tensors, the same on all ranks, go
-    with the first mesh."""
+    """Return the shares of this rank, one for each mesh, in the order of the tensors. Plain tensors, which all ranks
+    replicate, belong to the first mesh."""
     shares = []
     joined = joined_meshes(layouts)
     first_mesh = next(iter(joined.values()))
@@ -68,7 +72,7 @@ def _shares(layouts: Sequence[Layout | None]) -> list[_Share]:
         if coordinate is None:
             shares.append(_Share(mesh, (), members, [], [], first))
             continue
-        # The first of the ranks that hold the same part, if that has elements.
+        # A shard with elements is counted by the first of the ranks that hold it.
         counted = [
             i
             for i in members
@@ -80,13 +84,13 @@ def _shares(layouts: Sequence[Layout | None]) -> list[_Share]:
     return shares
 
 
-#: layouts of all tensors -> `_shares` of them.
+#: layouts of all tensors -> `_shares`.
 _SHARES = Table(_shares, 1 << 8, "shares of norms")
 
 
 def _sharding(layout: Layout | None, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
-    """The mesh dimensions that shard a tensor. With ``mesh``, of which its mesh is a slice, they are those of
-    ``mesh``."""
+    """Return the mesh dimensions that shard a tensor, as dimensions of ``mesh`` if that is passed. The layout's mesh
+    must then be a slice of ``mesh``."""
     if layout is None:
         return ()
     own = [d for d, p in enumerate(layout.placements) if isinstance(p, Shard)]
@@ -97,22 +101,22 @@ def _norm_of_share(share: _Share, tensors: Sequence[Any], order: float, norm_of:
     platform = share.mesh.platform
 
     def nothing() -> Any:
-        """The element that does not count in a norm of this order."""
+        """Return the neutral element of a norm of this order."""
         return platform.full((1,), math.inf if order < 0 else 0.0, tensors[share.first])
 
     if order:
         mine = [tensors[i] for i in share.counted]
-        # Some norms of nothing are errors, which all ranks should raise.
+        # Some norms of empty tensors are errors, which all ranks should raise.
         mine += [tensors[i] for i in share.perhaps_empty if 0 in platform.shape_of(tensors[i])]
         return _combined(norm_of(mine or [nothing()]), share.mesh, share.mesh_dims, order)
-    # The number of tensors that are not zero: all ranks must know of each.
+    # An order of 0 counts the nonzero tensors, so each tensor needs an entry on all ranks.
     counted = set(share.counted)
     found = [norm_of([tensors[i] if i in counted else nothing()]).reshape((1,)) for i in share.members]
     return norm_of(list(_combined(platform.cat(found, 0), share.mesh, share.mesh_dims, order)))
 
 
 def _combined(norms: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], order: float) -> Any:
-    """Norms of whole tensors, from the ``norms`` of this rank's parts, which may be overwritten."""
+    """Return norms of global tensors from the ``norms`` of this rank's shards, which may be overwritten."""
     if math.isinf(order):
         for mesh_dim in mesh_dims:
             norms = collectives.all_reduce_extreme(norms, mesh, mesh_dim, "max" if order > 0 else "min")
@@ -124,7 +128,7 @@ def _combined(norms: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], order: flo
 
 
 def norms_over_ranks(norms: Sequence[Any], layouts: Sequence[Layout | None], order: float) -> list[Any]:
-    """See `platform.contract.Core.norms_over_ranks`."""
+    """Return the norm of each global tensor (see `platform.contract.Core.norms_over_ranks`)."""
     groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
     for i, layout in enumerate(layouts):
         if layout is not None and (mesh_dims := _sharding(layout)):
@@ -139,11 +143,12 @@ def norms_over_ranks(norms: Sequence[Any], layouts: Sequence[Layout | None], ord
 
 
 def largest_over_ranks(value: Any, layouts: Iterable[Layout | None]) -> Any:
-    """See `platform.contract.Core.largest_over_ranks`."""
+    """Return the largest ``value`` of all ranks that share a sharded tensor (see
+    `platform.contract.Core.largest_over_ranks`)."""
     known = [layout for layout in layouts if layout is not None]
     joined = joined_meshes(known)
     along = {(mesh, d) for layout in known for mesh in (joined[layout.mesh],) for d in _sharding(layout, mesh)}
-    # In an order that all ranks share.
+    # All ranks must use the same order.
     for mesh, mesh_dim in sorted(along, key=lambda pair: (pair[0].ranks.ravel().tolist(), pair[1])):
         value = collectives.all_reduce(value, mesh, mesh_dim, "max")
     return value

@@ -1,4 +1,4 @@
-"""Shards of different sizes, padded to the largest for a message whose parts have one size."""
+"""Padding of uneven shards to the largest one, for collectives that need equal sizes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def part_of(x: Any, dim: int, sizes: Sequence[int], i: int, platform: Any) -> Any:
-    """Part ``i`` of consecutive parts of these sizes along ``dim``."""
+    """Return shard ``i`` of consecutive shards of the given sizes along ``dim``."""
     return platform.narrow(x, dim, sum(sizes[:i]), sizes[i])
 
 
 def padded(x: Any, dim: int, size: int, platform: Any) -> Any:
-    """The tensor ``x`` with zeros at its end, up to ``size`` along ``dim``."""
+    """Return ``x``, padded with zeros at the end to ``size`` elements along ``dim``."""
     shape = [*platform.shape_of(x)]
     if shape[dim] == size:
         return x
@@ -21,11 +21,12 @@ def padded(x: Any, dim: int, size: int, platform: Any) -> Any:
 
 
 def padded_parts(x: Any, dim: int, sizes: Sequence[int], platform: Any) -> Any:
-    """The parts of ``x`` for all ranks, padded to one size, along dimension 0."""
+    """Return the shards of ``x`` for all ranks, padded to one size and concatenated along dimension 0."""
     parts = [padded(part_of(x, dim, sizes, i, platform), dim, max(sizes), platform) for i in range(len(sizes))]
     return platform.cat(parts, 0)
 
 
 def joined(parts: Sequence[Any], dim: int, sizes: Sequence[int], platform: Any) -> Any:
-    """Padded parts of these sizes, one after the other along ``dim``."""
+    """Return padded shards without their padding, concatenated along ``dim``. ``sizes`` are the sizes before
+    padding."""
     return platform.cat([platform.narrow(part, dim, 0, n) for part, n in zip(parts, sizes, strict=True) if n], dim)

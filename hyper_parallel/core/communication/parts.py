@@ -1,4 +1,4 @@
-"""Parts that ranks bring: their sizes are exchanged, so that all ranks come to one answer."""
+"""Exchange of the sizes of local shards, so that all ranks reach the same decision."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from hyper_parallel.core.observers import CHECKS
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-#: The most dimensions that a tensor of any framework has.
+#: Upper limit for the number of dimensions of a tensor in any framework.
 _DIMS = 64
 Shape = tuple[int, ...]
 
 
 def numbers_of_ranks(numbers: Sequence[int], mesh: DeviceMesh, what: str) -> np.ndarray:
-    """Exchange numbers over the ranks of a mesh: one small all-gather for each mesh dimension of more than one rank.
-    As all that ranks compare, it is not recorded.
+    """Exchange numbers over the ranks of a mesh. Each mesh dimension of more than one rank takes one small all-gather.
+
+    Like other comparisons of ranks, the exchange is not recorded.
 
     Args:
-        numbers: of this rank, as many as the other ranks give.
-        mesh: this rank is in it.
-        what: names the exchange where a rank is lost.
+        numbers: numbers of this rank. All ranks must pass the same count of numbers.
+        mesh: mesh that contains this rank.
+        what: name of the exchange, for the error if a rank is lost.
 
     Returns:
-        An array of the shape of the mesh, and one dimension more for the numbers of a rank.
+        An int64 array of shape (*mesh shape, count of numbers).
     """
     platform, mine, shape = mesh.platform, np.asarray(numbers, np.int64), (*mesh.shape, len(numbers))
     if platform.sends_nothing:
@@ -51,22 +52,23 @@ def numbers_of_ranks(numbers: Sequence[int], mesh: DeviceMesh, what: str) -> np.
 
 
 def digests_of(facts: Mapping[str, Any]) -> list[int]:
-    """Return a number for each fact, to be exchanged: integers themselves, a checksum of the text of all others."""
+    """Return one number for each fact, for an exchange: the value of an integer, and a checksum of any other fact's
+    text."""
     return [int(fact) if isinstance(fact, int) else zlib.crc32(str(fact).encode()) for fact in facts.values()]
 
 
 def check_digests(digests: np.ndarray, facts: Mapping[str, Any], mesh: DeviceMesh, what: str, remedy: str) -> None:
-    """Compare facts that the ranks of a 1-D mesh have exchanged. No rank communicates.
+    """Compare facts that the ranks of a 1-D mesh have exchanged. This function does not communicate.
 
     Args:
-        digests: (ranks, facts), the `digests_of` each rank.
-        facts: of this rank, by name.
-        mesh: of the ranks.
-        what: names the call in messages.
+        digests: array of shape (ranks, facts) with the `digests_of` each rank.
+        facts: facts of this rank, by name.
+        mesh: mesh of the ranks.
+        what: name of the call, for messages.
         remedy: the end of the message.
 
     Raises:
-        RankMismatchError: on all ranks, where they differ in a fact.
+        RankMismatchError: on all ranks, when they differ in a fact.
     """
     ranks = mesh.ranks_along(0)
     for i, (name, fact) in enumerate(facts.items()):
@@ -80,7 +82,7 @@ def check_digests(digests: np.ndarray, facts: Mapping[str, Any], mesh: DeviceMes
 def even_global_shape(
     local_shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh
 ) -> tuple[int, ...]:
-    """Return the shape of the whole tensor where all parts are of one shape. Packed parts know their sizes."""
+    """Return the global shape if all shards have one shape. Packed shards define their own sizes."""
     shape = list(local_shape)
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -92,7 +94,7 @@ def even_global_shape(
 
 
 def misfit_of(layout: Layout, local_shape: Shape) -> str | None:
-    """Return the reason why a part of ``local_shape`` is wrong on this rank, or None."""
+    """Return the reason why a shard of ``local_shape`` is wrong on this rank, or None."""
     if layout.mesh.get_coordinate() is None or tuple(layout.local_shape) == local_shape:
         return None
     return (
@@ -102,9 +104,8 @@ def misfit_of(layout: Layout, local_shape: Shape) -> str | None:
 
 
 def is_wrong_on_a_rank(layout: Layout, dtype: str, wrong: bool) -> bool:
-    """Return whether something is ``wrong`` on a rank of the mesh, or ranks differ in shape, placements or ``dtype``.
-    All ranks get the same answer, by `numbers_of_ranks`.
-    """
+    """Return whether any rank passes ``wrong``, or ranks differ in shape, placements or ``dtype``. All ranks get the
+    same answer, by `numbers_of_ranks`."""
     digest = zlib.crc32(repr((tuple(layout.shape), layout.placements, dtype)).encode())
     what = "the comparison of parts of one tensor"
     rows = numbers_of_ranks((digest, wrong), layout.mesh, what).reshape(-1, 2)
@@ -112,17 +113,17 @@ def is_wrong_on_a_rank(layout: Layout, dtype: str, wrong: bool) -> bool:
 
 
 def check_parts(local: Any, layout: Layout, misfit: str | None, what: str) -> None:
-    """Compare parts over the ranks of the mesh, and the values of replicated tensors.
+    """Compare shards over the ranks of the mesh, and the values of replicated tensors.
 
     Args:
-        local: this rank's part.
-        layout: of the whole tensor.
-        misfit: as `misfit_of` says.
-        what: names the part in messages.
+        local: this rank's shard.
+        layout: layout of the global tensor.
+        misfit: result of `misfit_of`.
+        what: name of the tensor, for messages.
 
     Raises:
         RankMismatchError: on all ranks, where they differ.
-        ValueError: on all ranks, where all have the same misfit.
+        ValueError: on all ranks, when all have the same misfit.
     """
     here = f" on rank {layout.mesh.platform.rank()}"
     facts = {
@@ -142,11 +143,11 @@ def shapes_of_ranks(shapes: Sequence[Shape | None], mesh: DeviceMesh) -> list[di
     """Exchange the shapes of several tensors over the ranks of a mesh, by `numbers_of_ranks`.
 
     Args:
-        shapes: of this rank's tensors, as many as the other ranks have; None where this rank has none.
-        mesh: this rank is in it.
+        shapes: shapes of this rank's tensors; None for a missing tensor. All ranks must pass the same number of shapes.
+        mesh: mesh that contains this rank.
 
     Returns:
-        For each tensor the shapes that it has, by the coordinate of the rank in the mesh.
+        For each tensor, a mapping from coordinates in the mesh to the local shape there.
     """
     numbers = np.full((len(shapes), 1 + _DIMS), -1)
     for row, shape in zip(numbers, shapes, strict=True):
@@ -164,17 +165,17 @@ def shapes_of_ranks(shapes: Sequence[Shape | None], mesh: DeviceMesh) -> list[di
 def layout_of_parts(
     parts: dict[Shape, Shape | None], placements: Sequence[Placement], mesh: DeviceMesh, what: str
 ) -> Layout:
-    """The layout of a tensor of which the ranks of a mesh have parts. No rank communicates.
+    """Return the layout of a tensor from the local shapes of all ranks of a mesh. This function does not communicate.
 
     Args:
-        parts: as `shapes_of_ranks` gives them.
-        placements: of the tensor, as users give them.
-        mesh: of the parts.
-        what: names the tensor in messages.
+        parts: local shapes by coordinate, as `shapes_of_ranks` returns them.
+        placements: placements of the tensor, as users write them.
+        mesh: mesh of the tensor.
+        what: name of the tensor, for messages.
 
     Raises:
-        RankMismatchError: on all ranks, where a rank has no part or the parts do not make up a tensor.
-        ValueError: on all ranks, for placements that do not fit.
+        RankMismatchError: on all ranks, when a rank has no shard or the shards do not form a tensor.
+        ValueError: on all ranks, for placements that do not fit the mesh or the shapes.
     """
     without = [int(mesh.ranks[at]) for at, part in parts.items() if part is None]
     if without:

@@ -1,7 +1,7 @@
-"""`check_ranks`: before each collective, compare the next step of all ranks.
+"""`check_ranks`: a comparison of the next step of all ranks, before each collective.
 
-A mistake that makes ranks run different collectives shows, without it, as a hang or as wrong numbers. Ranks exchange a
-digest of each step. Only when digests differ do they exchange the step itself, to say where the difference is.
+Without it, ranks that run different collectives hang or compute wrong numbers. Ranks exchange a digest of each step.
+Only if digests differ do they exchange the step itself, to report the difference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Facts = Mapping[str, str]
 
 
 class _Step(NamedTuple):
-    """Step that one rank is about to do. ``facts`` must be equal on all ranks, ``row_facts`` on those of one
+    """The step that one rank is about to do. ``facts`` must be equal on all ranks, ``row_facts`` on all ranks in
     ``row``."""
 
     rank: int
@@ -41,15 +41,15 @@ class _Step(NamedTuple):
 
 
 class Check:
-    """Compares steps over some ranks.
+    """A comparison of steps over some ranks.
 
     Args:
-        platform: whose collectives carry the comparison.
-        axes: (group, global ranks of the group) pairs; gathering along one after the other reaches all ranks.
+        platform: the platform whose collectives exchange the steps.
+        axes: (group, global ranks of the group) pairs. Gathering along each of them in turn reaches all ranks.
 
     Attributes:
-        count: of collectives that were compared.
-        at_end: comparisons to repeat when the context is left, by their subject.
+        count: number of compared collectives.
+        at_end: comparisons to repeat when the context ends, by their subject.
     """
 
     def __init__(self, platform: Platform, axes: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
@@ -66,30 +66,30 @@ class Check:
         row_facts: Facts | None = None,
         remedy: str = "",
     ) -> None:
-        """Return when all ranks are at the same step.
+        """Wait until all ranks report their next step, and return if all steps are equal.
 
         Args:
             step: the next step.
             facts: values that must be equal on all ranks, by name, in the order in which to compare.
-            row: global ranks between which ``row_facts`` must be equal, the same tuple on each of them.
-            row_facts: see there.
-            remedy: the end of the message where these differ.
+            row: global ranks on which ``row_facts`` must be equal. Each of these ranks must pass the same tuple.
+            row_facts: values that must be equal on the ranks in ``row``, by name.
+            remedy: the end of the message if ``row_facts`` differ.
 
         Raises:
             RankMismatchError: on all ranks, when something differs.
         """
         if self._platform.sends_nothing:
-            return  # there is one rank, which agrees with itself
+            return  # a dry run has one rank, which agrees with itself
         shared = {"the next step": step, **(facts or {})}
         mine = _Step(self._platform.rank(), shared, tuple(row), row_facts or {})
         digest = mine._replace(facts=_digest(mine.facts), row_facts=_digest(mine.row_facts))
         steps = self._gather(digest)
-        alike = all(step[1:] == digest[1:] for step in steps)  # quick, where there are many ranks
+        alike = all(step[1:] == digest[1:] for step in steps)  # fast for many ranks
         if not alike and _first_difference(steps) is not None:
             raise _mismatch(self._gather(mine), step, remedy)
 
     def compare(self, event: CollectiveEvent) -> None:
-        """Compare a collective, where no other check is open inside this one."""
+        """Compare a collective, unless another check is open inside this one."""
         if CHECKS[-1] is not self:
             return
         self.count += 1
@@ -117,34 +117,36 @@ class Check:
 
 @contextmanager
 def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
-    """Inside, ranks compare their next steps, and all raise when one differs, instead of hanging.
+    """Context manager in which ranks compare their next steps. All ranks raise if one differs, instead of hanging.
 
-    These steps are compared.
+    The following steps are compared.
 
-    * Each collective: its kind, module and mesh dimension, forward or backward, shape and dtype of the local tensors,
-      and other arguments.
-    * Each `DeviceMesh` that is made.
+    * Each collective: its kind, module, mesh dimension and direction, shape and dtype of the local tensors, and other
+      arguments.
+    * Each new `DeviceMesh`.
     * Each plan that `parallelize_module` applies, with the names, shapes, dtypes and ``requires_grad`` of the model's
       parameters.
-    * Leaving the context, also by an exception.
+    * Leaving the context, also by an exception. The other ranks report the exception of one rank.
 
-    The exception of one rank is named on the others.
+    Values that must be equal on all ranks are compared bit by bit:
 
-    Values are compared, to the bit, where all ranks must have the same. These are parameters and buffers that a model's
-    plan leaves plain or replicates: when the plan is applied, when the model is first called inside, and at the end.
-    They are also plain inputs that a style or `DTensor.from_local` takes for replicated. The last ones are the states
-    of the generators of a mesh on which random numbers were drawn. Where a mesh dimension shards a batch unevenly,
-    shapes may differ: they are compared between the ranks of one collective only.
+    * Parameters and buffers that a model's plan leaves plain or replicates. The comparison happens when the plan is
+      applied, at the first call of the model inside, and at the end.
+    * Plain inputs that a style or `DTensor.from_local` treats as replicated.
+    * Generator states of a mesh on which random numbers were drawn.
 
-    Use it to find a mistake, not in production: each comparison is one more collective, on the host.
+    Where a mesh dimension shards a batch unevenly, shapes may differ. They are compared between the ranks of one
+    collective only.
+
+    Use it to find a mistake, not in production: each comparison is an additional collective on the host.
 
     Args:
-        mesh: whose ranks all run the same program; None is all ranks of the world. With stages of a pipeline, give
-            each its own mesh.
+        mesh: mesh whose ranks all run the same program; None for all ranks of the world. Each stage of a pipeline needs
+            its own mesh.
 
     Raises:
-        RankMismatchError: a ValueError; names the ranks that differ, and the first difference with both values.
-        CollectiveError: when a rank does not come to the comparison within the time-out of the process group.
+        RankMismatchError: a ValueError that names the ranks that differ, and the first difference with both values.
+        CollectiveError: when a rank does not reach the comparison within the time-out of the process group.
 
     Example:
         >>> from hyper_parallel import check_ranks, init_device_mesh
@@ -156,7 +158,7 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
         return
     check = _check_of_world() if mesh is None else check_of(mesh)
     CHECKS.append(check)
-    LISTENERS.insert(0, check.compare)  # before it is counted
+    LISTENERS.insert(0, check.compare)  # before listeners that count the collective
     try:
         yield
     except (RankMismatchError, CollectiveError):
@@ -174,11 +176,11 @@ def check_ranks(mesh: DeviceMesh | None = None) -> Iterator[None]:
 
 
 def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, remedy: str) -> None:
-    """Compare values that should be equal along a mesh dimension. Call it only while a check is on.
+    """Compare values that should be equal along a mesh dimension. Call it only while a check is active.
 
     Args:
-        values: tensors, of which the local values are compared, or bytes; by their names in messages.
-        mesh, mesh_dim: between which ranks.
+        values: local tensors or bytes to compare, by their names in messages.
+        mesh, mesh_dim: the mesh dimension whose ranks are compared.
         remedy: the end of the message.
 
     Raises:
@@ -198,7 +200,8 @@ def check_values(values: Mapping[str, Any], mesh: DeviceMesh, mesh_dim: int, rem
 
 
 def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], what: str) -> None:
-    """Compare a local tensor along the mesh dimensions on which it is replicated. Call it only while a check is on."""
+    """Compare a local tensor along the mesh dimensions on which it is replicated. Call it only while a check is
+    active."""
     for mesh_dim, placement in enumerate(placements):
         if placement.is_replicate() and mesh.shape[mesh_dim] > 1:
             check_values(
@@ -211,7 +214,7 @@ def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], 
 
 
 def check_of(mesh: DeviceMesh) -> Check:
-    """Return the comparison of steps over the ranks of a mesh, to which this rank belongs."""
+    """Return a `Check` over the ranks of a mesh that contains this rank."""
     return Check(mesh.platform, [(mesh.platform_group(d), mesh.ranks_along(d)) for d in range(mesh.ndim)])
 
 
@@ -223,7 +226,8 @@ def _check_of_world() -> Check:
 
 
 def _report_exception(check: Check, error: Exception) -> None:
-    """Tell the ranks that go on why this one does not. This rank does not raise their error: it has its own."""
+    """Report to the other ranks why this rank leaves the context. The `RankMismatchError` here is ignored, so that the
+    original exception is raised."""
     try:
         check.agree(f"leaving check_ranks() with {type(error).__name__}: {error}")
     except (RankMismatchError, CollectiveError):
@@ -235,7 +239,7 @@ def _digest(facts: Facts) -> Facts:
 
 
 def _mismatch(steps: Sequence[_Step], step: str, remedy: str) -> RankMismatchError:
-    """The error that tells of the first difference between steps that are not all equal."""
+    """Return the error that reports the first difference between unequal steps."""
     what, values = _first_difference(steps) or ("the compared facts", {"": [s.rank for s in steps]})
     usual = max(values, key=lambda value: (len(values[value]), -min(values[value])))
     odd = tuple(sorted(r for value, ranks in values.items() if value != usual for r in ranks))
@@ -248,7 +252,8 @@ def _mismatch(steps: Sequence[_Step], step: str, remedy: str) -> RankMismatchErr
 
 
 def _first_difference(steps: Sequence[_Step]) -> tuple[str, dict[str, list[int]]] | None:
-    """Name of the first fact that is not equal where it should be. With it, the ranks that have each value of it."""
+    """Return the first fact that differs, and a mapping from its values to the ranks with each value. Return None if
+    all facts agree."""
     rows = {s.rank: s.row for s in steps}
     clashing = {r for s in steps for other in s.row if rows.get(other, s.row) != s.row for r in (s.rank, other)}
     to_compare: list[dict[int, Facts]] = [

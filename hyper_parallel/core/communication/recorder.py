@@ -1,7 +1,7 @@
-"""The one place that every collective passes before it is issued, where listeners are told of it.
+"""The recorder that notifies listeners of every collective before it is issued.
 
-`CommDebugMode` counts the collectives that pass here, and `CommTrace` measures them. `explain` and dry runs list them,
-and `check_ranks` compares them over the ranks. Without a listener, a collective pays one look at an empty list.
+`CommDebugMode` counts these events, and `CommTrace` measures them. `explain` and dry runs list them, and `check_ranks`
+compares them over the ranks. Without a listener, a collective only checks an empty list.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ class CollectiveEvent:
     """A collective that this rank is about to issue along one mesh dimension.
 
     Attributes:
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"shift"``,
-            ``"broadcast"``, ``"scatter"``, or ``"all_gather_object"`` for values that are pickled.
-        mesh, mesh_dim: along which the ranks communicate; None for a collective that the program itself issues, on a
-            group.
-        op: of a reduction, ``"sum"`` for example; empty otherwise.
-        shape: of the local tensor that the rank gives. Where shards differ in size, the largest one's on all ranks.
-        dtype: the framework's dtype of that tensor; None for values that are pickled.
-        bytes: of a tensor of this shape and dtype. 0 where no rank has elements, and nothing is sent.
-        details: further arguments of the collective, by their names in messages: tensor dimension, sizes of shards,
-            source.
-        uneven_dim: dimension of the tensor in which the sizes of the ranks may differ, or None.
-        module: path of the module whose forward is running, as the plan names it. Its class where no plan names it,
-            and empty outside of modules that have a style: in backward, unless a forward is computed again there, or
-            inside `attributed_backwards` the one whose forward has made the backward necessary.
-        direction: ``"backward"`` while a backward pass is running, or is completed by `coalesce_gradients`; else
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"shift"``, ``"broadcast"``,
+            ``"scatter"``, or ``"all_gather_object"`` for pickled values.
+        mesh, mesh_dim: the mesh dimension to communicate along. Both are None for a collective that the program itself
+            issues on a group.
+        op: the reduction, such as ``"sum"``; empty for other collectives.
+        shape: shape of the local operand. For shards of different sizes, it is that of the largest shard on all ranks.
+        dtype: the framework's dtype of the operand; None for pickled values.
+        bytes: size of a tensor of this shape and dtype. 0 if no rank has elements, in which case no message is sent.
+        details: further arguments of the collective, by their names in messages, such as the tensor dimension.
+        uneven_dim: tensor dimension in which local sizes may differ between ranks, or None.
+        module: path of the module whose forward is running, as the plan names it, or its class if no plan names it.
+            Empty outside of modules that have a style. In backward it is empty too, except in a recomputed forward.
+            Inside `attributed_backwards`, it is the module of the corresponding forward.
+        direction: ``"backward"`` during a backward pass and for the reductions of `coalesce_gradients`; else
             ``"forward"``.
     """
 
@@ -62,14 +61,14 @@ class CollectiveEvent:
 
 
 def dim_name(mesh: Any, mesh_dim: int) -> str:
-    """Return the name of a mesh dimension, or its number where it has no name."""
+    """Return the name of a mesh dimension, or its index if it has no name."""
     names = mesh.mesh_dim_names
     return names[mesh_dim] if names else str(mesh_dim)
 
 
-#: The function that a listener returns is called when the collective is done, where that is known.
+#: Function that is called with an event. It may return a callback for the completion of the collective.
 Listener = Callable[[CollectiveEvent], Callable[[], None] | None]
-#: Called with each event, in this order. If one raises, the collective raises its error instead of being issued.
+#: Listeners, called in this order. If one raises, the collective is not issued and raises the error.
 LISTENERS: list[Listener] = []
 
 
@@ -81,7 +80,7 @@ def _listen_in_fork() -> None:
     LISTENERS.insert(0, _refuse_in_fork)
 
 
-if hasattr(os, "register_at_fork"):  # so that the ranks themselves pay nothing
+if hasattr(os, "register_at_fork"):  # the check costs nothing in processes that are not forked
     os.register_at_fork(after_in_child=_listen_in_fork)
 
 
@@ -94,13 +93,14 @@ def record(
     details: Mapping[str, Any] | None = None,
     uneven: tuple[int, int] | None = None,
 ) -> Callable[[], None] | None:
-    """Tell the `LISTENERS` of a collective, right before it. Call it only where there are listeners. Gives a function
-    to call when it is done, None where no listener needs that.
+    """Notify the `LISTENERS` of a collective, right before it is issued. Call it only if there are listeners.
+
+    Return a function to call on completion, or None if no listener needs it.
 
     Args:
-        kind, mesh, mesh_dim, op, details: see `CollectiveEvent`.
-        local: the tensor that this rank gives, or None.
-        uneven: the dimension of ``local`` in which ranks may differ, and the largest size of a rank there.
+        kind, mesh, mesh_dim, op, details: attributes of the `CollectiveEvent`.
+        local: the local operand, or None.
+        uneven: the dimension of ``local`` in which ranks may differ, and the largest size on any rank.
     """
     shape, dtype, size = [], None, 0
     if local is not None:
@@ -132,7 +132,7 @@ def _call_all(callbacks: list[Callable[[], None]]) -> None:
 
 
 def set_module(path: str) -> str:
-    """Let events be recorded as those of the module at ``path`` from now on; returns the path before it."""
+    """Attribute events to the module at ``path`` from now on, and return the previous path."""
     before = _MODULE.get()
     _MODULE.set(path)
     return before
@@ -144,7 +144,7 @@ def current_module() -> str:
 
 
 def run_in_module(path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``call(*args, **kwargs)`` as a part of the forward of the module at ``path``."""
+    """Return ``call(*args, **kwargs)``, run as a part of the forward of the module at ``path``."""
     token = _MODULE.set(path)
     try:
         return call(*args, **kwargs)
@@ -153,14 +153,14 @@ def run_in_module(path: str, call: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def attributed(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, as a part of the module whose forward is running now, whenever it is called."""
+    """Return ``call``, bound to the module whose forward is running now. Its events are attributed to that module."""
     return partial(run_in_module, _MODULE.get(), call)
 
 
 @contextmanager
 def attributed_backwards() -> Iterator[None]:
-    """Inside, the events of a backward have the `CollectiveEvent.module` of the forward that it belongs to. That
-    forward must have run inside too."""
+    """Context manager that attributes events of a backward to the module of the corresponding forward. The forward must
+    run inside, too."""
     BACKWARD_WRAPPERS.append(attributed)
     try:
         yield
@@ -170,7 +170,7 @@ def attributed_backwards() -> Iterator[None]:
 
 @contextmanager
 def recorded_as(direction: str) -> Iterator[None]:
-    """Inside, events have this `CollectiveEvent.direction`, where the framework cannot know it."""
+    """Context manager that sets `CollectiveEvent.direction` where the framework cannot know it."""
     token = _DIRECTION.set(direction)
     try:
         yield

@@ -1,4 +1,5 @@
-"""Redistribution: the cheapest sequence of steps between two layouts, and the views through which gradients reduce."""
+"""Redistribution: the cheapest sequence of steps between two layouts. Also views of tensors whose gradients are
+all-reduced."""
 
 from __future__ import annotations
 
@@ -30,10 +31,8 @@ if TYPE_CHECKING:
 
 
 def redistribute(x: Any, layout: Layout) -> Any:
-    """The DTensor ``x`` with ``layout``, which has its mesh and shape; ``x`` itself when it has that layout already.
-
-    Call it under `Platform.no_dispatch`.
-    """
+    """Return the DTensor ``x`` redistributed to ``layout``, which must have its mesh and shape. Return ``x`` itself if
+    it has that layout."""
     source = x._layout
     if source is layout:
         return x
@@ -43,19 +42,21 @@ def redistribute(x: Any, layout: Layout) -> Any:
 
 
 def redistribute_local(local: Any, source: Layout, target: Layout) -> Any:
-    """`redistribute` for a local tensor of layout ``source``; differentiable."""
+    """Return a local tensor of layout ``source`` redistributed to ``target``. It is differentiable."""
     for step in plan_redistribution(source, target):
         local = step(local)
     return local
 
 
 def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
-    """The local tensor of ``x`` for a consumer whose cotangent is partial over ``mesh_dims``.
+    """Return a view of ``x`` for a consumer whose cotangent is partial over ``mesh_dims``.
 
-    ``x`` is a DTensor replicated on these mesh dimensions. The view has the same data. Its backward all-reduces. Where
-    ``x`` was gathered from a shard, it does one reduce-scatter instead. Where the gradient of ``x`` is left as
-    summands, it sends nothing. The view is kept on ``x``, or on the plain tensor that ``x`` was made from. So several
-    consumers share one collective. Call it under `Platform.no_dispatch`.
+    ``x`` is a DTensor that is replicated on these mesh dimensions. The backward of the view all-reduces. If ``x`` was
+    gathered from a shard, it does one reduce-scatter instead. If the gradient of ``x`` may stay partial, it does not
+    communicate.
+
+    The view is cached on ``x``, or on the plain tensor that ``x`` was made from. So several consumers share one
+    collective. Call it under `Platform.no_dispatch`.
     """
     layout = x._layout
     mesh = layout.mesh
@@ -71,7 +72,7 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
         return view
     linear = platform.read_cache(holder, linear_key(mesh, mesh_dims))
     if gathered is not None and gathered[3] != (gathered[0]._writes, gathered[0]._version):
-        gathered = None  # the shard has another value and another history by now
+        gathered = None  # the shard was changed in place since it was gathered
     if x._summands is not None:
         view = x._summands[1](mesh_dims)
     elif gathered is None:
@@ -80,7 +81,7 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
         elif linear is None:
             view = identity_reduce_grad(mesh, mesh_dims)(x)
         else:
-            # Other consumers may return a cotangent that has another owner too, which must not be overwritten.
+            # Another consumer's cotangent may be shared with other tensors, and must not be overwritten.
             view = ConvertCotangent(platform, platform.clone)(linear.reshape(platform.shape_of(x)))
     else:
         source, step, data = gathered[:3]
@@ -93,35 +94,39 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
 
 
 def made_with(x: Any, gathered: tuple) -> Any:
-    """Return the tensor that was made together with the DTensor ``x``, whose `DTensor._gathered` is given. It serves
-    consumers whose cotangent is partial over the mesh dimension of its shards. Returns None where there is none, or
-    ``x`` has changed since."""
+    """Return the view of the DTensor ``x`` that its all-gather created, for consumers with partial cotangents.
+
+    ``gathered`` is `DTensor._gathered`. The cotangents are partial over the mesh dimension of the gathered shards.
+    Return None if there is no view, or if ``x`` was changed since.
+    """
     return gathered[4] if gathered[5] == x._version else None
 
 
 def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:
-    """`partial_grad_view` over one mesh dimension as ``view(parameter)``, of parameters that are replicated there."""
+    """Return `partial_grad_view` over one mesh dimension as a function ``view(parameter)``, for parameters that are
+    replicated there."""
     if mesh.shape[mesh_dim] == 1:
         return lambda x: x
     return identity_reduce_grad(mesh, (mesh_dim,)).of_parameter
 
 
 def partial_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
-    """The key under which a tensor keeps its `partial_grad_view`."""
+    """Return the key under which a tensor caches its `partial_grad_view`."""
     return mesh, mesh_dims
 
 
 def plan_redistribution(source: Layout, target: Layout) -> tuple[Move, ...]:
-    """The cheapest steps from ``source`` to ``target`` (same mesh and shape), the same on every rank.
+    """Return the cheapest steps from ``source`` to ``target``, which have the same mesh and shape. All ranks get the
+    same steps.
 
-    Several mesh dimensions may shard one tensor dimension: each cuts the parts of those before it. Only the last cut
-    can be undone. A new cut can only be the last. The search over placements respects that by construction.
+    Several mesh dimensions may shard one tensor dimension, each splitting the shards of the previous one. A step can
+    undo only the last split, and can add a split only after the others. The search over placements ensures this.
     """
     return _PLANS[source, target]
 
 
 def redistribution_cost(source: Layout, target: Layout) -> float:
-    """Elements that a rank sends and receives in all, for choosing between strategies."""
+    """Return the number of elements that a rank sends and receives, for choosing between strategies."""
     return _COSTS[source, target]
 
 
@@ -130,13 +135,13 @@ def _plan(key: tuple[Layout, Layout]) -> tuple[Move, ...]:
     return tuple(itertools.starmap(_step_between, itertools.pairwise(_search(*key)[1])))
 
 
-#: (source, target) -> steps, and their cost.
+#: (source, target) -> steps. The second table holds their costs.
 _PLANS: Table = Table(_plan, 1 << 14, "plans of redistribution")
 _COSTS: Table = Table(lambda key: _search(*key)[0], 1 << 14, "costs of redistribution")
 
 
 def _step_between(before: Layout, after: Layout) -> Move:
-    """The step from ``before`` to ``after``, which differ on one mesh dimension."""
+    """Return the step from ``before`` to ``after``, which differ on one mesh dimension."""
     pairs = zip(before.placements, after.placements, strict=True)
     mesh_dim = next(i for i, (p, q) in enumerate(pairs) if p is not q)
     source, target = before.placements[mesh_dim], after.placements[mesh_dim]
@@ -160,7 +165,8 @@ def _sizes(layout: Layout, mesh_dim: int) -> tuple[int, ...]:
 
 
 def _search(source: Layout, target: Layout) -> tuple[float, list[Layout]]:
-    """Dijkstra's algorithm over placements. Meshes have few dimensions, so the graph is tiny."""
+    """Return cost and layouts of the cheapest path, by Dijkstra's algorithm over placements. Meshes have few
+    dimensions, so the graph is tiny."""
     if source.mesh is not target.mesh or source.shape != target.shape:
         raise ValueError(f"cannot redistribute {source} to {target}: mesh and shape must be the same")
     candidates = {p for p in (*source.placements, *target.placements) if isinstance(p, Shard)}
@@ -186,7 +192,8 @@ def _search(source: Layout, target: Layout) -> tuple[float, list[Layout]]:
 
 def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -> list[tuple[Placement, float]]:
     placement, size = layout.placements[mesh_dim], layout.mesh.shape[mesh_dim]
-    # Of the rank that has most, since all send buffers of that size: the answer must be the same on every rank.
+    # The size of the largest shard, since all ranks send padded buffers of that size. All ranks must compute the same
+    # cost.
     local = math.prod(max(layout.part_sizes(dim)) for dim in range(layout.ndim))
     moves: list[tuple[Placement, float]] = []
     if isinstance(placement, Shard):
@@ -204,10 +211,10 @@ def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -
         if placement.reduce_op in ("sum", "avg"):
             moves += [(s, 1.0 + local * (size - 1) / size) for s in shards if _can_add(layout, s, mesh_dim)]
     else:
-        # Slicing is free now and costs an all-gather in backward: cheap, but not for nothing.
+        # Slicing is free in forward, and costs an all-gather in backward. So its cost is small, but not zero.
         moves += [(s, 0.25 * local * (size - 1) / size) for s in shards if _can_add(layout, s, mesh_dim)]
         wanted = target.placements[mesh_dim]
-        # Last of all: a value on one rank and zeros on the others would spoil a maximum still to be taken.
+        # This must be the last step: zeros on the other ranks would make a later maximum wrong.
         if wanted.is_partial() and all(
             p.is_partial() or p is q for p, q in zip(target.placements, layout.placements, strict=True)
         ):
@@ -216,7 +223,7 @@ def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -
 
 
 def _can_add(layout: Layout, shard: Shard, mesh_dim: int) -> bool:
-    """Return whether ``shard`` on ``mesh_dim`` would be the last cut of its tensor dimension."""
+    """Return whether ``shard`` on ``mesh_dim`` would be the last split of its tensor dimension."""
     if layout.placements[mesh_dim] is shard or (isinstance(shard, PackedShard) and layout.packed_mesh_dim is not None):
         return False
     placements = (*layout.placements[:mesh_dim], shard, *layout.placements[mesh_dim + 1 :])

@@ -7,8 +7,8 @@ step                  forward                                                  s
 `Combine`             rows back to where they came from, routes of one summed  `Dispatch`
 ====================  =======================================================  ====================
 
-Every rank knows the numbers of all ranks, see `Routes`. So exactly as many rows travel as there are, and a rank without
-a row takes part in each exchange.
+Every rank knows the row counts of all ranks (see `Routes`). So no padding is sent, and a rank without rows takes part
+in each exchange.
 
 Source: the dispatch and combine of GShard (Lepikhin et al. 2020), with exact counts in place of a capacity.
 """
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTE_WATCHERS", "Combine", "Dispatch", "Routes", "order_of"]
 
-#: Functions that are told the module that is called, and the routes of its tokens: see `hyper_parallel.debug`.
+#: Functions that are called with a module's path and the routes of its tokens (see `hyper_parallel.debug`).
 ROUTE_WATCHERS: list[Callable[[str, Routes], None]] = []
 
-#: Numbers below it are sorted as 16 bits, for which numpy's stable sort is linear.
+#: Expert indices below this limit are sorted as 16-bit integers, for which NumPy's stable sort is linear.
 _SHORT = 1 << 15
 
 
 class Routes:
-    """The numbers of rows that go from each rank to each expert.
+    """The number of rows that go from each rank to each expert.
 
     Args:
-        mesh, mesh_dim: along which the experts lie.
-        counts: ``counts[i, e]`` rows of rank i go to expert e; the same on all ranks.
-        sizes: how many experts each rank has; they lie one after the other.
-        order: at each place of this rank's rows by expert, which route it is. None where routes lie so.
+        mesh, mesh_dim: the mesh dimension over which the experts are distributed.
+        counts: ``counts[i, e]`` rows of rank i go to expert e. All ranks have equal counts.
+        sizes: number of experts on each rank. Ranks hold consecutive experts.
+        order: indices of this rank's routes, sorted by expert; None if the routes are sorted already.
 
     Attributes:
-        counts: as given.
+        counts: the argument.
         between: ``between[i, j]`` rows go from rank i to rank j.
-        arriving: how many rows each expert of this rank gets.
+        arriving: number of rows that each expert of this rank receives.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class Routes:
 
     @cached_property
     def sorting(self) -> np.ndarray | None:
-        """At each place of the rows by expert, which of the rows it is that arrive rank by rank."""
+        """The indices that sort received rows, which arrive rank by rank, by expert. None if they are sorted
+        already."""
         ranks, experts = self._mine.shape
         return order_of(np.repeat(np.tile(np.arange(experts), ranks), self._mine.ravel()))
 
 
 def order_of(experts: np.ndarray) -> np.ndarray | None:
-    """The places of rows by expert, rows of one expert in their order; None where they lie so already."""
+    """Return the indices that sort rows by expert, stably; None if they are sorted already."""
     if not (experts[1:] < experts[:-1]).any():
         return None
     short = experts.astype(np.int16) if experts.max() < _SHORT else experts
@@ -78,11 +79,11 @@ def order_of(experts: np.ndarray) -> np.ndarray | None:
 
 
 class _RouteStep(Step):
-    """A step along routes.
+    """A step that moves rows along routes.
 
     Args:
-        routes: of the rows.
-        copies: how many routes each row has at its home, one after the other.
+        routes: the routes of the rows.
+        copies: number of routes of each row on its source rank. Routes of one row are consecutive.
     """
 
     def __init__(self, routes: Routes, copies: int = 1) -> None:
@@ -90,7 +91,7 @@ class _RouteStep(Step):
         self.routes, self.copies = routes, copies
 
     def _taken(self, x: Any, places: np.ndarray | None) -> Any:
-        """The rows of ``x`` at these places."""
+        """Return the rows of ``x`` at the indices ``places``."""
         if places is None:
             return x
         return x[self.platform.places(places, x)]
@@ -100,7 +101,7 @@ class _RouteStep(Step):
 
 
 class Dispatch(_RouteStep):
-    """Rows to the ranks of their experts, where they lie by expert."""
+    """Step that sends rows to the ranks of their experts. Received rows are sorted by expert."""
 
     def forward(self, ctx: Any, x: Any) -> Any:
         routes, order = self.routes, self.routes.order
@@ -116,7 +117,7 @@ class Dispatch(_RouteStep):
 
 
 class Combine(_RouteStep):
-    """Rows, by expert, back to the ranks where they came from; the routes of one row are summed there."""
+    """Step that sends rows, sorted by expert, back to their source ranks. The routes of one row are summed there."""
 
     def forward(self, ctx: Any, x: Any) -> Any:
         routes, platform = self.routes, self.platform

@@ -1,4 +1,4 @@
-"""The steps from and to shards of `transitions`: gathering, slicing, reduce-scatter, all-to-all."""
+"""The steps of `transitions` from and to shards: gather, slice, reduce-scatter, all-to-all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hyper_parallel.platform.contract.autograd import TensorFunction, named
 
 
 class Gather(Move):
-    """Gather a shard for consumers that return the full cotangent."""
+    """All-gather of a shard for consumers that return the full cotangent."""
 
     verb = "gather"
 
@@ -24,11 +24,12 @@ class Gather(Move):
         return self.share(x, self.data_of(x))
 
     def data_of(self, x: Any) -> Any:
-        """The all-gathered data of the shard ``x``, outside autograd, in the order of the whole tensor."""
+        """Return the all-gathered data of the shard ``x``, outside autograd, in the order of the global tensor."""
         return by_part(self.collective(self.platform.detach(x)), self.source, self.size, self.platform)
 
     def share(self, x: Any, data: Any) -> Any:
-        """The gathered ``data`` as a function of the shard ``x``, so that steps of both kinds share one collective."""
+        """Return the gathered ``data`` as a function of the shard ``x``, so that steps of both kinds share one
+        collective."""
         return self._take(x, self, data) if self.platform.requires_grad(x) else data
 
     def forward(self, ctx: Any, x: Any, data: Any = None) -> Any:
@@ -36,12 +37,12 @@ class Gather(Move):
 
     @cached_property
     def collective(self) -> TensorFunction:
-        """The all-gather alone, rank by rank."""
+        """The all-gather outside autograd, which concatenates shards in rank order."""
         return collectives.bind_all_gather(self.mesh, self.mesh_dim, self.source.dim, self.source_sizes)
 
     @cached_property
     def for_parts(self) -> Gather:
-        """Return the same step for consumers that return a partial cotangent."""
+        """The same step for consumers that return a partial cotangent."""
         return GatherForParts(
             self.mesh, self.mesh_dim, self.source, self.target, self.source_sizes, self.target_sizes, self.layout
         )
@@ -55,11 +56,11 @@ class Gather(Move):
 
     @cached_property
     def take_both(self) -> Callable[[Any], tuple[Any, Any, Any]]:
-        """A bound function for both kinds of consumers.
+        """A bound function that gathers for both kinds of consumers.
 
-        Gives three values. The first is the whole tensor for consumers that return its full cotangent. The second is
-        the same for those that return a partial one, where that costs next to nothing, else None. The third is the data
-        of both.
+        It returns three tensors. The first is the full tensor for consumers that return the full cotangent. The second
+        is the full tensor for consumers that return a partial cotangent, or None if it would be expensive. The third is
+        their common data.
         """
         requires_grad, detach = self.platform.requires_grad, self.platform.detach
 
@@ -99,21 +100,21 @@ class Gather(Move):
 
 
 class GatherForParts(Gather):
-    """Gather a shard for consumers that each compute a part, and return a partial cotangent."""
+    """All-gather of a shard for consumers that each compute a part of the result, and return a partial cotangent."""
 
     verb = "gather_for_parts"
     ends = Replicate()
 
 
 class Slice(Move):
-    """This rank's part of a tensor that all ranks have."""
+    """Slicing of a replicated tensor into this rank's shard."""
 
     verb = "slice"
 
     def move(self, x: Any) -> Any:
         if x._summands is None or self.mesh_dim not in x._summands[0]:
             return super().move(x)
-        # The gradient of the part, with zeros around it, is a summand: nothing is sent.
+        # The gradient of the shard, padded with zeros, is a summand, so backward need not communicate.
         mesh_dims, make = x._summands
 
         def part(partial: tuple[int, ...] = ()) -> Any:
@@ -136,13 +137,13 @@ class Slice(Move):
 
 
 class AllToAll(Move):
-    """Exchange shards of one dimension for shards of another."""
+    """Exchange of shards of one tensor dimension for shards of another."""
 
     verb = "exchange"
 
     @cached_property
     def collective(self) -> TensorFunction:
-        """The exchange alone, rank by rank."""
+        """The all-to-all outside autograd, with shards in rank order."""
         dims = self.source.dim, self.target.dim
         return collectives.bind_all_to_all(self.mesh, self.mesh_dim, *dims, self.source_sizes, self.target_sizes)
 
@@ -151,14 +152,14 @@ class AllToAll(Move):
 
 
 class ReduceScatter(Move):
-    """A sum or an average, of which each rank keeps its part."""
+    """Reduction of a sum or an average into shards."""
 
     verb = "scatter"
     starts = Partial()
 
     @cached_property
     def collective(self) -> TensorFunction:
-        """The reduce-scatter alone, rank by rank."""
+        """The reduce-scatter outside autograd, with shards in rank order."""
         op = self.source.reduce_op
         return collectives.bind_reduce_scatter(self.mesh, self.mesh_dim, self.target.dim, self.target_sizes, op)
 
@@ -180,7 +181,7 @@ class ReduceScatter(Move):
 
 
 def take_packed(x: Any, placement: PackedShard, rank: int, size: int, platform: Platform) -> Any:
-    """Return the part of the whole plain tensor ``x`` that ``rank`` of ``size`` ranks holds, as a new tensor."""
+    """Return the shard of the full plain tensor ``x`` that ``rank`` of ``size`` ranks holds, as a new tensor."""
     ranges = packed_ranges(placement, rank, size)
     pieces = [platform.narrow(x, placement.dim, start, length) for start, length in ranges if length]
     if not pieces:
@@ -189,8 +190,10 @@ def take_packed(x: Any, placement: PackedShard, rank: int, size: int, platform: 
 
 
 def by_rank(x: Any, placement: Shard, size: int, platform: Platform) -> Any:
-    """The whole plain tensor ``x`` with its elements in the order in which the ranks hold them. So a collective can cut
-    it at consecutive places."""
+    """Return the full plain tensor ``x`` with its elements sorted by the rank that holds them.
+
+    A collective can then split it into consecutive chunks.
+    """
     if not isinstance(placement, PackedShard) or size == 1:
         return x
     pieces = [take_packed(x, placement, rank, size, platform) for rank in range(size)]
@@ -198,7 +201,7 @@ def by_rank(x: Any, placement: Shard, size: int, platform: Platform) -> Any:
 
 
 def by_part(x: Any, placement: Shard, size: int, platform: Platform) -> Any:
-    """Put data that was gathered rank by rank into the order of the whole tensor: the inverse of `by_rank`."""
+    """Return data that was gathered in rank order in the order of the global tensor. Inverse of `by_rank`."""
     if not isinstance(placement, PackedShard) or size == 1:
         return x
     pieces: list[tuple[int, int, int]] = []

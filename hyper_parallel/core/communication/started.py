@@ -1,4 +1,5 @@
-"""Redistribution whose last collective goes on while this rank computes: the first use of the result waits for it."""
+"""Asynchronous redistribution: the last collective overlaps with computation, and the first use of the result waits for
+it."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from hyper_parallel.platform.contract.collectives import FINISHED, Work
 
 
 class Pending:
-    """Communication that a DTensor waits for before it has a layout.
+    """A collective that a DTensor must wait for before it has a layout.
 
     Attributes:
-        layout: that it has then.
+        layout: layout of the DTensor after the collective.
     """
 
     __slots__ = ("_finish", "_work", "layout")
@@ -29,7 +30,7 @@ class Pending:
         self._work, self._finish, self.layout = work, finish, layout
 
     def wait(self) -> None:
-        """Return when the values are there."""
+        """Wait until the values are complete."""
         platform = self.layout.mesh.platform
         with platform.no_dispatch(), platform.no_grad():
             self._work.wait()
@@ -38,9 +39,8 @@ class Pending:
 
 
 def can_start(source: Layout, target: Layout) -> bool:
-    """Return whether `start_redistribution` has something to start: the last step is one collective of parts of one
-    size.
-    """
+    """Return whether `start_redistribution` can overlap the last step, which must be one collective of equal-size
+    shards."""
     if source is target:
         return False
     step = plan_redistribution(source, target)[-1]
@@ -52,11 +52,8 @@ def can_start(source: Layout, target: Layout) -> bool:
 
 
 def start_redistribution(x: Any, target: Layout) -> Any:
-    """The DTensor ``x`` with the layout ``target``, where `can_start` says so. The last step on the way there is under
-    way when this returns.
-
-    Call it under `Platform.no_dispatch`.
-    """
+    """Return the DTensor ``x`` redistributed to ``target``, with the last collective still pending. `can_start` must be
+    true."""
     platform = target.mesh.platform
     *before, last = plan_redistribution(x._layout, target)
     for move in before:
@@ -65,16 +62,16 @@ def start_redistribution(x: Any, target: Layout) -> Any:
     y = platform.wrap(step(x), target)
     if step.work is not FINISHED:
         y._pending = Pending(step.work, step.finish, target)
-        del y._layout  # `views.CurrentLayout` answers
+        del y._layout  # `views.CurrentLayout` computes it instead
     return y
 
 
 class _Started(Step):
-    """A step whose collective is started, of one tensor.
+    """A step on one tensor whose collective is started, but not waited for.
 
     Attributes:
-        work: the collective, once the step is taken.
-        finish: a function to call then, or None.
+        work: the pending collective, after the step was called.
+        finish: a function to call after the collective, or None.
     """
 
     work: Work = FINISHED

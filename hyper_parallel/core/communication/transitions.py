@@ -1,10 +1,9 @@
 """The differentiable steps between placements on one mesh dimension, and the views that reduce gradients.
 
-A step is a function of a local tensor. Its class defines its effect on local data (``forward``) and the step that the
-cotangent takes (``back``). That one is differentiable in turn: so gradients of gradients are right too. All of them
-keep one contract for the cotangent of a local tensor. For `Replicate` it is the full gradient, and for `Shard` the
-shard of it. For `Partial` it is the full gradient, which each summand receives. The steps from and to shards are in
-`shard_steps`.
+A step is a function of a local tensor. Its class defines the effect on local data (``forward``) and the step of the
+cotangent (``back``). The latter is differentiable, so that gradients of gradients are right. All steps follow one
+contract for the cotangent of a local tensor. For `Replicate` it is the full gradient, and for `Shard` a shard of the
+gradient. For `Partial`, each summand receives the full gradient. The steps from and to shards are in `shard_steps`.
 
 ====================  ====================  =========================  =======================
 step                  in `STEPS`            placements                 forward
@@ -22,8 +21,8 @@ step                  in `STEPS`            placements                 forward
 
 `STEPS`, of `platform.contract.programs`, says the step of each cotangent, to these classes and to backends.
 
-Steps that run often also have bound forms, properties that give a function of the tensor alone. With the functions of
-`Platform.fast` they cost less, and give the same.
+Frequent steps also have bound forms: functions of the tensor alone. They use `Platform.fast` to cost less, and give
+equal results.
 
 Source: the f, g and g-bar functions of Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022): f is
 `IdentityReduceGrad`, g is `AllReduce`.
@@ -51,11 +50,11 @@ if TYPE_CHECKING:
 
 
 class Step(ABC):
-    """A differentiable function of a local tensor; not to be changed.
+    """A differentiable function of a local tensor. Steps are immutable.
 
     Args:
-        platform: whose autograd records it.
-        where: which mesh dimension, for the name of the node in the graph: ``AllReduce_tp``.
+        platform: platform whose autograd records the step.
+        where: the mesh dimension, for the name of the node in the graph: ``AllReduce_tp``.
     """
 
     #: The name in `STEPS`, if it is one of them.
@@ -66,20 +65,20 @@ class Step(ABC):
         self.platform, self._take = platform, _FUNCTIONS[platform, name]
 
     def __call__(self, x: Any) -> Any:
-        """Take the step. Differentiable."""
+        """Apply the step to ``x``. It is differentiable."""
         return self._take(x, self)
 
     @abstractmethod
     def forward(self, ctx: Any, x: Any) -> Any:
-        """Apply the step to the data of ``x``, outside autograd. ``ctx`` keeps the values that `backward` needs."""
+        """Apply the step to the data of ``x``, outside autograd. ``ctx`` saves values for `backward`."""
 
     @abstractmethod
     def backward(self, ctx: Any, g: Any) -> Any:
-        """The cotangent of the step's input, from the cotangent ``g`` of its output. Differentiable."""
+        """Return the cotangent of the step's input from the cotangent ``g`` of its output. It is differentiable."""
 
 
 class _View(Step):
-    """A step that gives the same data, with another cotangent."""
+    """A step that returns the same data and changes the cotangent only."""
 
     def __call__(self, x: Any) -> Any:
         return self._take(x, self) if self.platform.requires_grad(x) else x
@@ -100,8 +99,8 @@ class ConvertCotangent(_View):
 
 
 class IdentityReduceGrad(_View):
-    """Identity whose backward all-reduces over ``mesh_dims``: for consumers whose cotangents are summands. Get it with
-    `identity_reduce_grad`."""
+    """Identity whose backward all-reduces over ``mesh_dims``, for consumers whose cotangents are summands. Instances
+    come from `identity_reduce_grad`."""
 
     verb = "read_for_parts"
 
@@ -116,7 +115,7 @@ class IdentityReduceGrad(_View):
 
     @cached_property
     def of_parameter(self) -> TensorFunction:
-        """The bound form for a parameter, in which `coalesce_gradients` may take part; see `Platform.gradient_view`."""
+        """The bound form for a parameter, which supports `coalesce_gradients` (see `Platform.gradient_view`)."""
         platform, mesh, mesh_dims = self.platform, self.mesh, self.mesh_dims
         reducers = [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
 
@@ -141,10 +140,10 @@ class Move(Step):
     """One change of placement on one mesh dimension.
 
     Attributes:
-        mesh, mesh_dim: on which.
+        mesh, mesh_dim: the mesh dimension of the change.
         source, target: the placements before and after.
-        source_sizes, target_sizes: for `Shard`, how many elements of the sharded dimension each rank of the mesh
-            dimension holds; empty otherwise.
+        source_sizes, target_sizes: for `Shard`, the number of elements of the sharded dimension on each rank of the
+            mesh dimension; empty otherwise.
         layout: layout after the step, None for a step on a cotangent.
     """
 
@@ -178,30 +177,30 @@ class Move(Step):
         return kind(self.mesh, self.mesh_dim, source, target, self.target_sizes, self.source_sizes)
 
     def move(self, x: Any) -> Any:
-        """The step of a DTensor: gives one of `layout`. Call it under `Platform.no_dispatch`."""
+        """Apply the step to a DTensor and return a DTensor of `layout`. Call it under `Platform.no_dispatch`."""
         return self.platform.wrap(self(x), self.layout)
 
     def bind(self) -> TensorFunction:
-        """The step as a function of the tensor alone that is called often, under `Platform.no_dispatch`."""
+        """Return the step as a function of the tensor alone, for frequent calls under `Platform.no_dispatch`."""
         return self
 
     def backward(self, ctx: Any, g: Any) -> Any:
         g = self.back(g)
-        # A summand receives the full gradient. Of an average it receives 1/n of it, n equal copies make it whole.
+        # A summand of a sum receives the full gradient, and a summand of an average 1/n of it.
         if self.source.is_partial("avg"):
             return g / self.size
         return g * self.size if self.target.is_partial("avg") else g
 
 
 class AllReduce(Move):
-    """A sum or an average that all ranks get."""
+    """Reduction of a sum or an average to a replicated tensor."""
 
     verb = "sum"
 
     @cached_property
     def back(self) -> Step:
-        # A summand receives the full gradient, but each rank's use of it then is a part of the whole computation. So
-        # the cotangent of that gradient, in gradients of gradients, is a partial sum.
+        # A summand receives the full gradient, but each rank then uses it in a part of the computation. So the
+        # cotangent of that gradient, in gradients of gradients, is a partial sum.
         return identity_reduce_grad(self.mesh, (self.mesh_dim,))
 
     def forward(self, ctx: Any, x: Any) -> Any:
@@ -209,8 +208,11 @@ class AllReduce(Move):
 
     @cached_property
     def in_place(self) -> TensorFunction:
-        """The bound form of a sum that writes into the tensor itself. The tensor has no other reference, and its
-        operation does not need its value in backward. Where the platform has hooks there is no node in the graph."""
+        """The bound form of a sum that writes into the tensor itself.
+
+        The tensor must have no other reference, and its operation must not need its value in backward. If the platform
+        has hooks, there is no node in the graph.
+        """
         write, fast = collectives.bind_all_reduce(self.mesh, self.mesh_dim), self.platform.fast or NOTHING_FASTER
         in_place = _AllReduceInPlace(self.mesh, self.mesh_dim, self.source, self.target)
         return fast.in_place_step(write, self.back) or in_place
@@ -222,19 +224,19 @@ class _AllReduceInPlace(AllReduce):
 
 
 def differs(x: Any, y: Any) -> Any:
-    """A mask that is true where ``x`` is not ``y``; NaN equals NaN."""
+    """Return a mask that is true where ``x`` and ``y`` differ; NaN equals NaN."""
     return (x != y) & ((x == x) | (y == y))
 
 
 class ReduceExtreme(AllReduce):
-    """The largest or the smallest of the ranks' elements. Elements that tie share the cotangent evenly, as those of one
-    tensor do in amax."""
+    """Reduction to the largest or the smallest of the ranks' elements. Elements that tie share the cotangent evenly, as
+    in `amax` of one tensor."""
 
     def __call__(self, x: Any) -> Any:
         counts: list[Any] = []
         y = self._take(x, self, getattr(x, "_ties", None), counts)
         if counts and self.layout is not None and any(p.is_partial() for p in self.layout.placements):
-            y._ties = counts[0]  # there are more ranks to be compared
+            y._ties = counts[0]  # the reduction over another mesh dimension follows
         return y
 
     def forward(self, ctx: Any, x: Any, ties: Any = None, counts: Any = None) -> Any:
@@ -254,7 +256,8 @@ class ReduceExtreme(AllReduce):
 
 
 class ReduceProduct(AllReduce):
-    """The product of the ranks' elements: each receives the cotangent times the product of the others."""
+    """Reduction to the product of the ranks' elements. Each element receives the cotangent times the product of the
+    others."""
 
     def forward(self, ctx: Any, x: Any) -> Any:
         platform, rank = self.platform, self.mesh.get_local_rank(self.mesh_dim)
@@ -273,8 +276,8 @@ class ReduceProduct(AllReduce):
 
 
 class OneSummand(Move):
-    """Step from one value on all ranks to a sum: one rank has the value and the others have zeros. For other
-    reductions all ranks keep the value."""
+    """Conversion of a replicated value into a sum: one rank keeps the value, and the others have zeros. For other
+    reductions, all ranks keep the value."""
 
     verb = "one_summand"
 
@@ -285,8 +288,8 @@ class OneSummand(Move):
 
 
 class SummandGradient(_View, Move):
-    """The gradient of summands, as the gradient of their replicated sum: values computed from it count once, see
-    `AllReduce.back`."""
+    """Conversion of the gradient of summands into the gradient of their replicated sum. Values computed from it count
+    once (see `AllReduce.back`)."""
 
     verb = "summand_gradient"
 
@@ -299,7 +302,8 @@ class SummandGradient(_View, Move):
 
 
 def _make_function(key: tuple[Platform, str]) -> Callable[..., Any]:
-    """``take(x, step, *more)``: a step, recorded under a name. ``more`` is for its `Step.forward`."""
+    """Return ``take(x, step, *more)``, which applies a step and records it under a name. ``more`` are arguments of
+    `Step.forward`."""
     platform, name = key
     detach = platform.detach
 
@@ -316,34 +320,36 @@ _STEPS: Table = Table(lambda key: key[0](*key[1:]), 1 << 12, "steps of sums")
 
 
 def summation(mesh: DeviceMesh, mesh_dim: int) -> AllReduce:
-    """The step from ``Partial()`` to ``Replicate()`` on a mesh dimension, made once."""
+    """Return the cached step from ``Partial()`` to ``Replicate()`` on a mesh dimension."""
     return _STEPS[AllReduce, mesh, mesh_dim, Partial(), Replicate()]
 
 
 def one_summand(mesh: DeviceMesh, mesh_dim: int) -> OneSummand:
-    """The step from ``Replicate()`` to ``Partial()`` on a mesh dimension, made once."""
+    """Return the cached step from ``Replicate()`` to ``Partial()`` on a mesh dimension."""
     return _STEPS[OneSummand, mesh, mesh_dim, Replicate(), Partial()]
 
 
 def identity_reduce_grad(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> IdentityReduceGrad:
-    """The partial-gradient view over some mesh dimensions, Megatron's f, made once."""
+    """Return the cached partial-gradient view over some mesh dimensions, Megatron's f."""
     return _STEPS[IdentityReduceGrad, mesh, mesh_dims]
 
 
 def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
-    """The key under which a tensor keeps the view that linear layers read in place of `partial_grad_view`. It is the
-    same view, or 2-D with its leading dimensions as one."""
+    """Return the key under which a tensor caches the view that linear layers read in place of `partial_grad_view`. It
+    is an equal view, or a 2-D one with the leading dimensions flattened."""
     return mesh, mesh_dims, "linear"
 
 
 def to_owner(gradient: Any, layout: Layout) -> Any:
-    """See `platform.contract.Core.to_owner`. Values computed from it are the same on all ranks, and count once."""
+    """Return a local gradient converted to a DTensor's (see `platform.contract.Core.to_owner`). Values computed from it
+    are equal on all ranks, and count once."""
     for mesh_dim in layout.summed_mesh_dims:
         gradient = one_summand(layout.mesh, mesh_dim).back(gradient)
     return gradient
 
 
 def to_summands(gradient: Any, layout: Layout) -> Any:
-    """See `platform.contract.Core.to_summands`. Each rank makes something else of it."""
+    """Return a DTensor's gradient converted for its summands (see `platform.contract.Core.to_summands`). Each rank uses
+    it in a different computation."""
     dims = layout.summed_mesh_dims
     return identity_reduce_grad(layout.mesh, dims)(gradient) if dims else gradient

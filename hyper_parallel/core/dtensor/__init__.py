@@ -1,1 +1,2 @@
-"""DTensor, DeviceMesh, placements and redistribution, written against `hyper_parallel.platform` only."""
+"""`DTensor` and the functions that create and redistribute one. They use the framework only via
+`hyper_parallel.platform`."""

@@ -1,4 +1,4 @@
-"""The log line that says which change was made to a model."""
+"""Log line that reports a change of a model, such as an applied plan."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ __all__ = ["announce"]
 
 
 def announce(what: str, module: Any, mesh: DeviceMesh) -> None:
-    """Log that something was done to a model: ``what``, the platform, the mesh, and how much of the model this rank
-    holds now. The first rank of the mesh at level INFO, the others at DEBUG, and a dry run not at all. Nothing is
-    counted where the log level is off."""
+    """Log that a model was changed.
+
+    The line contains ``what``, the platform, the mesh, and this rank's share of the parameters and buffers. The first
+    rank of the mesh logs at level INFO, and the others at DEBUG. A dry run does not log. If the level is off, the
+    function costs nothing.
+    """
     platform = mesh.platform
     level = logging.DEBUG if any(mesh.get_coordinate() or ()) else logging.INFO
     if not LOG.isEnabledFor(level) or platform.sends_nothing:

@@ -1,4 +1,4 @@
-"""Distributing whole tensors, parameters and modules. Mirrors ``torch.distributed.tensor``'s functions."""
+"""Functions that distribute full tensors, parameters and modules. Mirrors functions of ``torch.distributed.tensor``."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> Any:
-    """Distribute a whole tensor over a mesh.
+    """Distribute a full tensor over a mesh.
 
     Args:
-        tensor: plain tensor of the global shape and any dtype, on every rank; from another device it is copied to the
-            mesh's. A DTensor that is placed so already is returned as it is.
+        tensor: plain tensor of the global shape and any dtype, on every rank. It is copied to the mesh's device if
+            necessary. A DTensor with these placements is returned unchanged.
         device_mesh: the mesh; None is the one entered with ``with mesh:``.
-        placements: `Shard` or `Replicate` for each mesh dimension; None is `Replicate` everywhere. With `Partial`, the
-            first rank along the mesh dimension holds the value. The others hold neutral values: zeros of a sum, ones of
-            a product, and otherwise the value too.
-        src_data_rank: which rank's data counts, as an index along each mesh dimension: one scatter or broadcast for
-            each mesh dimension. None takes each rank's own data and communicates nothing.
+        placements: `Shard` or `Replicate` for each mesh dimension; None for `Replicate` everywhere. With `Partial`, the
+            first rank along the mesh dimension holds the value. The other ranks hold neutral values: zeros for a sum,
+            ones for a product, and the value itself for other reductions.
+        src_data_rank: source rank of the data, as an index along each mesh dimension. Each mesh dimension takes one
+            scatter or broadcast. With None, each rank uses its local data, without communication.
 
     Returns:
-        A DTensor of the same global shape, dtype and ``requires_grad``. It is a leaf: gradients end at it.
+        A DTensor of the same global shape, dtype and ``requires_grad``. It is a leaf of the autograd graph.
 
     Raises:
-        TypeError: when ``tensor`` is no tensor of the platform, or one of another library's distributed tensors.
-        ValueError: for wrong placements, a ``src_data_rank`` outside the mesh, or a DTensor placed otherwise.
+        TypeError: when ``tensor`` is not a tensor of the platform, or is another library's distributed tensor.
+        ValueError: for wrong placements, a ``src_data_rank`` outside the mesh, or a DTensor with other placements.
 
     Example:
         >>> import torch
@@ -82,19 +82,20 @@ def distribute_parameter(
     *,
     src_data_rank: int | None = 0,
 ) -> None:
-    """Distribute the parameter ``module.<name>`` in place. Its name, ``requires_grad`` and ties stay.
+    """Distribute the parameter ``module.<name>`` in place. Its name, its ``requires_grad`` and ties to other modules
+    are preserved.
 
     Args:
-        module: module that holds the parameter itself, not through a child.
+        module: module that owns the parameter directly.
         name: name of the parameter in ``module``, such as ``"weight"``.
         device_mesh: the mesh.
-        placements: `Shard` or `Replicate` for each mesh dimension; None is `Replicate` everywhere. A parameter that is
-            distributed already, because another module shares it, must have these.
+        placements: `Shard` or `Replicate` for each mesh dimension; None for `Replicate` everywhere. A parameter that is
+            distributed already, because another module shares it, must have these placements.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
         KeyError: when ``module`` has no parameter of that name.
-        ValueError: for wrong placements, or a tied parameter that is placed otherwise.
+        ValueError: for wrong placements, or a tied parameter with other placements.
 
     Example:
         >>> from torch import nn
@@ -135,20 +136,21 @@ def distribute_module(
     Args:
         module: module of the framework; it is changed in place.
         device_mesh: the mesh; None is the one entered with ``with mesh:``.
-        partition_fn: ``partition_fn(path, submodule, mesh)`` is called for every module below, the whole one included,
-            and distributes parameters, for example with `distribute_parameter`. Parameters that it leaves plain are
+        partition_fn: ``partition_fn(path, submodule, mesh)`` is called for every submodule, and for ``module`` itself.
+            It distributes parameters, for example with `distribute_parameter`. Remaining plain parameters are
             replicated.
-        input_fn: ``input_fn(module, args, mesh)`` gives the new positional inputs;
-            ``input_fn(module, args, kwargs, mesh)`` gives ``(args, kwargs)``. Torch's older
-            ``input_fn(args, mesh)`` is taken too.
-        output_fn: ``output_fn(module, output, mesh)`` gives the new output; or the older ``output_fn(output, mesh)``.
+        input_fn: ``input_fn(module, args, mesh)`` returns the new positional inputs;
+            ``input_fn(module, args, kwargs, mesh)`` returns ``(args, kwargs)``. Torch's older ``input_fn(args, mesh)``
+            is supported too.
+        output_fn: ``output_fn(module, output, mesh)`` returns the new output. The older ``output_fn(output, mesh)`` is
+            supported too.
         src_data_rank: as in `distribute_tensor`.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: when ``input_fn`` or ``output_fn`` takes another number of arguments. Nothing has been changed then.
+        ValueError: when ``input_fn`` or ``output_fn`` takes another number of arguments. The module is unchanged then.
 
     Example:
         >>> from torch import nn
@@ -179,7 +181,7 @@ def distribute_module(
 
 
 def replicate_undistributed(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replicate the parameters and buffers that ``module`` itself holds and that are plain still."""
+    """Replicate the plain parameters and buffers that ``module`` owns directly."""
     platform = mesh.platform
     for name, parameter in list(platform.named_parameters(module)):
         if not isinstance(parameter, DTensor):
@@ -201,7 +203,7 @@ def check_src_data_rank(src_data_rank: int | None, mesh: DeviceMesh) -> None:
 
 
 def shard_of(tensor: Any, layout: Layout, src_data_rank: int | None) -> Any:
-    """This rank's part of a whole plain tensor: a new plain tensor."""
+    """Return this rank's shard of a full plain tensor, as a new plain tensor."""
     mesh, platform = layout.mesh, layout.mesh.platform
     if platform.is_meta(tensor) and not platform.keeps_meta:
         shape = (0,) if mesh.get_coordinate() is None else layout.local_shape

@@ -1,4 +1,5 @@
-"""Sequences that are cut in plain code: what a rank has are plain tensors, and attention knows of the others."""
+"""Context parallelism for plain code: tensors are local shards of a sequence, and attention covers the full
+sequence."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ from hyper_parallel.core.rules.sequence_cut import in_order, moved
 
 __all__ = ["context_parallel", "context_parallel_unshard", "set_rotate_method"]
 
-#: Torch's names of the ways in which keys and values get around.
+#: Torch's names of the methods that exchange keys and values -> this library's names.
 _ROTATIONS = {"allgather": "gather", "alltoall": "ring"}
 
 
 def set_rotate_method(rotate_method: str | None) -> None:
-    """Choose how attention over a sequence that is cut gets the keys and values of the other ranks.
+    """Choose how attention over a sharded sequence gets the keys and values of the other ranks.
 
     Args:
-        rotate_method: ``"allgather"`` for all at once, ``"alltoall"`` for one rank's after the other, in a ring. None,
-            as it is at first, lets each call choose by bytes and memory.
+        rotate_method: ``"allgather"`` for one all-gather, ``"alltoall"`` for a ring that passes the shards on. With
+            None, the default, each call chooses by bytes and memory.
 
     Raises:
         ValueError: for another method.
@@ -40,10 +41,10 @@ def set_rotate_method(rotate_method: str | None) -> None:
 
 
 def check_mesh(mesh: Any, name: str) -> None:
-    """Refuse all but a mesh of one dimension that has this rank.
+    """Raise unless ``mesh`` is a 1-D mesh that contains this rank.
 
     Raises:
-        TypeError: for no mesh. ValueError: for several dimensions.
+        TypeError: for an object other than a mesh. ValueError: for several dimensions, and on a rank outside the mesh.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{name} takes a DeviceMesh, got {type(mesh).__name__}")
@@ -63,26 +64,29 @@ def context_parallel(
     method: str | None = None,
     balance: bool = True,
 ) -> Iterator[None]:
-    """Inside, plain tensors are a rank's part of a sequence, and attention is over the whole of it.
+    """Context manager in which plain tensors are this rank's shard of a sequence, and attention covers the full
+    sequence.
 
-    The buffers hold their part of the sequence inside, and all of it again afterwards. Forward and backward run inside.
-    The functions of attention that are told of the sequence are torch's ``scaled_dot_product_attention``, and the one
-    of `hyper_parallel.mindspore`. What else mixes positions, as a convolution over time, sees the part alone.
+    The buffers hold local shards inside, and are restored afterwards. Forward and backward must run inside.
+
+    Two attention functions support it: torch's ``scaled_dot_product_attention``, and the function of
+    `hyper_parallel.mindspore`. Other functions that mix positions, such as a convolution over time, see the local shard
+    only.
 
     Args:
-        mesh: of one dimension.
-        buffers: plain tensors with the whole sequence: inputs, labels, positions, tables of rotary embeddings.
-        buffer_seq_dims: the dimension of the sequence in each.
-        no_restore_buffers: those of the buffers that keep their part afterwards.
-        length: of the whole sequence, where there are no buffers to tell.
+        mesh: a 1-D mesh.
+        buffers: plain tensors with the full sequence: inputs, labels, positions, tables of rotary embeddings.
+        buffer_seq_dims: the sequence dimension of each buffer.
+        no_restore_buffers: buffers that are not restored, and stay sharded afterwards.
+        length: length of the full sequence, if there are no buffers.
         method: ``"gather"``, ``"exchange"`` or ``"ring"``; by default each call chooses.
-        balance: whether a rank holds a piece of the beginning and one of the end, so that all ranks have as much to do
-            under a causal mask. Otherwise parts are consecutive.
+        balance: whether a rank holds a range from the start and a range from the end of the sequence. This balances the
+            work under a causal mask. Otherwise each rank holds one consecutive range.
 
     Raises:
-        TypeError: when ``mesh`` is no mesh, or a buffer no plain tensor.
-        ValueError: for buffers that do not fit each other; inside, for tensors of another length, a mask that is not of
-            the whole sequence, and dropout of weights. On all ranks, before anything is sent.
+        TypeError: when ``mesh`` is not a mesh, or a buffer is not a plain tensor.
+        ValueError: for buffers of different lengths. Inside the context, for tensors of another length, a mask that
+            does not cover the full sequence, and attention dropout. All ranks raise it, before any communication.
 
     Example:
         >>> import torch
@@ -126,7 +130,7 @@ def context_parallel(
 
 
 def _length_of(buffers: list, dims: list, kept: list, length: int | None, platform: Any) -> int:
-    """How long the sequence is."""
+    """Return the length of the sequence from the buffers or ``length``. Raise if they are inconsistent."""
     if len(buffers) != len(dims):
         raise ValueError(f"context_parallel: {len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one for each")
     if any(all(x is not one for one in buffers) for x in kept):
@@ -154,22 +158,22 @@ def _length_of(buffers: list, dims: list, kept: list, length: int | None, platfo
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: Sequence[Any], seq_dims: Sequence[int], *, balance: bool = True
 ) -> list[Any]:
-    """The whole sequences of which ranks have parts: outputs of a model that ran inside of `context_parallel`.
+    """Return full sequences from local shards, such as outputs of a model that ran inside `context_parallel`.
 
-    Differentiable. The ranks tell each other how long their parts are.
+    It is differentiable. The ranks exchange the lengths of their shards.
 
     Args:
         mesh: the mesh of `context_parallel`.
-        buffers: plain tensors, this rank's parts.
-        seq_dims: the dimension of the sequence in each.
-        balance: as for `context_parallel`.
+        buffers: plain tensors, this rank's shards.
+        seq_dims: the sequence dimension of each buffer.
+        balance: the argument of `context_parallel`.
 
     Returns:
         Plain tensors, in the order of the sequence.
 
     Raises:
-        TypeError: when ``mesh`` is no mesh.
-        ValueError: for parts that are none of `context_parallel`. On all ranks.
+        TypeError: when ``mesh`` is not a mesh.
+        ValueError: on all ranks, for shards whose lengths are not those of `context_parallel`.
 
     Source: ``torch.distributed.tensor.experimental._attention.context_parallel_unshard``.
     """

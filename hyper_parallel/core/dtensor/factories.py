@@ -1,4 +1,4 @@
-"""Factories of distributed tensors. Mirrors the factories of ``torch.distributed.tensor``."""
+"""Factory functions for distributed tensors. Mirrors the factories of ``torch.distributed.tensor``."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.rules import counter
 from hyper_parallel.core.rules.random import synchronize, take_part
 
-#: Other names of device types in frameworks.
+#: Frameworks' other names of device types -> this library's names.
 _DEVICE_NAMES = {"ascend": "npu", "gpu": "cuda"}
 
 
 def zeros(*size: Any, **options: Any) -> Any:
-    """A DTensor of zeros. Nothing is communicated, and each rank allocates its own part only.
+    """Return a DTensor of zeros. Nothing is communicated, and each rank allocates only its shard.
 
     Args:
         size: global shape, as one sequence or as ints.
-        dtype: dtype of the framework; None is the framework's default.
-        layout: the framework's usual layout of tensors in memory (``torch.strided``), which None means too.
-        device: None or the mesh's device, of which the type alone is read.
-        requires_grad: whether gradients with respect to the result are recorded.
-        device_mesh: the mesh; None is the one entered with ``with mesh:``.
-        placements: `Shard` or `Replicate` for each mesh dimension; None is `Replicate` everywhere.
+        dtype: dtype of the framework; None for the framework's default.
+        layout: None or the framework's dense memory layout (``torch.strided``).
+        device: None or the mesh's device. Only its type is compared.
+        requires_grad: whether autograd records operations on the result.
+        device_mesh: the mesh; None for the mesh entered with ``with mesh:``.
+        placements: `Shard` or `Replicate` for each mesh dimension; None for `Replicate` everywhere.
 
     Returns:
         A DTensor of the shape ``size`` on the mesh's device.
@@ -47,23 +47,22 @@ def zeros(*size: Any, **options: Any) -> Any:
 
 
 def ones(*size: Any, **options: Any) -> Any:
-    """A DTensor of ones. Arguments and errors are those of `zeros`."""
+    """Return a DTensor of ones. Arguments and errors are those of `zeros`."""
     return _make("ones", size, 1.0, **options)
 
 
 def empty(*size: Any, **options: Any) -> Any:
-    """A DTensor whose values are not set. Arguments and errors are those of `zeros`."""
+    """Return an uninitialised DTensor. Arguments and errors are those of `zeros`."""
     return _make("empty", size, None, **options)
 
 
 def full(size: Sequence[int], fill_value: Any, **options: Any) -> Any:
-    """A DTensor in which every element is ``fill_value``.
+    """Return a DTensor in which every element is ``fill_value``.
 
     Args:
         size: global shape, as a sequence.
-        fill_value: a Python number, from which the dtype follows unless ``dtype`` is given.
-        options: ``dtype``, ``layout``, ``device``, ``requires_grad``, ``device_mesh`` and ``placements``, as in
-            `zeros`.
+        fill_value: a Python number. It determines the dtype unless ``dtype`` is passed.
+        options: ``dtype``, ``layout``, ``device``, ``requires_grad``, ``device_mesh`` and ``placements`` of `zeros`.
 
     Example:
         >>> from hyper_parallel import full, init_device_mesh
@@ -74,12 +73,14 @@ def full(size: Sequence[int], fill_value: Any, **options: Any) -> Any:
 
 
 def rand(*size: Any, **options: Any) -> Any:
-    """A DTensor of random numbers, uniform in [0, 1).
+    """Return a DTensor of random numbers, uniform in [0, 1).
 
-    They are the numbers that the framework's generator gives to a single device with the same seed. This holds for any
-    number of ranks and any placements: every rank draws the whole tensor and keeps its part. Where the generators of
-    the ranks differ, the first rank's state counts. Each rank draws its part only where `manual_seed` has asked for
-    that. Arguments and errors are those of `zeros`.
+    The numbers equal those of the framework's generator on a single device with the same seed. This holds for any
+    number of ranks and any placements. Every rank draws the full tensor and keeps its shard. If the generators of the
+    ranks differ, all ranks use the first rank's state.
+
+    Each rank draws only its shard if `manual_seed` was called with that option. Arguments and errors are those of
+    `zeros`.
 
     Example:
         >>> import torch
@@ -94,17 +95,18 @@ def rand(*size: Any, **options: Any) -> Any:
 
 
 def randn(*size: Any, **options: Any) -> Any:
-    """A DTensor of random numbers with the standard normal distribution, drawn as `rand` draws them."""
+    """Return a DTensor of random numbers with the standard normal distribution, drawn like those of `rand`."""
     return _make("randn", size, None, **options)
 
 
 def linspace(start: float, end: float, steps: int, **options: Any) -> Any:
-    """A 1-D DTensor of ``steps`` numbers from ``start`` to ``end``, at equal distances: those of a single device.
+    """Return a 1-D DTensor of ``steps`` evenly spaced numbers from ``start`` to ``end``, equal to those of a single
+    device.
 
     Args:
         start, end: the first number and the last one.
-        steps: how many.
-        options: as in `full`.
+        steps: number of elements.
+        options: options of `full`.
 
     Raises:
         ValueError, TypeError: as in `zeros`.
@@ -120,8 +122,9 @@ def linspace(start: float, end: float, steps: int, **options: Any) -> Any:
 
 
 def logspace(start: float, end: float, steps: int, base: float = 10.0, **options: Any) -> Any:
-    """A 1-D DTensor of the powers of ``base`` with the exponents of `linspace`. Arguments and errors are those of
-    `linspace`.
+    """Return a 1-D DTensor of powers of ``base``, whose exponents are the numbers of `linspace`.
+
+    Arguments and errors are those of `linspace`.
 
     Example:
         >>> from hyper_parallel import init_device_mesh, logspace
@@ -168,7 +171,8 @@ def _make(
                 dtype = platform.dtype_of(platform.factory("empty", (0,), None, None)) if dtype is None else dtype
                 local = counter.numbers("uniform" if name == "rand" else "normal", whole, dtype)
             else:
-                # Every rank draws the whole tensor and keeps its part: the numbers are those of a single device.
+                # Every rank draws the full tensor and keeps its shard, so that the numbers are those of a single
+                # device.
                 local = take_part(platform.factory(name, shape, fill_value, dtype), whole)
         elif name in ("linspace", "logspace"):
             local = shard_of(platform.factory(name, shape, fill_value, dtype), whole, None)

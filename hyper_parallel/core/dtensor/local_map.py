@@ -1,4 +1,5 @@
-"""Functions of local tensors as functions of DTensors. Mirrors ``torch.distributed.tensor.experimental.local_map``."""
+"""`local_map`, which applies a function of local tensors to DTensors. Mirrors
+``torch.distributed.tensor.experimental.local_map``."""
 
 from __future__ import annotations
 
@@ -28,32 +29,30 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """Let a function that is written for this rank's parts, plain tensors, take DTensors and return them.
+    """Return ``func``, a function of plain local tensors, as a function that takes and returns DTensors.
 
-    Called without a DTensor it is the function itself. Gradients are as of `DTensor.to_local` and
-    `DTensor.from_local`: where ranks do different things with an input that is replicated, say ``[Partial()]`` for it
-    in ``in_grad_placements``.
+    Called without a DTensor, it is ``func`` itself. Gradients follow `DTensor.to_local` and `DTensor.from_local`. If
+    ranks use a replicated input differently, pass ``[Partial()]`` for it in ``in_grad_placements``.
 
     Args:
-        func: the function; None gives a decorator.
-        out_placements: of its result, one for each mesh dimension; of several, a tuple of such sequences, None for a
-            result that is no tensor. Results in nested tuples, lists and dicts count one by one.
-        in_placements: for each positional argument, nested ones one by one, the placements that it needs, or None for
-            an argument that is no tensor. None takes all with their present placements.
-        in_grad_placements: for each positional argument the placements of the local tensor's gradient, as in
-            `DTensor.to_local`.
-        device_mesh: of the results; None is the mesh of the first DTensor.
-        redistribute_inputs: redistribute arguments with other placements, instead of raising.
+        func: the function; None to get a decorator.
+        out_placements: placements of the result, one for each mesh dimension. For several results, a tuple of such
+            sequences, with None for a result that is not a tensor. Leaves of nested tuples, lists and dicts are
+            separate results.
+        in_placements: for each leaf of the positional arguments, its required placements, or None if it is not a
+            tensor. With None for all, arguments keep their placements.
+        in_grad_placements: for each leaf, the placements of the local tensor's gradient, as in `DTensor.to_local`.
+        device_mesh: mesh of the results; None for the mesh of the first DTensor.
+        redistribute_inputs: whether to redistribute arguments with other placements, instead of raising.
 
     Returns:
-        The function of DTensors. The global shape of a sharded result follows from the results of all ranks. These
-        exchange shapes in one small all-gather for each call. The sizes of its parts are those that `distribute_tensor`
-        gives.
+        The function of DTensors. The global shape of a sharded result follows from the local shapes, which ranks
+        exchange in one small all-gather per call. The sizes of its shards must be those of `distribute_tensor`.
 
     Raises:
-        ValueError: when called: for an argument with other placements, and when placements are not one for each. On all
-            ranks for results that are no parts of one tensor, a `RankMismatchError`.
-        TypeError: when called: for placements of an argument that is no tensor, or none for a tensor.
+        ValueError: when called: for an argument with other placements, and for a wrong number of placements. A
+            `RankMismatchError` on all ranks, when local results are not shards of one tensor.
+        TypeError: when called: for placements of a value that is not a tensor, and for a tensor without placements.
 
     Example:
         >>> import torch
@@ -114,7 +113,7 @@ def local_map(
 
 
 def _local(x: Any, wanted: tuple[Placements] | None, grad: Placements, redistribute: bool, what: str) -> Any:
-    """An argument as the function gets it."""
+    """Return an argument of ``func``: the local tensor of a DTensor, or the value itself."""
     if not isinstance(x, DTensor):
         return x
     if wanted is not None:
@@ -132,7 +131,7 @@ def _local(x: Any, wanted: tuple[Placements] | None, grad: Placements, redistrib
 
 
 def _distributed(results: list[Any], out_placements: Any, mesh: DeviceMesh, name: str) -> list[Any]:
-    """The results of the function as DTensors."""
+    """Return the results of ``func`` as DTensors."""
     platform = bind_platform(mesh.platform)
     single = not isinstance(out_placements, tuple) or any(
         isinstance(own_placement(p), Placement) for p in out_placements
@@ -141,7 +140,7 @@ def _distributed(results: list[Any], out_placements: Any, mesh: DeviceMesh, name
         None if p is None else own_placements(p) for p in ((out_placements,) if single else out_placements)
     ]
     misfit = _misfit(results, given, platform, name)
-    # Facts that all ranks know decide whether they exchange shapes: not the result of one of them.
+    # Whether ranks exchange shapes must follow from facts that all ranks share, not from one rank's result.
     sharded = [i for i, own in enumerate(given) if type(own) is tuple and any(isinstance(p, Shard) for p in own)]
     layouts: dict[int, Layout] = {}
     if sharded and mesh.size() > 1 and mesh.get_coordinate() is not None:
@@ -163,7 +162,7 @@ def _distributed(results: list[Any], out_placements: Any, mesh: DeviceMesh, name
 
 
 def _misfit(results: list[Any], given: Sequence[Placements], platform: Platform, name: str) -> Exception | None:
-    """Return the reason why the results do not fit these placements, or None."""
+    """Return the error for results that do not match the placements, or None."""
     if len(given) != len(results):
         return ValueError(f"{name} gave {len(results)} result(s), out_placements has {len(given)} entries")
     for i, (result, placements) in enumerate(zip(results, given, strict=True)):
@@ -178,7 +177,7 @@ def _misfit(results: list[Any], given: Sequence[Placements], platform: Platform,
 
 
 def _flatten(value: Any, flat: list[Any]) -> Any:
-    """Append the leaves of ``value`` to ``flat``. Return the rest, from which `_rebuild` makes ``value`` again."""
+    """Append the leaves of ``value`` to ``flat``. Return the structure from which `_rebuild` recreates ``value``."""
     if type(value) in (tuple, list):
         return type(value), [_flatten(item, flat) for item in value]
     if type(value) is dict:

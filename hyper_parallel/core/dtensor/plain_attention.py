@@ -1,4 +1,4 @@
-"""Attention on plain tensors that are a rank's part of a sequence: what stands for the framework's function."""
+"""Attention on plain tensors that are local shards of a sequence, in place of the framework's attention function."""
 
 from __future__ import annotations
 
@@ -37,36 +37,36 @@ from hyper_parallel.core.rules.sequence_cut import (
     sizes_of,
 )
 
-#: Facts that have to be the same on all ranks, where they are asked for.
+#: Function that returns facts that must be equal on all ranks. It is called only if ranks compare them.
 Facts = Callable[[], dict[str, str]]
-#: Calls that the ranks have compared: for each mesh (length of the sequence, number of the call inside).
+#: mesh -> compared calls, as (length of the sequence, index of the call inside the context).
 _COMPARED: Table = Table(lambda mesh: Cache(1 << 12), 1 << 16, "compared calls of attention on plain tensors")
 
 
 class _Parts(ABC):
-    """One call after the other of the framework's function of attention; see `AttentionRole.attention_calls`.
+    """Replacement of the framework's attention function on local shards (see `AttentionRole.attention_calls`).
 
     Args:
-        mesh: along which the sequence is cut.
-        where: names the place in messages.
-        method: see `attention_method`.
+        mesh: the mesh over which the sequence is sharded.
+        where: name of the module or context, for messages.
+        method: argument of `attention_method`, or None.
     """
 
-    #: The positions of each rank, where they are known without a call.
+    #: The positions of each rank if they are known before any call, else None.
     known: tuple[Ranges, ...] | None = None
 
     def __init__(self, mesh: DeviceMesh, where: str, method: str | None) -> None:
         self.mesh, self.where, self.method, self.platform = mesh, where, method, mesh.platform
-        #: Makes the mask of calls without one, of the length of the whole sequence, in place of the causal one.
+        #: Function that makes a mask of the full length, for calls without a mask. It replaces the causal mask.
         self.make_mask: Callable[[int], Any] | None = None
-        #: Whether there was a call.
+        #: Whether attention was called.
         self.called = False
-        #: How many positions the ranks hold, once that is known.
+        #: Number of positions on each rank, as soon as it is known.
         self.sizes: tuple[int, ...] = ()
 
     def mixes(self, name: str, lengths: Sequence[int]) -> None:
-        """Refuse another function that mixes positions: it would see this rank's part alone."""
-        if self.mesh.size() > 1 and not set(lengths).isdisjoint(self.sizes):  # those of all ranks: they agree
+        """Raise ValueError for another function that mixes positions, because it would see only the local shard."""
+        if self.mesh.size() > 1 and not set(lengths).isdisjoint(self.sizes):  # sizes of all ranks: all agree
             raise ValueError(
                 f"{name} over a dimension of {list(lengths)} would see this rank's part alone: the ranks of "
                 f"{self.mesh} hold {list(self.sizes)} positions of a sequence. For attention call "
@@ -106,7 +106,7 @@ class _Parts(ABC):
             )
 
     def _check_layouts(self, *tensors: Any) -> None:
-        """Refuse DTensors that are no heads or samples of this rank's part."""
+        """Raise ValueError for DTensors that are not placed on heads or samples of the local shard."""
         if not all(isinstance(x, DTensor) and x.device_mesh.is_beside(self.mesh) for x in tensors):
             raise ValueError(
                 f"{self.where}: give queries, keys and values of one kind: all plain, or all DTensors on a mesh "
@@ -120,7 +120,7 @@ class _Parts(ABC):
                 )
 
     def _facts(self, shapes: Sequence[tuple], q: Any, mask: Any, dropout: float) -> dict[str, str]:
-        """Facts that have to be the same on all ranks."""
+        """Return facts that must be equal on all ranks."""
         without = [(*shape[:-2], "length", shape[-1]) if len(shape) > 1 else shape for shape in shapes]
         return {
             "samples, heads and features": str(without),
@@ -131,11 +131,12 @@ class _Parts(ABC):
 
     @abstractmethod
     def _ranges(self, shapes: Sequence[tuple], facts: Facts) -> tuple[Ranges, ...]:
-        """The positions of each rank, where the lengths are those of parts."""
+        """Return the positions of each rank. Raise if the lengths are wrong for shards of one sequence."""
 
     @contextmanager
     def _order(self, ranges: tuple[Ranges, ...]) -> Iterator[None]:
-        """Entered while the rule runs: what backward computes again may run in another thread."""
+        """Context manager around the attention rule. It is entered in each call, because recomputation in backward may
+        use another thread."""
         with (
             sequence_order(self.mesh, ranges),
             nullcontext() if self.method is None else attention_method(self.method),
@@ -143,10 +144,10 @@ class _Parts(ABC):
             yield
 
     def _exchange(self, shapes: Sequence[tuple], facts: dict[str, str]) -> list[tuple[int, ...]]:
-        """The lengths of queries, keys and values on all ranks.
+        """Return the lengths of queries, keys and values on all ranks.
 
         Raises:
-            RankMismatchError: on all ranks, where facts differ.
+            RankMismatchError: on all ranks, when facts differ.
         """
         rows = numbers_of_ranks([*_lengths(shapes), *digests_of(facts)], self.mesh, self.where)
         remedy = "the ranks compute one attention together, so give all of them the same"
@@ -154,14 +155,14 @@ class _Parts(ABC):
         return [tuple(row[:3]) for row in rows.tolist()]
 
     def _no_parts(self, given: Sequence[tuple[int, ...]], wanted: str) -> ValueError:
-        """The error for lengths that are not those of parts."""
+        """Return the error for lengths that are wrong for shards of one sequence."""
         return ValueError(
             f"{self.where}: ranks gave queries, keys and values of {given} positions (dimension -2; -1 for tensors of "
             f"fewer than 3 dimensions), and {wanted}"
         )
 
     def _whole(self, x: Any, length: int) -> Any:
-        """The tensor of the whole sequence, of which ``x`` is this rank's part."""
+        """Return the DTensor of the full sequence whose local shard is ``x``."""
         shape = tuple(x.shape)
         layout = get_layout(self.mesh, (Shard(len(shape) - 2),), (*shape[:-2], length, shape[-1]))
         if not isinstance(x, DTensor):
@@ -169,7 +170,7 @@ class _Parts(ABC):
         return DTensor._of_part(x.to_local(), nest(layout, x.device_mesh, x.placements, layout.shape))
 
     def _part(self, y: Any, q: Any) -> Any:
-        """This rank's part of the output, distributed as the queries are."""
+        """Return this rank's shard of the output, distributed like the queries."""
         if not isinstance(q, DTensor):
             with unmarked():
                 return y.to_local()
@@ -179,7 +180,7 @@ class _Parts(ABC):
         return DTensor._of_part(y.to_local(), get_layout(others, placements, shape))
 
     def _mask(self, mask: Any, length: int, ranges: tuple[Ranges, ...]) -> Any:
-        """The mask of the whole sequence, its rows in the order in which the ranks hold the queries."""
+        """Return the mask of the full sequence, with its rows in the order in which the ranks hold the queries."""
         platform, shape = self.platform, tuple(mask.shape)
         if isinstance(mask, DTensor) or len(shape) < 2 or any(n not in (1, length) for n in shape[-2:]):
             raise ValueError(
@@ -193,7 +194,7 @@ class _Parts(ABC):
 
 
 class PartsInContext(_Parts):
-    """Calls inside of `context_parallel`, which knows the sequence."""
+    """Attention calls inside `context_parallel`, where the sequence is known."""
 
     known: tuple[Ranges, ...]
 
@@ -204,7 +205,10 @@ class PartsInContext(_Parts):
         self.sizes = sizes_of(ranges)
 
     def _ranges(self, shapes: Sequence[tuple], facts: Facts) -> tuple[Ranges, ...]:
-        """All ranks compare together, at the first call of each number and each length of the sequence."""
+        """Return the known positions of each rank, after a check of the lengths.
+
+        All ranks compare at the first call with each index and length of the sequence. Later calls check locally.
+        """
         platform, compared = self.platform, _COMPARED[self.mesh]
         length = sum(self.sizes)
         call, wanted = (length, self._calls), self.sizes
@@ -240,10 +244,10 @@ class Earlier:
 
 
 class PartsOfModule(_Parts):
-    """Calls of a module with the style `ContextParallel`, which knows the parts alone.
+    """Attention calls of a module with the style `ContextParallel`, where only local shards are known.
 
-    Parts are taken to be of one length, after the first call has found that. Once ranks have had parts of several
-    lengths, which all of them know, each call compares; see `uneven_shards`.
+    After the first call has compared them, shards are assumed to have one length. Once ranks have had shards of several
+    lengths, each call compares (see `uneven_shards`). All ranks know that.
     """
 
     def __init__(self, mesh: DeviceMesh, where: str, balance: bool, method: str | None, earlier: Earlier) -> None:
@@ -313,7 +317,7 @@ class PartsOfModule(_Parts):
 
 
 def ranges_on(mesh: DeviceMesh, length: int, balance: bool) -> tuple[Ranges, ...]:
-    """The positions of each rank of a 1-D mesh."""
+    """Return the positions of each rank of a 1-D mesh."""
     return (balanced_ranges if balance else natural_ranges)(length, mesh.size())
 
 

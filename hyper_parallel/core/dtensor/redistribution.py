@@ -1,4 +1,4 @@
-"""Further ways of `DTensor.redistribute`: in another dtype, without waiting, to another mesh."""
+"""Variants of `DTensor.redistribute`: in another dtype, asynchronous, or to another mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from hyper_parallel.platform import Platform
 
 
 def redistribute_as(x: Any, target: Layout, async_op: bool, forward_dtype: Any, backward_dtype: Any) -> Any:
-    """The DTensor ``x`` with the layout ``target`` of its mesh. See `DTensor.redistribute` for the rest."""
+    """Return the DTensor ``x`` redistributed to ``target`` on its mesh. `DTensor.redistribute` explains the other
+    arguments."""
     platform = target.mesh.platform
     if forward_dtype is None and backward_dtype is None:
         if not can_start(x._layout, target):
@@ -30,7 +31,7 @@ def redistribute_as(x: Any, target: Layout, async_op: bool, forward_dtype: Any, 
         steps = () if target is x._layout else plan_redistribution(x._layout, target)
         forward_dtype = x.dtype if forward_dtype is None else forward_dtype
         if any(isinstance(step, (ReduceExtreme, ReduceProduct)) for step in steps):
-            # Their backward depends on the values, and communicates nothing.
+            # Backward of these steps depends on the values, and does not communicate.
             y = _InDtypes(platform, (), forward_dtype, None)(x)
             for step in steps:
                 y = step(y)
@@ -40,7 +41,7 @@ def redistribute_as(x: Any, target: Layout, async_op: bool, forward_dtype: Any, 
 
 
 class _InDtypes(Step):
-    """Steps in one dtype forward and in another one backward, whose result has the former."""
+    """Steps in one dtype in forward and in another dtype in backward. The result has the forward dtype."""
 
     def __init__(self, platform: Platform, steps: Sequence[Move], forward_dtype: Any, backward_dtype: Any) -> None:
         super().__init__(platform)
@@ -62,8 +63,9 @@ class _InDtypes(Step):
 
 
 def redistribute_over(x: Any, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Any:
-    """The DTensor ``x`` on another mesh of the same ranks. Where each rank holds the same part on both nothing is
-    communicated; otherwise it is gathered first. Differentiable.
+    """Return the DTensor ``x`` on another mesh of the same ranks. It is differentiable.
+
+    If each rank holds the same shard on both meshes, nothing is communicated. Otherwise the tensor is gathered first.
 
     Raises:
         ValueError: when the meshes have different ranks, and for a `Partial`.
@@ -89,7 +91,7 @@ def redistribute_over(x: Any, mesh: DeviceMesh, placements: Sequence[Placement] 
 
 
 def _agree(key: tuple[Layout, Layout]) -> bool:
-    """Return whether every rank holds the same part under both layouts."""
+    """Return whether every rank holds the same shard under both layouts."""
     places = [{int(rank): place for place, rank in np.ndenumerate(layout.mesh.ranks)} for layout in key]
     return all(
         held_rectangles(key[0], place) == held_rectangles(key[1], places[1][rank]) for rank, place in places[0].items()
@@ -102,20 +104,20 @@ _AGREE: Table = Table(_agree, 1 << 12, "layouts on two meshes")
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's part of a tensor, and where it begins in the whole.
+    """Return the shape of this rank's shard of a tensor, and its offset in the global tensor.
 
     Args:
-        global_shape: of the whole.
+        global_shape: global shape of the tensor.
         mesh: the mesh.
-        placements: one for each mesh dimension.
-        skip_offset: leave the offset out.
+        placements: one placement for each mesh dimension.
+        skip_offset: whether to omit the offset.
 
     Returns:
-        Shape and offset of the local tensor. A part without elements begins at the end of the dimension that leaves it
-        none. The offset is ``()`` on a rank outside the mesh, and with ``skip_offset``.
+        Shape and offset of the local tensor. An empty shard starts at the end of the dimension in which it is empty.
+        The offset is ``()`` on a rank outside the mesh, and with ``skip_offset``.
 
     Raises:
-        ValueError: for wrong placements, and for a `PackedShard`, whose part begins at several places.
+        ValueError: for wrong placements, and for a `PackedShard`, whose shards consist of several ranges.
 
     Example:
         >>> from hyper_parallel import Shard, compute_local_shape_and_global_offset, init_device_mesh

@@ -1,4 +1,4 @@
-"""A batch whose sequences are cut over ranks: the parts of one call, and the mean loss over all tokens."""
+"""Batches whose sequences are sharded over ranks: `shard_sequence` for inputs, `token_mean` for the loss."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from hyper_parallel.platform.contract.autograd import named
 
 __all__ = ["shard_sequence", "token_mean"]
 
-#: Names of Hugging Face's models, and their dimension of the sequence; None for a tensor that stays whole.
+#: Name of an input of Hugging Face models -> its sequence dimension, or None if the tensor is not sharded.
 _DIMS: Mapping[str, int | None] = {"attention_mask": None, "position_ids": -1}
-#: mesh -> whether its ranks have compared a batch.
+#: mesh -> True once its ranks have compared a batch.
 _COMPARED = WeakTable()
-#: The same for `token_mean`.
+#: mesh -> True once its ranks have compared losses of `token_mean`.
 _COMPARED_LOSSES = WeakTable()
 
 
@@ -43,29 +43,31 @@ def shard_sequence(
     ignore_index: int = -100,
     balance: bool = True,
 ) -> dict[str, Any]:
-    """Cut the sequences of a batch over the ranks of a mesh, for code inside of `context_parallel`.
+    """Shard the sequences of a batch over the ranks of a mesh, for code inside `context_parallel`.
 
-    Labels are shifted over the whole sequence before they are cut: each place gets the label of the next token, also
-    where that token is another rank's. The last place gets ``ignore_index``.
+    Labels are shifted over the full sequence before sharding. Each position gets the label of the next token, even if
+    another rank holds that token. The last position gets ``ignore_index``.
 
     Args:
-        batch: tensors by name, the same whole sequences on all ranks of the mesh. Other values pass through.
-        mesh: of one dimension.
-        seq_dims: the dimension of the sequence by name, None for a tensor that stays whole. It is 1 for names that are
-            not given, but for ``attention_mask``, which stays whole, and ``position_ids``, where it is the last.
-        labels: the name of the labels that are shifted; None shifts nothing.
-        positions: the name under which a batch without positions gets them, of shape (1, part); None makes none.
-        ignore_index: the label that does not count.
-        balance: as for `context_parallel`.
+        batch: tensors by name, with the same full sequences on all ranks of the mesh. Other values are returned
+            unchanged.
+        mesh: a 1-D mesh.
+        seq_dims: the sequence dimension of each tensor by name, or None if the tensor is not sharded. Defaults: None
+            for ``attention_mask``, -1 for ``position_ids``, and 1 for other names.
+        labels: name of the labels to shift; None for no shift.
+        positions: name of the positions that are added if the batch has none, of shape (1, local length). None adds no
+            positions.
+        ignore_index: label of ignored positions.
+        balance: the argument of `context_parallel`.
 
     Returns:
-        A new dict with this rank's parts.
+        A new dict with this rank's shards.
 
     Raises:
-        TypeError: when ``mesh`` is no mesh, or a tensor is distributed.
-        ValueError: for tensors that do not have one length of sequence, a batch without one, and a length that leaves a
-            rank without positions.
-        RankMismatchError: in the first call, where ranks gave different batches.
+        TypeError: when ``mesh`` is not a mesh, or a tensor is distributed.
+        ValueError: for tensors of different sequence lengths, a batch without a sequence, and a length that leaves a
+            rank empty.
+        RankMismatchError: in the first call, when ranks passed different batches.
 
     Example:
         >>> import torch
@@ -99,7 +101,7 @@ def shard_sequence(
 
 
 def _dims_of(batch: Mapping[str, Any], wanted: Mapping[str, int | None], platform: Any) -> dict[str, int]:
-    """The dimension of the sequence in each tensor that is cut."""
+    """Return the sequence dimension of each tensor to shard."""
     found = {}
     for name, x in batch.items():
         dim = wanted.get(name, 1)
@@ -118,7 +120,7 @@ def _dims_of(batch: Mapping[str, Any], wanted: Mapping[str, int | None], platfor
 
 
 def _length_of(batch: Mapping[str, Any], dims: Mapping[str, int], mesh: DeviceMesh) -> int:
-    """How long the sequence is."""
+    """Return the length of the sequence. Raise unless all tensors have one length and every rank gets positions."""
     lengths = {name: int(mesh.platform.shape_of(batch[name])[dim]) for name, dim in dims.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(
@@ -137,7 +139,7 @@ def _length_of(batch: Mapping[str, Any], dims: Mapping[str, int], mesh: DeviceMe
 
 
 def _compare(batch: Mapping[str, Any], mesh: DeviceMesh, platform: Any) -> None:
-    """Compare the batches of all ranks, in the first call and inside of `check_ranks`."""
+    """Compare the batches of all ranks, in the first call and inside `check_ranks`."""
     if mesh.size() == 1 or (_COMPARED.get(mesh) is not None and not CHECKS):
         return
     facts = {}
@@ -157,26 +159,26 @@ def _compare(batch: Mapping[str, Any], mesh: DeviceMesh, platform: Any) -> None:
 
 
 def token_mean(losses: Any, labels: Any, mesh: DeviceMesh, *, ignore_index: int = -100, averaged: bool = True) -> Any:
-    """The mean loss over the tokens of all ranks that are not ignored: the single device's.
+    """Return the mean loss over the tokens of all ranks that are not ignored, as a single device computes it.
 
-    One all-reduce of two numbers along each dimension of the mesh in forward, none in backward.
+    Forward does one all-reduce of two numbers along each dimension of the mesh, and backward does not communicate.
 
     Args:
-        losses: one for each label, zero where it is ignored: cross entropy with ``reduction="none"``. Plain, or a
-            DTensor on other dimensions than those of ``mesh``, as tensor-parallel logits give it.
+        losses: one loss for each label, and zero for ignored labels, as cross entropy with ``reduction="none"``
+            returns. A plain tensor, or a DTensor on mesh dimensions outside ``mesh``, as from tensor-parallel logits.
         labels: this rank's labels, plain.
-        mesh: with all ranks that have other tokens: ``mesh["dp", "cp"]``.
-        ignore_index: the label that does not count.
-        averaged: whether gradients of parameters will be averages over the ranks of ``mesh``, as `replicate` and
-            `fully_shard` make them of plain batches. Otherwise they are to be added.
+        mesh: mesh of all ranks that hold different tokens: ``mesh["dp", "cp"]``.
+        ignore_index: label of ignored positions.
+        averaged: whether data parallelism averages parameter gradients over the ranks of ``mesh``, as `replicate` and
+            `fully_shard` do for plain batches. Otherwise gradients must be summed.
 
     Returns:
-        A plain tensor without dimensions, the same on all ranks of ``mesh``, in float32 at least.
+        A plain 0-d tensor, equal on all ranks of ``mesh``, at least in float32.
 
     Raises:
-        TypeError: for labels that are distributed, and when ``mesh`` is no mesh.
-        ValueError: where there is not a loss for each label, on all ranks; for losses that are distributed over ranks
-            of ``mesh``.
+        TypeError: for distributed labels, and when ``mesh`` is not a mesh.
+        ValueError: on all ranks, when the losses do not match the labels; for losses that are distributed over ranks of
+            ``mesh``.
 
     Example:
         >>> import torch
@@ -203,8 +205,11 @@ def token_mean(losses: Any, labels: Any, mesh: DeviceMesh, *, ignore_index: int 
 
 
 def _check_losses(losses: Any, labels: Any, mesh: DeviceMesh) -> None:
-    """Refuse losses that are not one for each label. A rank without labels would not see it. So all compare, in the
-    first call and inside of `check_ranks`. Later the other ranks get a mean that is not a number."""
+    """Raise ValueError unless there is one loss for each label.
+
+    A rank without labels cannot detect it. So all ranks compare, in the first call and inside `check_ranks`. In later
+    calls, the other ranks get a NaN mean.
+    """
     platform = mesh.platform
     shape, wanted = (tuple(platform.shape_of(x)) for x in (losses, labels))
     wrong = shape not in (wanted, (math.prod(wanted),))
@@ -221,13 +226,13 @@ def _check_losses(losses: Any, labels: Any, mesh: DeviceMesh) -> None:
 
 
 def _wide(x: Any, platform: Any) -> Any:
-    """``x`` in float32 at least, outside autograd."""
+    """Return ``x``, at least in float32, outside autograd."""
     x = platform.detach(x)
     return platform.to_dtype(x, platform.dtypes["float32"]) if x.itemsize < 4 else x
 
 
 class _TokenMean:
-    """The function, on one platform."""
+    """Autograd function of `token_mean` for one platform."""
 
     def __init__(self, platform: Any) -> None:
         self.platform = platform

@@ -1,4 +1,4 @@
-"""Services of core that a backend's DTensor class uses. `platform.contract.Core` says the purpose of each."""
+"""Services of core for a backend's DTensor class. `platform.contract.Core` defines them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from hyper_parallel.platform.registry import get_platform_for_device
 
 
 class Services:
-    """`platform.contract.Core`.
+    """Implementation of `platform.contract.Core`.
 
     Args:
-        restore, from_local: see there.
+        restore, from_local: functions of `tensor`, which imports this module.
     """
 
     dispatch = dispatch
@@ -64,21 +64,23 @@ class Services:
     def layout_of_native(
         self, native: Any, device_type: str, placements: Sequence[tuple[Any, ...]], shape: Sequence[int]
     ) -> Layout:
-        """See `platform.contract.Core`."""
+        """Return the layout of a tensor of global ``shape`` on a mesh of the framework."""
         mesh = DeviceMesh._of_native(get_platform_for_device(device_type), native)
         return get_layout(mesh, tuple(described(*each) for each in placements), shape)
 
     def held_rectangles(self, layout: Layout) -> tuple[Rectangle, ...]:
-        """See `platform.contract.Core`."""
+        """Return the boxes of a tensor of ``layout`` that this rank holds."""
         coordinate = layout.mesh.get_coordinate()
         return () if coordinate is None else held_rectangles(layout, coordinate)
 
     def layout_of_cut(self, mesh: DeviceMesh, cut: int | None, shape: Sequence[int]) -> Layout:
-        """See `platform.contract.Core`."""
+        """Return the layout of a tensor on a 1-D mesh, sharded along dimension ``cut``, or replicated if that is
+        None."""
         return get_layout(mesh, (Replicate() if cut is None else Shard(cut % len(shape)),), tuple(shape))
 
     def cut_of_layout(self, layout: Layout) -> tuple[DeviceMesh | None, int | None]:
-        """See `platform.contract.Core`."""
+        """Return the mesh and the dimension of an evenly sharded 1-D layout, or (None, None). Inverse of
+        `layout_of_cut`."""
         placement = layout.placements[0]
         if layout.mesh.ndim == 1 and placement is Replicate():
             return layout.mesh, None
@@ -87,18 +89,19 @@ class Services:
         return None, None
 
     def strides_of_whole(self, x: Any) -> tuple[int, ...]:
-        """See `platform.contract.Core`."""
+        """Return the strides that the DTensor ``x`` would have on a single device, or contiguous strides if they are
+        unknown."""
         layout: Layout = x._layout
         with layout.mesh.platform.no_dispatch():
             strides = memory_order.strides_of(x, layout)
         return contiguous_strides(layout.shape) if strides is memory_order.UNKNOWN else tuple(strides)
 
     def failed_in_backward(self, error: Exception, meshes: Iterable[DeviceMesh]) -> None:
-        """See `platform.contract.Core`."""
+        """Report an error of a backward pass to the other ranks of ``meshes``."""
         roots = {mesh.get_root_mesh() for mesh in meshes}
         tell_of_failure(error, "backward", max(roots, key=lambda mesh: (mesh.size(), mesh.shape)))
 
     def replicated(self, local: Any, mesh: DeviceMesh) -> Any:
-        """See `platform.contract.Core`."""
+        """Return a DTensor of a new plain tensor that is equal on every rank of ``mesh``."""
         platform = mesh.platform
         return platform.wrap(local, replicated_layout(mesh, platform.shape_of(local)))

@@ -1,4 +1,4 @@
-"""DTensor: a tensor of one global shape, spread over a mesh. Mirrors ``torch.distributed.tensor.DTensor``."""
+"""DTensor: a tensor with a global shape, distributed over a mesh. Mirrors ``torch.distributed.tensor.DTensor``."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ from hyper_parallel.platform import Platform
 
 _GIVEN = "the local tensor given to DTensor.from_local"
 _BOUND: dict[Platform, type] = {}
-#: (layout, placements) -> layout, of calls of `DTensor.redistribute`.
+#: Cache for `DTensor.redistribute`: (layout, placements) -> target layout.
 _TARGETS: dict[tuple[Layout, tuple[Placement, ...]], Layout] = Cache(1 << 14, "targets of redistribute")
-#: (mesh, placements, local shape) -> layout, of calls of `DTensor.from_local` where shards are equal.
+#: Cache for `DTensor.from_local` with equal shards: (mesh, placements, local shape) -> layout.
 _EVEN_LAYOUTS: dict[tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]], Layout] = Cache(
     1 << 14, "layouts of equal shards"
 )
 
 
 class DTensor:
-    """A distributed tensor. It is a tensor of the framework too, and its shape is the global one.
+    """A distributed tensor. It is also a tensor of the framework, and its shape is the global shape.
 
-    Operations on it run on this rank's local part, with the communication that their sharding rules ask for. Its local
-    tensor is part of the framework's autograd graph. Its gradient is a DTensor with the same placements, but with
-    `Replicate` for `Partial`. Instances are made by `from_local`, `distribute_tensor`, the factories and operations,
-    not by the constructor.
+    Operations run on this rank's local tensor, with the communication that their sharding rules require. The local
+    tensor is part of the framework's autograd graph. The gradient of a DTensor is a DTensor with the same placements,
+    but with `Replicate` for `Partial`.
+
+    Instances come from `from_local`, `distribute_tensor`, the factories and operations, not from the constructor.
 
     Example:
         >>> from hyper_parallel import DTensor, Shard, init_device_mesh
@@ -56,28 +57,31 @@ class DTensor:
 
     __slots__ = ()
 
-    #: Layout of the instance; None on the class. An error where the instance is a view that is out of date.
+    #: Layout of the instance; None on the class. Access raises if the instance is a stale view.
     _layout: Any = CurrentLayout()
-    #: The tensors that share memory with the instance, once a view was made of it; see `views`.
+    #: The tensors that share memory with the instance, after a view of it was created (see `views`).
     _family: Any = None
-    #: Strides that the single device's tensor would have, where the shards do not tell; None if it were contiguous.
+    #: Strides that the tensor would have on a single device, if local strides do not determine them. None for a
+    #: contiguous tensor.
     _strides: Any = None
-    #: (source DTensor, step, gathered data, how often the source had been written to, the partial-gradient view that
-    #: was made with the instance or None, the version of the instance then) of an instance made by all-gather: its
-    #: partial-gradient views go through the shard, so that their backward is one reduce-scatter.
+    #: Set on the result of an all-gather: (source DTensor, step, gathered data, number of writes to the source,
+    #: partial-gradient view or None, version of the instance). Partial-gradient views of the instance are functions of
+    #: the source shard, so that their backward is one reduce-scatter.
     _gathered: Any = None
-    #: The plain tensor that `from_local` made the instance of: partial-gradient views are kept there, so that several
-    #: modules that are given the same plain tensor share one collective.
+    #: The plain tensor that `from_local` was called with. It caches partial-gradient views, so that several modules
+    #: that take the same plain tensor share one collective.
     _origin: Any = None
-    #: (mesh dimensions, ``make``) of an instance whose gradient is to be left as summands on these mesh dimensions:
-    #: ``make(mesh_dims)`` is its local tensor for consumers whose cotangent is partial over ``mesh_dims``.
+    #: Set on an instance whose gradient stays partial over some mesh dimensions: (mesh dimensions, ``make``).
+    #: ``make(mesh_dims)`` returns its local tensor for consumers whose cotangent is partial over ``mesh_dims``.
     _summands: Any = None
-    #: How many elements of this rank tie for the extreme value, of an instance that is to be compared with other ranks.
+    #: Number of local elements that tie for the extreme value, for an instance whose reduction over other ranks is
+    #: pending.
     _ties: Any = None
-    #: ``_collect(cotangent, mesh, mesh_dims)`` of an instance that stands for a parameter of `fully_shard`: takes a
-    #: part of its gradient that is still to be summed over these mesh dimensions, inside `coalesce_gradients`.
+    #: Set on an instance that represents a parameter of `fully_shard`. Inside `coalesce_gradients`,
+    #: ``_collect(cotangent, mesh, mesh_dims)`` accepts a cotangent that must still be summed over these mesh
+    #: dimensions.
     _collect: Any = None
-    #: How often dispatch has let the instance be written to.
+    #: Number of in-place writes to the instance that dispatch has run.
     _writes: int = 0
 
     @staticmethod
@@ -91,25 +95,25 @@ class DTensor:
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> Any:
-        """Make a DTensor of each rank's local tensor. It is differentiable, and communicates nothing without
-        ``run_check`` and ``shape``, also in backward.
+        """Return a DTensor of each rank's local tensor. It is differentiable.
+
+        Without ``run_check`` and ``shape``, it does not communicate, in backward either.
 
         Args:
-            local_tensor: plain tensor, this rank's part; from another device it is copied to the mesh's.
-            device_mesh: the mesh; None is the one entered with ``with mesh:``.
+            local_tensor: plain tensor, this rank's shard. It is copied to the mesh's device if necessary.
+            device_mesh: the mesh; None for the mesh entered with ``with mesh:``.
             placements: one for each mesh dimension; None is `Replicate` everywhere.
-            run_check: whether to compare shapes, dtypes and replicated data over the ranks. Where they differ, all
-                ranks raise.
-            shape: global shape. It is needed when shards are uneven: without it, all shards are taken to have the size
-                of this one. With it, ranks compare whether their parts fit, in one small all-gather, and all raise
-                where one does not.
-            stride: taken because torch has it, and not read: strides follow from the local tensor.
-            grad_placements: how the gradient that reaches ``local_tensor`` is laid out; by default as ``placements``,
-                `Replicate` for `Partial`. With ``[Partial()]`` for a `Replicate` each rank keeps the summand that it
-                has computed, and nothing is sent.
+            run_check: whether to compare shapes, dtypes and replicated data over the ranks. If they differ, all ranks
+                raise.
+            shape: global shape, required for uneven shards. Without it, all shards are assumed to have equal sizes.
+                With it, ranks compare their shards in one small all-gather, and all raise if one does not fit.
+            stride: accepted because torch has it, and ignored. Strides follow from the local tensor.
+            grad_placements: placements of the gradient of ``local_tensor``; by default ``placements``, with `Replicate`
+                for `Partial`. With ``[Partial()]`` for a `Replicate`, each rank keeps its local summand, without
+                communication.
 
         Raises:
-            TypeError: when ``local_tensor`` is no plain tensor.
+            TypeError: when ``local_tensor`` is not a plain tensor.
             ValueError: for wrong placements, a ``shape`` that ``local_tensor`` does not fit, or, with ``run_check``,
                 ranks that differ.
         """
@@ -150,10 +154,10 @@ class DTensor:
 
     @staticmethod
     def _of_part(local: Any, layout: Layout) -> Any:
-        """`from_local` of a part that is known to be of ``layout``: ranks compare nothing.
+        """Return `from_local` of a shard that is known to have ``layout``. Ranks do not compare it.
 
         Raises:
-            ValueError: on a rank whose part has another shape.
+            ValueError: on a rank whose shard has another shape.
         """
         platform = bind_platform(layout.mesh.platform)
         local = platform.to_device(local)
@@ -165,13 +169,13 @@ class DTensor:
         return _made_of(local, layout, None)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
-        """This rank's part, as a plain tensor of the local shape. It is differentiable, and communicates nothing in
-        forward.
+        """Return this rank's shard, as a plain tensor of the local shape. It is differentiable, and does not
+        communicate in forward.
 
         Args:
-            grad_placements: how the gradient that comes back to the plain tensor is laid out. By default: the full
-                gradient for `Replicate` and `Partial`, its shard for `Shard`. A `Replicate` whose consumers differ
-                per rank, each contributing a part, says ``[Partial()]``.
+            grad_placements: placements of the gradient of the plain tensor. The default is the full gradient for
+                `Replicate` and `Partial`, and its shard for `Shard`. Pass ``[Partial()]`` for a `Replicate` if each
+                rank computes only a summand of the gradient.
         """
         layout: Layout = self._layout
         platform = layout.mesh.platform
@@ -205,22 +209,23 @@ class DTensor:
         forward_dtype: Any = None,
         backward_dtype: Any = None,
     ) -> Any:
-        """Return the tensor with other placements, by the cheapest sequence of collectives. Differentiable.
+        """Return the tensor with other placements, by the cheapest sequence of collectives. It is differentiable.
 
         Args:
-            device_mesh: None, the tensor's own mesh, or another one of the same ranks.
+            device_mesh: None or the mesh of the tensor, or another mesh of the same ranks.
             placements: one for each mesh dimension; None is `Replicate` everywhere.
-            async_op: return while the last collective is under way; the first use of the result waits for it. Where
-                parts differ in size, or the backend starts no collectives, it is ready.
-            forward_dtype: dtype to communicate in, and that of the result; None is the tensor's.
-            backward_dtype: dtype to communicate the gradient in, which arrives in the tensor's; None is that.
+            async_op: whether to return while the last collective is pending. The first use of the result waits for it.
+                The result is complete at once if shards differ in size, or the backend has no asynchronous collectives.
+            forward_dtype: dtype of the communication and of the result; None for the dtype of the tensor.
+            backward_dtype: dtype of the communication of the gradient; None for the dtype of the tensor. The gradient
+                itself has the dtype of the tensor.
 
         Returns:
-            A DTensor with memory of its own, or this one where nothing changes.
+            A DTensor with new memory, or this DTensor if its layout does not change.
 
         Raises:
-            ValueError: for a mesh of other ranks, wrong placements, or a `Partial` that the tensor does not have
-                already; for ``async_op`` or dtypes on another mesh.
+            ValueError: for a mesh of other ranks, wrong placements, or a `Partial` that the tensor does not have; for
+                ``async_op`` or dtypes with another mesh.
         """
         layout: Layout = self._layout
         if device_mesh is not None and device_mesh is not layout.mesh:
@@ -242,19 +247,21 @@ class DTensor:
             return self
         platform = layout.mesh.platform
         with platform.no_dispatch():
-            if layout.mesh._coordinate is None:  # empty, however it is placed
+            if layout.mesh._coordinate is None:  # the local tensor is empty for all placements
                 return platform.wrap(platform.alias(self), target)
             y = redistribute(self, target)
-            # The result has memory of its own, on one rank as on many.
+            # The result must have new memory, also on a mesh dimension of one rank.
             alias = 1 in layout.mesh.shape and platform.same_memory(self, y)
             return platform.wrap(platform.clone(y), target) if alias else y
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
-        """The whole tensor, as a plain tensor of the global shape on every rank of the mesh. It is differentiable. All
-        ranks of the mesh must call it, for it gathers sharded dimensions and reduces partial values.
+        """Return the full tensor, as a plain tensor of the global shape on every rank of the mesh. It is
+        differentiable.
+
+        It gathers sharded dimensions and reduces partial values. All ranks of the mesh must call it.
 
         Args:
-            grad_placements: as in `to_local`, of the whole tensor.
+            grad_placements: placements of the gradient of the full tensor, as in `to_local`.
 
         Raises:
             ValueError: on a rank outside the mesh.
@@ -274,8 +281,10 @@ class DTensor:
 
     @property
     def _local_tensor(self) -> Any:
-        """This rank's part as a plain tensor that shares its memory, without gradients. It is for code that reads
-        torch's attribute of this name. `to_local` is differentiable."""
+        """This rank's shard as a plain tensor that shares its memory, without gradients.
+
+        It is for code that reads torch's attribute of this name. `to_local` is differentiable.
+        """
         platform = self._layout.mesh.platform
         with platform.no_dispatch():
             return platform.detach(self)
@@ -292,28 +301,28 @@ class DTensor:
 
 
 def bind_platform(platform: Platform) -> Platform:
-    """Make sure that the platform has its DTensor class; returns the platform."""
+    """Create the DTensor class of ``platform`` if it does not exist, and return ``platform``."""
     if platform not in _BOUND:
         with FIRST_USE:
             if platform not in _BOUND:  # another thread may have done it meanwhile
                 watch_as_told()
                 cls = platform.make_dtensor_class(DTensor, _SERVICES)
-                DTENSOR_CLASSES.update((cls, *cls.__subclasses__()))  # a platform may have a class of parameters
+                DTENSOR_CLASSES.update((cls, *cls.__subclasses__()))  # a platform may have a subclass for parameters
                 _BOUND[platform] = cls
     return platform
 
 
 def restore(rebuild: Callable[..., Any], layout: Layout, coordinate: tuple[int, ...] | None, *parts: Any) -> Any:
-    """Unpickle a DTensor, perhaps in a process that has made none yet.
+    """Return an unpickled DTensor. The process may not have created a DTensor yet.
 
     Args:
-        rebuild: the backend's ``rebuild(layout, *parts)``, which makes the DTensor.
-        layout: where it was pickled, and here.
-        coordinate: in the mesh, of the rank that has pickled it.
-        parts: its local tensor and the other values that the backend has saved.
+        rebuild: the backend's ``rebuild(layout, *parts)``, which creates the DTensor.
+        layout: layout of the DTensor.
+        coordinate: coordinate in the mesh of the rank that pickled the DTensor.
+        parts: the local tensor and other values that the backend saved.
 
     Raises:
-        RuntimeError: when another rank has saved it, which holds another part.
+        RuntimeError: when a rank with another shard pickled the DTensor.
     """
     mesh = layout.mesh
     here = mesh.get_coordinate()
@@ -334,15 +343,15 @@ _SERVICES = Services(restore, DTensor._of_part)
 
 
 def dtensor_class(platform: Platform) -> type:
-    """The class of the platform's DTensors."""
+    """Return the DTensor class of the platform."""
     return _BOUND[bind_platform(platform)]
 
 
 def _target_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
-    """The layout that `DTensor.redistribute` is asked for.
+    """Return the layout that a call of `DTensor.redistribute` requests.
 
     Raises:
-        ValueError, TypeError: as there.
+        ValueError, TypeError: as in `DTensor.redistribute`.
     """
     mesh = layout.mesh
     target = requested_layout(mesh, placements, layout.shape, f"a tensor of shape {tuple(layout.shape)}")
@@ -356,27 +365,30 @@ def _target_layout(layout: Layout, placements: Sequence[Placement] | None) -> La
 
 
 def _with_cotangent(local: Any, given: Layout, wanted: Layout) -> Any:
-    """Identity whose cotangent arrives laid out as ``given`` and leaves as ``wanted``."""
+    """Return ``local`` through an identity whose backward redistributes the cotangent from ``given`` to ``wanted``."""
     if given is wanted:
         return local
     return ConvertCotangent(given.mesh.platform, lambda g: redistribute_local(g, given, wanted))(local)
 
 
 def _for_summands(local: Any, layout: Layout, convert: Callable[[Any, Layout], Any]) -> Any:
-    """``local``, which a DTensor of ``layout`` is made of (``convert`` is `to_owner`) or which its user gets
-    (`to_summands`): identity in forward and backward. Gradients of gradients of summands are counted otherwise outside
-    of DTensors than inside."""
+    """Return ``local`` through an identity that only affects gradients of gradients.
+
+    Outside of DTensors, gradients of summands count differently than inside. ``convert`` is `to_owner` for a tensor
+    that becomes a DTensor of ``layout``. It is `to_summands` for a tensor that leaves one.
+    """
     return ConvertCotangent(layout.mesh.platform, lambda g: convert(g, layout))(local)
 
 
 def _made_of(local_tensor: Any, layout: Layout, grad_placements: Sequence[Placement] | None) -> Any:
-    """The DTensor of ``layout`` of which this rank has the plain ``local_tensor``. See `DTensor.from_local`."""
+    """Return the DTensor of ``layout`` whose local tensor on this rank is ``local_tensor`` (see
+    `DTensor.from_local`)."""
     mesh = layout.mesh
     platform = mesh.platform
     if CHECKS:
         check_replicated(local_tensor, mesh, layout.placements, _GIVEN)
     if mesh._coordinate is None:
-        local_tensor = platform.zeros((0,), local_tensor)  # this rank has no part
+        local_tensor = platform.zeros((0,), local_tensor)  # this rank has no shard
     given = layout.cotangent
     wanted = given if grad_placements is None else requested_layout(mesh, grad_placements, layout.shape)
 

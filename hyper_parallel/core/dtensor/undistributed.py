@@ -1,4 +1,4 @@
-"""Parameters and buffers that a plan leaves plain. Every rank holds them whole, and they must be the same on all
+"""Parameters and buffers that a plan leaves plain. Every rank holds the full tensor, and values must be equal on all
 ranks."""
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from hyper_parallel.core.rules.random import check_generators
 from hyper_parallel.core.weak_table import WeakTable
 from hyper_parallel.platform import Platform
 
-#: Elements that travel in one broadcast; a larger tensor travels alone, from where it is.
+#: Maximal number of elements in one bucket. A larger tensor is broadcast separately, without a copy.
 BUCKET = 1 << 17
-#: module with a style -> (the module that was given to parallelize_module with it, mesh).
+#: module with a style -> weak references to (the module that parallelize_module was called with, mesh).
 _PLANS = WeakTable()
 
 
 def broadcast_undistributed(module: Any, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Give every rank of a mesh the plain parameters and buffers that rank ``src_data_rank`` has, in place.
+    """Broadcast the plain parameters and buffers of rank ``src_data_rank`` to every rank of a mesh, in place.
 
-    They stay the same objects, plain, with their ``requires_grad`` and on their device. A tied tensor travels once; one
-    without values (meta) does not travel. One broadcast a dtype, more where there are more than `BUCKET` elements.
+    Tensors keep their identity, ``requires_grad`` and device. A tied tensor is sent once, and a meta tensor is not
+    sent. There is one broadcast per dtype, or several if there are more than `BUCKET` elements.
 
     Args:
-        module: all below it counts.
+        module: the module, including its submodules.
         mesh: the mesh.
-        src_data_rank: an index along each of its dimensions; None does nothing.
+        src_data_rank: an index along each dimension of the mesh; None to keep each rank's values.
     """
     if src_data_rank is None or mesh.size() == 1 or mesh.get_coordinate() is None:
         return
@@ -44,12 +44,12 @@ def broadcast_undistributed(module: Any, mesh: DeviceMesh, src_data_rank: int | 
 
 
 def broadcast_tensors(tensors: Sequence[Any], mesh: DeviceMesh, src: int) -> None:
-    """Give every rank of a 1-D mesh the values that rank ``src`` has, in place; as `broadcast_undistributed`.
+    """Broadcast tensors of rank ``src`` to every rank of a 1-D mesh, in place (see `broadcast_undistributed`).
 
     Args:
-        tensors: parameters and buffers, each once; of a DTensor, its local tensor.
-        mesh: 1-D mesh that this rank is in.
-        src: index in the mesh.
+        tensors: parameters and buffers, each once. For a DTensor, its local tensor is broadcast.
+        mesh: 1-D mesh that contains this rank.
+        src: index of the source rank in the mesh.
     """
     platform = mesh.platform
     if mesh.size() == 1:
@@ -65,7 +65,8 @@ def broadcast_tensors(tensors: Sequence[Any], mesh: DeviceMesh, src: int) -> Non
 
 
 def held_tensors(module: Any, platform: Platform) -> Iterator[tuple[str, str, Any]]:
-    """(``"parameter"`` or ``"buffer"``, path, tensor) of all that a module holds, of tied ones the first."""
+    """Yield (``"parameter"`` or ``"buffer"``, path, tensor) for each tensor of a module. Of tied tensors, only the
+    first is included."""
     seen = set()
     for path, submodule in platform.named_modules(module):
         held = [("parameter", *named) for named in platform.named_parameters(submodule)]
@@ -101,32 +102,34 @@ def _broadcast(tensors: list[Any], mesh: DeviceMesh, src: int) -> None:
 
 # ---------------------------------------------------------------------- comparison
 def remember_plan(module: Any, styled: list[Any], mesh: DeviceMesh) -> None:
-    """Remember that the modules ``styled`` got their styles with ``module``, for `check_first_call`."""
+    """Store for `check_first_call` that the modules ``styled`` got their styles in a plan for ``module``."""
     for submodule in styled:
         _PLANS.set(submodule, (weakref.ref(module), weakref.ref(mesh)))
 
 
 def model_of(submodule: Any) -> Any:
-    """The module that was given to `parallelize_module` with the style of ``submodule``, None where there is none."""
+    """Return the module that `parallelize_module` was called with to style ``submodule``, or None."""
     known = _PLANS.get(submodule)
     return None if known is None else known[0]()
 
 
 def planned_meshes() -> list[DeviceMesh]:
-    """The 1-D meshes of the plans of all live modules. Modules that nothing refers to any more are released before."""
+    """Return the 1-D meshes of the plans of all live modules. Unreferenced modules are released first."""
     if not _PLANS.values():
         return []
-    gc.collect()  # a module and its parts refer to each other
+    gc.collect()  # a module and its submodules refer to each other
     meshes = dict.fromkeys(mesh for _, known in _PLANS.values() if (mesh := known()) is not None)
-    return [mesh for mesh in meshes if mesh.ndim == 1]  # of several dimensions one may be data-parallel
+    return [mesh for mesh in meshes if mesh.ndim == 1]  # a dimension of a larger mesh may be data-parallel
 
 
 def check_first_call(submodule: Any) -> None:
-    """Compare tensors that should be equal on all ranks. Call it only while a check is on, where a module with a style
-    is called. The first call of a model inside `check_ranks` compares the whole model. So does the end of the context.
+    """Compare tensors that should be equal on all ranks.
+
+    Call it only while a check is active, when a module with a style is called. The first call of a model inside
+    `check_ranks` compares all tensors of the model. The end of the context compares them again.
 
     Raises:
-        RankMismatchError: as `check_whole_tensors`; also where the generators of a 1-D mesh differ.
+        RankMismatchError: as in `check_whole_tensors`, and when the generators of a 1-D mesh differ.
     """
     module, mesh = (known() for known in _PLANS.get(submodule) or (lambda: None, lambda: None))
     if module is None or mesh is None or (id(module), mesh) in CHECKS[-1].at_end:
@@ -134,7 +137,7 @@ def check_first_call(submodule: Any) -> None:
 
     def compare() -> None:
         check_whole_tensors(module, mesh)
-        if mesh.ndim == 1:  # data-parallel ranks draw their own numbers, and of several dimensions one may be theirs
+        if mesh.ndim == 1:  # a larger mesh may have a data-parallel dimension, whose ranks draw different numbers
             check_generators(mesh)
 
     compare()
@@ -142,10 +145,10 @@ def check_first_call(submodule: Any) -> None:
 
 
 def check_whole_tensors(module: Any, mesh: DeviceMesh) -> None:
-    """Compare tensors that should be equal on all ranks of a mesh: parameters and buffers that are plain or replicated.
+    """Compare plain or replicated parameters and buffers, which should be equal on all ranks of a mesh.
 
     Raises:
-        RankMismatchError: names the first that differs, by its path.
+        RankMismatchError: names the path of the first tensor that differs.
     """
     if mesh.get_coordinate() is None:
         return

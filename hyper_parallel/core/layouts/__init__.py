@@ -1,1 +1,1 @@
-"""The place of every element of a distributed tensor: which part a rank holds, and in which order in memory."""
+"""Layouts: the shard of a distributed tensor that each rank holds, and its order in memory."""

@@ -1,4 +1,4 @@
-"""The split of a dimension of a given size over ranks: in one place."""
+"""Sizes of the shards of a tensor dimension. All code that splits a dimension uses these functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hyper_parallel.core.layouts.placement_types import PackedShard, Shard
 
 @lru_cache(maxsize=4096)
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Sizes of the ``parts`` pieces of a dimension, as `torch.chunk` has them; trailing ones may be smaller or empty.
+    """Return the sizes of the ``parts`` chunks of a dimension, as `torch.chunk` makes them. The last ones may be
+    smaller or empty.
 
     Example:
         >>> chunk_sizes(5, 4)
@@ -21,8 +22,7 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def shard_sizes(placement: Shard, size: int, parts: int) -> tuple[int, ...]:
-    """The number of elements that each of ``parts`` ranks holds of a dimension of ``size`` elements under
-    ``placement``.
+    """Return the size of each of ``parts`` shards of a dimension of ``size`` elements under ``placement``.
 
     Example:
         >>> from hyper_parallel import PackedShard
@@ -36,7 +36,7 @@ def shard_sizes(placement: Shard, size: int, parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def packed_ranges(placement: PackedShard, rank: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """(start, length) of the part that ``rank`` holds of each part of a resolved `PackedShard`.
+    """Return (start, length) of the shard that ``rank`` holds, for each packed part of a resolved `PackedShard`.
 
     Example:
         >>> from hyper_parallel import PackedShard

@@ -1,7 +1,8 @@
-"""The order in which mesh dimensions cut a tensor dimension, and the pieces of each rank.
+"""The order in which mesh dimensions split a tensor dimension, and the resulting shard of each rank.
 
-Placements say the order (see `StridedShard`). A plain shard cuts before everything to its right. A strided one cuts
-after the mesh dimensions to its right whose sizes multiply to its factor. A packed one cuts first of all.
+Placements define the order (see `StridedShard`). A plain shard splits before all mesh dimensions to its right. A
+strided shard splits after the mesh dimensions to its right whose sizes multiply to its factor. A packed shard splits
+first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, 
 
 @lru_cache(maxsize=4096)
 def cut_order(placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], dim: int) -> tuple[int, ...] | None:
-    """The mesh dimensions that shard tensor dimension ``dim``, the first cut first; None where no order fits.
+    """Return the mesh dimensions that shard tensor dimension ``dim``, in the order of their splits. Return None if the
+    placements contradict each other.
 
     Example:
         >>> from hyper_parallel import Shard, StridedShard
@@ -30,7 +32,8 @@ def cut_order(placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], di
             fitting = [n for n, product in enumerate(_products(order, mesh_shape)) if product == factor]
             if not fitting:
                 return None
-            # Cuts over one rank change nothing. A strided cut is counted after them, so that a new cut is the last one.
+            # Splits over one rank change nothing. A strided split comes after them, so that a new split is the last
+            # one.
             order.insert(0 if factor == 1 else fitting[-1], mesh_dim)
     for mesh_dim in order[1:]:
         if isinstance(placements[mesh_dim], PackedShard):
@@ -43,13 +46,13 @@ def cut_order(placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], di
 
 
 def strided_factors(placements: Sequence[Placement], mesh_shape: Sequence[int], mesh_dim: int, dim: int) -> list[int]:
-    """Return the possible factors of a `StridedShard` of ``dim`` on ``mesh_dim``, with the placements to its right."""
+    """Return the valid factors of a `StridedShard` of ``dim`` on ``mesh_dim``, from the placements to its right."""
     right = cut_order(tuple(placements[mesh_dim + 1 :]), tuple(mesh_shape[mesh_dim + 1 :]), dim) or ()
     return sorted({*_products(right, mesh_shape[mesh_dim + 1 :])} - {1})
 
 
 def _products(order: Sequence[int], mesh_shape: Sequence[int]) -> list[int]:
-    """Return the products of the sizes of the first 0, 1, ... mesh dimensions of ``order``."""
+    """Return the products of the sizes of the first 0, 1, ... mesh dimensions in ``order``."""
     products = [1]
     for mesh_dim in order:
         products.append(products[-1] * mesh_shape[mesh_dim])
@@ -57,7 +60,7 @@ def _products(order: Sequence[int], mesh_shape: Sequence[int]) -> list[int]:
 
 
 def as_last_cut(placements: Sequence[Placement], mesh_shape: Sequence[int], mesh_dim: int, dim: int) -> Shard:
-    """The placement with which ``mesh_dim`` cuts tensor dimension ``dim`` after all others."""
+    """Return the placement with which ``mesh_dim`` splits tensor dimension ``dim`` after all other mesh dimensions."""
     factor = 1
     for other in range(mesh_dim + 1, len(placements)):
         if placements[other].is_shard(dim):
@@ -67,7 +70,7 @@ def as_last_cut(placements: Sequence[Placement], mesh_shape: Sequence[int], mesh
 
 @lru_cache(maxsize=4096)
 def in_order(placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """All mesh dimensions, in an order in which each tensor dimension is cut as the placements say.
+    """Return all mesh dimensions, in an order that respects the split order of each tensor dimension.
 
     Example:
         >>> from hyper_parallel import Replicate, Shard, StridedShard
@@ -89,8 +92,9 @@ def ranges_of(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> tuple[tuple[int, int], ...]:
-    """(start, length) of the pieces of a dimension of ``size`` elements that the rank at ``coordinate`` holds. ``cuts``
-    are the mesh dimensions that cut it, in their order. There is one piece, unless the dimension is packed.
+    """Return the (start, length) ranges of a dimension of ``size`` elements that the rank at ``coordinate`` holds.
+
+    ``cuts`` are the mesh dimensions that split it, in order. There is one range, unless the dimension is packed.
 
     Example:
         >>> from hyper_parallel import PackedShard, StridedShard
@@ -111,7 +115,7 @@ def ranges_of(
 
 
 def _within(pieces: list[tuple[int, int]], start: int, length: int) -> list[tuple[int, int]]:
-    """Return the pieces of ``pieces``, one after the other, from element ``start`` on for ``length`` elements."""
+    """Return the elements ``start`` to ``start + length`` of the concatenated ranges ``pieces``, as ranges."""
     if len(pieces) == 1:
         return [(pieces[0][0] + start, length)]
     found, position = [], 0

@@ -1,4 +1,5 @@
-"""Layout: the place of every element of a distributed tensor. Interned, so that plans are cached by identity."""
+"""Layout: mesh, placements and global shape of a distributed tensor. Layouts are interned, so that plans are cached by
+identity."""
 
 from __future__ import annotations
 
@@ -27,19 +28,19 @@ if TYPE_CHECKING:
 class Layout:
     """Mesh, placements and global shape of a distributed tensor, and the facts that follow from them for this rank.
 
-    Two tensor dimensions sharded by the same mesh dimension are impossible. One tensor dimension may be sharded by
-    several mesh dimensions, in the order that the placements say (see `cuts`). Get one with `get_layout`; equal layouts
-    are the same object.
+    One mesh dimension cannot shard two tensor dimensions. Several mesh dimensions may shard one tensor dimension, in
+    the order that the placements define (see `cuts`). Layouts come from `get_layout`; equal layouts are the same
+    object.
 
     Attributes:
         mesh: the `DeviceMesh`.
         placements: one placement per mesh dimension, with non-negative tensor dimensions.
         shape: global shape.
-        local_shape: shape of this rank's part, ``(0,)`` on a rank outside the mesh.
-        local_offset: global index of this rank's first element, per tensor dimension; of no meaning in a dimension
-            whose shards are packed.
+        local_shape: shape of this rank's shard, ``(0,)`` on a rank outside the mesh.
+        local_offset: global index of this rank's first element, per tensor dimension; meaningless in a packed
+            dimension.
         replicated: whether every placement is `Replicate`.
-        summed_mesh_dims: mesh dimensions of more than one rank over which the tensor is a sum or an average.
+        summed_mesh_dims: mesh dimensions of more than one rank whose placement is a `Partial` sum or average.
     """
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> None:
@@ -50,7 +51,7 @@ class Layout:
         self.summed_mesh_dims = tuple(
             d for d, p in enumerate(placements) if (p.is_partial("sum") or p.is_partial("avg")) and mesh.shape[d] > 1
         )
-        #: tensor dimension that is sharded -> the mesh dimensions that cut it, in their order.
+        #: sharded tensor dimension -> the mesh dimensions that shard it, in the order of their splits.
         self._cuts = {p.dim: cut_order(placements, mesh.shape, p.dim) or () for p in placements if isinstance(p, Shard)}
         coordinate = mesh.get_coordinate()
         if coordinate is None:
@@ -72,19 +73,21 @@ class Layout:
 
     @cached_property
     def cotangent(self) -> Layout:
-        """Layout of the gradient with respect to a tensor of this layout: `Partial` becomes `Replicate`."""
+        """Layout of the gradient with respect to a tensor of this layout, with `Replicate` for `Partial`."""
         return self.with_placements([Replicate() if p.is_partial() else p for p in self.placements])
 
     @cached_property
     def tells_strides(self) -> bool:
-        """Return whether the strides of every rank's part tell those of the whole. They do not where a rank has one
-        row, or none, of a dimension that has more: the stride of such a dimension means nothing.
+        """Return whether the global strides follow from the strides of every rank's shard.
+
+        They do not if some rank has at most one element of a longer dimension. The stride of that dimension is then
+        meaningless.
         """
         parts = [(size, self.smallest_part(dim)) for dim, size in enumerate(self.shape)]
         return all(part > 1 or size == part == 1 for size, part in parts)
 
     def part_sizes(self, dim: int) -> frozenset[int]:
-        """The sizes that tensor dimension ``dim`` has on the ranks of the mesh."""
+        """Return the sizes that tensor dimension ``dim`` has on the ranks of the mesh."""
         sizes = frozenset({self.shape[dim]})
         for mesh_dim in self.shard_mesh_dims(dim):
             placement: Any = self.placements[mesh_dim]
@@ -92,30 +95,30 @@ class Layout:
         return sizes
 
     def smallest_part(self, dim: int) -> int:
-        """The size of tensor dimension ``dim`` on the rank that has the least of it."""
+        """Return the smallest size that tensor dimension ``dim`` has on any rank."""
         return min(self.part_sizes(dim))
 
     def may_be_local(self, shape: tuple[int, ...]) -> bool:
-        """Return whether some rank may have a part of that shape."""
+        """Return whether some rank may have a shard of this shape."""
         return len(shape) == self.ndim and all(size in self.part_sizes(dim) for dim, size in enumerate(shape))
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
-        """The layout of the same tensor placed otherwise."""
+        """Return the layout of the same tensor with other placements."""
         return get_layout(self.mesh, tuple(placements), self.shape)
 
     def shard_mesh_dims(self, dim: int) -> tuple[int, ...]:
-        """Mesh dimensions that shard tensor dimension ``dim``, in the order in which they cut it."""
+        """Return the mesh dimensions that shard tensor dimension ``dim``, in the order of their splits."""
         return self._cuts.get(dim, ())
 
     def shard_count(self, dim: int) -> int:
-        """Number of pieces that tensor dimension ``dim`` is split into."""
+        """Return the number of shards of tensor dimension ``dim``."""
         count = 1
         for mesh_dim in self.shard_mesh_dims(dim):
             count *= self.mesh.shape[mesh_dim]
         return count
 
     def size_within(self, dim: int, mesh_dim: int) -> int:
-        """Size of tensor dimension ``dim`` on this rank after the cuts that come before that of ``mesh_dim``."""
+        """Return the size of tensor dimension ``dim`` on this rank before ``mesh_dim`` splits it."""
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
             return 0
@@ -128,7 +131,7 @@ class Layout:
         return size
 
     def shape_at(self, coordinate: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the part of the rank at ``coordinate`` of the mesh."""
+        """Return the shape of the shard of the rank at ``coordinate`` of the mesh."""
         ranges = (
             ranges_of(size, self.shard_mesh_dims(dim), self.placements, self.mesh.shape, coordinate)
             for dim, size in enumerate(self.shape)
@@ -141,8 +144,8 @@ class Layout:
         return next((i for i, p in enumerate(self.placements) if isinstance(p, PackedShard)), None)
 
     def local_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """This rank's part of the global tensor: for each tensor dimension the (start, length) of its pieces, which is
-        one piece unless the shards are packed."""
+        """Return the global (start, length) ranges of this rank's shard, for each tensor dimension. A dimension has one
+        range, unless it is packed."""
         coordinate = self.mesh.get_coordinate()
         ranges: list[tuple[tuple[int, int], ...]] = [
             ((o, n),) for o, n in zip(self.local_offset, self.local_shape, strict=False)
@@ -155,7 +158,7 @@ class Layout:
         return tuple(ranges)
 
     def local_index(self) -> tuple[slice | list[int], ...]:
-        """Index of this rank's part in the global tensor, for a tensor or an array."""
+        """Return the index that selects this rank's shard in the global tensor or array."""
         return tuple(
             slice(pieces[0][0], sum(pieces[0]))
             if len(pieces) == 1
@@ -180,12 +183,13 @@ _LAYOUTS: WeakValueDictionary[tuple, Layout] = WeakValueDictionary()
 
 
 def get_layout(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> Layout:
-    """The layout of a tensor of global ``shape`` with ``placements`` on ``mesh``; the same object each time.
+    """Return the layout of a tensor of global ``shape`` with ``placements`` on ``mesh``. Equal arguments give the same
+    object.
 
     Raises:
         ValueError: when the number of placements is not the number of mesh dimensions, a `Shard` names a tensor
-            dimension that does not exist, or the parts of a `PackedShard` do not make up its dimension.
-        TypeError: when a placement is none.
+            dimension that does not exist, or the sizes of a `PackedShard` do not add up to its dimension.
+        TypeError: when an item is not a placement.
     """
     key = (mesh, placements, tuple(shape))
     layout = _LAYOUTS.get(key)
@@ -201,21 +205,21 @@ def get_layout(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Seque
 
 
 def replicated_layout(mesh: DeviceMesh, shape: Sequence[int]) -> Layout:
-    """The layout of a tensor of which every rank of ``mesh`` has all."""
+    """Return the layout of a tensor that is replicated on all ranks of ``mesh``."""
     return get_layout(mesh, (Replicate(),) * mesh.ndim, shape)
 
 
 def requested_layout(
     mesh: DeviceMesh, placements: Sequence[Placement] | None, shape: Sequence[int], what: str = "a tensor"
 ) -> Layout:
-    """`get_layout` of placements as users give them, see `normalize_placements`."""
+    """Return `get_layout` for placements as users write them (see `normalize_placements`)."""
     return get_layout(mesh, normalize_placements(placements, mesh, len(shape), what), shape)
 
 
 def normalize_placements(
     placements: Sequence[Placement] | None, mesh: DeviceMesh, ndim: int, what: str = "a tensor"
 ) -> tuple[Placement, ...]:
-    """Check placements and resolve negative dimensions; None means `Replicate` on every mesh dimension.
+    """Return checked placements with non-negative dimensions; None means `Replicate` on every mesh dimension.
 
     Raises:
         ValueError, TypeError: as in `get_layout`; ``what`` names the tensor in the message.
@@ -251,7 +255,7 @@ def normalize_placements(
 
 
 def _check_order(placements: tuple[Placement, ...], mesh: DeviceMesh, what: str) -> None:
-    """Raise ValueError where there is no order of the cuts that strided and packed shards say."""
+    """Raise ValueError if strided and packed shards do not define an order of the splits."""
     packed = [p for p in placements if isinstance(p, PackedShard)]
     if len(packed) > 1:
         raise ValueError(f"{what} is placed {list(placements)}: one placement at most may be packed")

@@ -1,9 +1,11 @@
-"""The order that the elements of a distributed tensor would have in the memory of a single device.
+"""The strides that a distributed tensor would have on a single device.
 
-It decides whether an operation gives a view or a copy, and which element gets which random number. Local strides tell
-where every rank has two rows or more of each dimension. Elsewhere the order is tracked on the tensor (see `aliasing`).
-Redistribution gives contiguous tensors. A tensor that an operation reads after data moved is brought into order again
-(`bind_order`).
+They decide whether an operation gives a view or a copy, and which element gets which random number. Local strides
+determine them if every rank has two or more elements of each dimension. Otherwise the tensor tracks its strides (see
+`aliasing`).
+
+Redistribution gives contiguous tensors. `bind_order` restores the strides before an operation reads a redistributed
+tensor.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from hyper_parallel.core.layouts.strides import (
     spaced_strides,
 )
 
-#: `DTensor._strides` of a tensor whose elements may lie in any order.
+#: Value of `DTensor._strides` for a tensor whose order in memory is unknown.
 UNKNOWN: Any = "unknown"
 
 
 def strides_of(x: Any, layout: Layout) -> Strides | Any:
-    """Strides that the tensor of ``layout`` would have on a single device; ``x`` is its local tensor. `UNKNOWN` where
-    they are not known. Call it with interception off."""
+    """Return the strides that the tensor of ``layout`` with local tensor ``x`` would have on a single device.
+
+    The result is `UNKNOWN` if they cannot be known. Call it with interception off.
+    """
     tracked = getattr(x, "_strides", None)
     if tracked is not None:
         return tracked
@@ -36,7 +40,8 @@ def strides_of(x: Any, layout: Layout) -> Strides | Any:
 
 
 def whole_strides(layout: Layout, local: Strides) -> Strides:
-    """Strides of a tensor of ``layout`` on a single device, from those of a part that tells them."""
+    """Return the single-device strides of a tensor of ``layout`` from the strides ``local`` of this rank's shard. They
+    must be meaningful (see `Layout.tells_strides`)."""
     sharded = [
         (local[dim], layout.shape[dim], layout.local_shape[dim])
         for dim in range(layout.ndim)
@@ -53,7 +58,8 @@ def whole_strides(layout: Layout, local: Strides) -> Strides:
 
 
 def bind_noted_strides(layout: Layout) -> Callable[[Any], Strides | Any]:
-    """``noted(x)``, for tensors of ``layout``, plain ones among them: `strides_of`, None where ``x`` is contiguous."""
+    """Return a function ``noted(x)`` for tensors of ``layout``, plain or distributed. It returns `strides_of`, or None
+    if ``x`` is contiguous."""
     if not layout.tells_strides:
         return lambda x: getattr(x, "_strides", None)
 
@@ -65,10 +71,12 @@ def bind_noted_strides(layout: Layout) -> Callable[[Any], Strides | Any]:
 
 
 def bind_order(have: Layout, read: Layout, spaced: bool) -> Callable[[Any, Any], Any] | None:
-    """Give ``order(x, y)`` for an operation that is to run on ``y``. This is the local tensor of layout ``read`` that
-    redistribution made of ``x``. ``order`` brings ``y`` into the memory order of a single device's tensor, so that the
-    operation's results have it too. With ``spaced``, gaps count, and where dimensions were stretched: for views. None
-    where there is nothing to be done."""
+    """Return ``order(x, y)``, which restores the memory order of a single-device tensor after redistribution, or None.
+
+    ``x`` is the local tensor of layout ``have``, and ``y`` the tensor of layout ``read`` that redistribution made of
+    it. ``order`` returns ``y`` with the order of ``x``, so that results of an operation on ``y`` have it too. With
+    ``spaced``, for views, gaps and expanded dimensions are reproduced. The result is None if no tensor needs it.
+    """
     platform, shape, part = have.mesh.platform, have.shape, tuple(read.local_shape)
     if 0 in part or not (spaced or (platform.keeps_memory_order and len(shape) > 1)):
         return None
@@ -87,12 +95,12 @@ def bind_order(have: Layout, read: Layout, spaced: bool) -> Callable[[Any, Any],
 
 
 def ones_like_whole(x: Any, layout: Layout, shape: Sequence[int] | None = None) -> Any:
-    """A plain tensor of ones with the shape of the whole tensor of ``layout``, and its order in memory.
+    """Return a plain tensor of ones with the global shape of ``layout`` and the memory order of the distributed tensor.
 
     Args:
         x: the local tensor.
-        layout: of the tensor.
-        shape: another shape of as many dimensions.
+        layout: layout of the tensor.
+        shape: another shape with the same number of dimensions.
     """
     platform, strides = layout.mesh.platform, strides_of(x, layout)
     shape = layout.shape if shape is None else tuple(shape)
@@ -103,7 +111,7 @@ def ones_like_whole(x: Any, layout: Layout, shape: Sequence[int] | None = None) 
 
 
 def is_contiguous_whole(x: Any) -> bool:
-    """Return whether the DTensor ``x`` would be contiguous on a single device; False where that is not known."""
+    """Return whether the DTensor ``x`` would be contiguous on a single device; False if its strides are unknown."""
     layout: Layout = x._layout
     with layout.mesh.platform.no_dispatch():
         strides = strides_of(x, layout)

@@ -1,5 +1,4 @@
-"""Layouts of one tensor on several slices of a mesh. Their local parts are distributed once more over another slice, or
-more ranks hold the same part."""
+"""Layouts of tensors on several slices of one mesh: sharded shards, and layouts extended to a larger mesh."""
 
 from __future__ import annotations
 
@@ -15,22 +14,22 @@ if TYPE_CHECKING:
 
 
 def nest(inner: Layout | None, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Layout:
-    """The layout of a tensor whose local part under ``inner`` is placed ``placements`` on ``mesh``.
+    """Return the layout of a tensor whose local shard under ``inner`` is placed as ``placements`` on ``mesh``.
 
-    Tensor parallelism has cut the tensor first, and every rank's part is then shared by the ranks of ``mesh``. Both
-    meshes are dimensions of one root mesh, and so is the mesh of the result. It follows from facts that all ranks
-    share, and communicates nothing.
+    Tensor parallelism shards the tensor first, and the ranks of ``mesh`` then shard each local tensor. The result is on
+    the mesh along both meshes, which must be slices of one root. The function uses facts that all ranks share, and does
+    not communicate.
 
     Args:
-        inner: the layout on another mesh; None for a tensor that every rank has whole.
-        mesh: the mesh of the ranks that share each part.
-        placements: one for each dimension of ``mesh``, of the part.
+        inner: the layout on another mesh; None for a tensor that every rank holds in full.
+        mesh: the mesh over which each local tensor is distributed.
+        placements: placements of the local tensor, one for each dimension of ``mesh``.
         shape: the global shape.
 
     Raises:
         ValueError: when ``shape`` is not that of ``inner``, the meshes have no common root or share a dimension, or the
-            placements do not go together: a `PackedShard` must be the first cut of its dimension.
-        TypeError: when a placement is none.
+            placements cannot be combined: a `PackedShard` must be the first split of its dimension.
+        TypeError: when an item is not a placement.
 
     Example:
         >>> from hyper_parallel import Shard, init_device_mesh
@@ -61,8 +60,10 @@ def nest(inner: Layout | None, mesh: DeviceMesh, placements: Sequence[Placement]
 
 
 def joined_meshes(layouts: Sequence[Layout | None]) -> dict[DeviceMesh, DeviceMesh]:
-    """For each mesh of the layouts, in their order, the mesh along all dimensions of those of the same root. It is the
-    mesh itself where there is no such mesh."""
+    """Return a mapping from each mesh of ``layouts`` to the joined mesh of the meshes with the same root.
+
+    The joined mesh has the dimensions of all of them. A mesh maps to itself if there is no joined mesh.
+    """
     meshes = list({layout.mesh: None for layout in layouts if layout is not None})
     found: dict[DeviceMesh, DeviceMesh] = {}
     for mesh in meshes:
@@ -72,8 +73,10 @@ def joined_meshes(layouts: Sequence[Layout | None]) -> dict[DeviceMesh, DeviceMe
 
 
 def on_joined_meshes(layouts: Sequence[Layout | None]) -> list[Layout | None]:
-    """The layouts on one mesh where theirs are slices of one, with the same local tensors: along the dimensions that a
-    slice lacks, its tensors are the same on all ranks."""
+    """Return the layouts with meshes that are slices of one root extended to a common mesh.
+
+    Local tensors stay the same. A tensor is replicated along the dimensions that its own mesh lacks.
+    """
     joined = joined_meshes(layouts)
     return [layout and _replicated_elsewhere(layout, joined[layout.mesh]) for layout in layouts]
 
@@ -88,7 +91,8 @@ def _replicated_elsewhere(layout: Layout, mesh: DeviceMesh) -> Layout:
 
 
 def _check_first(others: Sequence[Placement], packed: PackedShard, inner: Layout) -> None:
-    """Raise ValueError where ``others`` have cut the dimension of a packed shard: its parts are those of the whole."""
+    """Raise ValueError if ``others`` shard the dimension of a packed shard, whose sizes refer to the global
+    dimension."""
     if any(p.is_shard(packed.dim) for p in others):
         raise ValueError(
             f"{packed!r} must be the first cut of tensor dimension {packed.dim}, which a tensor of shape "

@@ -1,6 +1,7 @@
-"""Placements: how a tensor lies on one dimension of a mesh. Mirrors ``torch.distributed.tensor.placement_types``.
+"""Placements: the distribution of a tensor over one mesh dimension. Mirrors
+``torch.distributed.tensor.placement_types``.
 
-Placements are interned: ``Shard(0) is Shard(0)``, so that layouts and caches compare them by identity.
+Placements are interned, ``Shard(0) is Shard(0)``, so that layouts and caches compare them by identity.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Placement:
-    """The placement of a tensor on one dimension of a mesh: base class of `Shard`, `PackedShard`, `Replicate` and
-    `Partial`.
+    """The placement of a tensor on one mesh dimension. Base class of `Shard`, `PackedShard`, `Replicate` and `Partial`.
 
-    Placements cannot be changed, and equal ones are one object. A DTensor has one for each mesh dimension. Placements
-    of the framework's own DTensors, such as torch's, are accepted everywhere and compare equal to these. As keys of a
-    dict they differ.
+    Placements are immutable, and equal ones are one object. A DTensor has one for each mesh dimension. Placements of
+    the framework's DTensors, such as torch's, are accepted everywhere and compare equal to these. As keys of a dict
+    they differ.
 
     Example:
         >>> from hyper_parallel import Placement, Shard
@@ -73,7 +73,7 @@ class Placement:
         described = described_placement(other)
         return described is not None and described == (type(self).__name__, *self._arguments().values())
 
-    #: That of the object, in C: placements are in the key of every cache.
+    #: The hash of `object` is implemented in C, and placements are in the key of every cache.
     __hash__ = object.__hash__
 
     def __copy__(self) -> Placement:
@@ -87,7 +87,7 @@ class Placement:
 
 
 class Replicate(Placement):
-    """Every rank along the mesh dimension holds all of the tensor, and the same values.
+    """Every rank along the mesh dimension holds the full tensor, with equal values.
 
     Example:
         >>> from hyper_parallel import Replicate
@@ -105,12 +105,13 @@ class Replicate(Placement):
 
 
 class Shard(Placement):
-    """Tensor dimension ``dim`` is split over the ranks along the mesh dimension.
+    """Tensor dimension ``dim`` is split over the ranks along the mesh dimension, as `torch.chunk` does.
 
-    It is split as `torch.chunk` does it. The size of a part is that of the dimension divided by the number of ranks,
-    rounded up. The last parts may be smaller or empty. A dimension of 5 over 4 ranks gives parts of 2, 2, 1 and 0
-    elements. Where several mesh dimensions shard one tensor dimension, they cut it in their order. Each cuts the part
-    left by those before it; `StridedShard` says otherwise.
+    The size of a shard is the size of the dimension divided by the number of ranks, rounded up. The last shards may be
+    smaller or empty. A dimension of 5 over 4 ranks gives shards of 2, 2, 1 and 0 elements.
+
+    Several mesh dimensions may shard one tensor dimension. They split it from left to right, each splitting the result
+    of the previous one. `StridedShard` changes this order.
 
     Args:
         dim: tensor dimension; negative counts from the end and is resolved where the number of dimensions is known.
@@ -137,15 +138,15 @@ class Shard(Placement):
 
     @staticmethod
     def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
-        """The size of a rank's part of a dimension that a mesh dimension cuts, and its offset.
+        """Return size and offset of a rank's shard of a dimension that one mesh dimension splits.
 
         Args:
-            curr_local_size: size of the tensor dimension before this mesh dimension cuts it.
+            curr_local_size: size of the tensor dimension before this mesh dimension splits it.
             num_chunks: size of the mesh dimension.
-            rank: index of the rank in it.
+            rank: index of the rank in the mesh dimension.
 
         Returns:
-            Size and offset in elements; an empty part begins at the end.
+            Size and offset in elements; an empty shard starts at the end.
 
         Example:
             >>> [Shard.local_shard_size_and_offset(5, 4, rank) for rank in range(4)]
@@ -158,36 +159,37 @@ class Shard(Placement):
         return min(whole, curr_local_size - start), start
 
     def with_dim(self, dim: int) -> Shard:
-        """Return this split for tensor dimension ``dim``."""
+        """Return the same placement for tensor dimension ``dim``."""
         return type(self)(**{**self._arguments(), "dim": dim})
 
 
 class StridedShard(Shard):
     """Tensor dimension ``dim`` is split over the ranks along the mesh dimension, after mesh dimensions to its right.
 
-    It results from sharding a parameter by tensor parallelism first and by data parallelism then, on a mesh ``("dp",
-    "tp")``. Each rank of tp has a consecutive part of the weight, which the ranks of dp share. Seen from dp, the first
-    rank's elements are not the first half of the tensor; they lie a stride apart. The order of the cuts follows from
-    ``split_factor``. Among the mesh dimensions to the right that shard ``dim``, those whose sizes multiply to
-    ``split_factor`` come before. The others come after.
+    It results from sharding by tensor parallelism first and by data parallelism second, on a mesh ``("dp", "tp")``.
+    Each rank of tp has a consecutive shard of the weight, which the ranks of dp split further. So the elements of one
+    dp rank are not consecutive in the tensor, but strided.
+
+    ``split_factor`` defines the order of the splits. The mesh dimensions to the right whose sizes multiply to
+    ``split_factor`` split ``dim`` before this one. The remaining mesh dimensions split after it.
 
     Args:
         dim: tensor dimension, as in `Shard`.
-        split_factor: product of the sizes of the mesh dimensions to the right that cut ``dim`` before this one. With 1
-            the placement is ``Shard(dim)``, and a DTensor has that.
+        split_factor: product of the sizes of the mesh dimensions to the right that split ``dim`` before this one. With
+            a factor of 1, a DTensor stores ``Shard(dim)``.
 
     Raises:
         TypeError: when ``dim`` or ``split_factor`` is not an int.
-        ValueError: when ``split_factor`` is not positive. That mesh dimensions multiply to it is checked where the mesh
-            is known.
+        ValueError: when ``split_factor`` is not positive. The sizes of mesh dimensions are checked when the mesh is
+            known.
 
     Example:
         >>> from hyper_parallel import StridedShard
         >>> StridedShard(0, split_factor=2)
         StridedShard(dim=0, split_factor=2)
 
-    Source: ``torch.distributed.tensor.placement_types._StridedShard``. Where sizes do not divide, the order of the cuts
-    decides here.
+    Source: ``torch.distributed.tensor.placement_types._StridedShard``. Here the order of the splits also decides where
+    sizes do not divide evenly.
     """
 
     __slots__ = ("split_factor",)
@@ -204,18 +206,21 @@ class StridedShard(Shard):
         return cls._intern(dim=dim, split_factor=split_factor)
 
 
-#: The name that torch has for it.
+#: The name of `StridedShard` in torch.
 _StridedShard = StridedShard
 
 
 class PackedShard(Shard):
-    """Tensor dimension ``dim`` holds several parts one after the other, and each part is split over the mesh dimension.
+    """Tensor dimension ``dim`` holds several consecutive parts, and each part is split over the mesh dimension.
 
-    It is for weights that are several matrices in one, such as query, key and value. Rank 0 of two holds the first half
-    of each part. ``Shard(dim)`` would give it the first half of the whole. Operations that treat each element along the
-    dimension by itself keep the placement. Operations that take the parts apart (``split``, ``chunk``, a view) give
-    each part as ``Shard(dim)``, without communication. Other mesh dimensions may shard the dimension further. They cut
-    a rank's share of all parts, as one piece (see `StridedShard` for those to the left).
+    It is for weights that pack several matrices, such as query, key and value. Rank 0 of two holds the first half of
+    each part. With ``Shard(dim)``, it would hold the first half of the dimension.
+
+    Operations that treat the elements along the dimension independently keep the placement. Operations that separate
+    the parts (``split``, ``chunk``, a view) give each part as ``Shard(dim)``, without communication.
+
+    Other mesh dimensions may shard the dimension further. They split a rank's shard of all parts as one range
+    (`StridedShard` for mesh dimensions to the left).
 
     Args:
         dim: tensor dimension, as in `Shard`.
@@ -223,7 +228,7 @@ class PackedShard(Shard):
 
     Raises:
         TypeError: when ``dim`` or a size is not an int.
-        ValueError: for no part, or a negative size. That the sizes add up to the dimension is checked where its size is
+        ValueError: for no part, or a negative size. The sum of the sizes is checked when the size of the dimension is
             known.
 
     Example:
@@ -251,10 +256,10 @@ class PackedShard(Shard):
         return cls._intern(dim=dim, sizes=parts)
 
     def resolve(self, size: int) -> PackedShard:
-        """The placement with the size of each part, for a dimension of ``size`` elements.
+        """Return the placement with the size of each part, for a dimension of ``size`` elements.
 
         Raises:
-            ValueError: when the parts do not make up the dimension.
+            ValueError: when the parts do not add up to the dimension.
         """
         if isinstance(self.sizes, int):
             if size % self.sizes:
@@ -268,13 +273,13 @@ class PackedShard(Shard):
 
 
 class Partial(Placement):
-    """Every rank along the mesh dimension holds a tensor of the whole shape, and the value is their reduction: with
-    ``"sum"``, each rank holds a summand.
+    """Every rank along the mesh dimension holds a full-shape tensor, and the value is the reduction of these tensors.
 
-    Operations that contract a sharded dimension give such results; `DTensor.redistribute` reduces them.
+    With ``"sum"``, each rank holds a summand. Operations that contract a sharded dimension give partial results;
+    `DTensor.redistribute` reduces them.
 
     Args:
-        reduce_op: how the value comes about: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"product"``.
+        reduce_op: the reduction: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"product"``.
 
     Raises:
         ValueError: for another ``reduce_op``.
@@ -287,7 +292,7 @@ class Partial(Placement):
 
     __slots__ = ("reduce_op",)
     reduce_op: str
-    #: The reductions that there are, and those of them that commute with sums.
+    #: All supported reductions, and the reductions that commute with sums.
     ALL_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg", "min", "max", "product")
     LINEAR_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg")
 
@@ -307,12 +312,12 @@ _CLASSES: dict[str, type[Placement]] = {cls.__name__: cls for cls in (Replicate,
 
 
 def described(name: str, *arguments: Any) -> Placement:
-    """The placement of a class, by its name, and arguments: the inverse of `described_placement`."""
+    """Return the placement with a class name and arguments. Inverse of `described_placement`."""
     return _CLASSES[name](*arguments)
 
 
 def own_placement(value: Any) -> Any:
-    """This library's placement for one of the framework's own DTensors; anything else as it is.
+    """Return this library's placement for a placement of the framework; any other value is returned unchanged.
 
     Raises:
         ValueError: for a reduction that this library does not have.
@@ -325,5 +330,5 @@ def own_placement(value: Any) -> Any:
 
 def own_placements(values: Any) -> Any:
     """Apply `own_placement` to each item of a sequence; any other value is returned unchanged. Call it before a cache
-    is asked or told."""
+    is read or filled."""
     return tuple(map(own_placement, values)) if isinstance(values, (tuple, list)) else values

@@ -1,4 +1,4 @@
-"""Rectangles: the boxes of a tensor that a rank holds, for storing tensors or cutting them anew."""
+"""Rectangular boxes of a tensor that a rank holds, for storing and resharding tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Rectangle", "held_rectangles"]
 
 
 class Rectangle(NamedTuple):
-    """A box of a tensor, and where it lies in the part of the rank that holds it.
+    """A box of a tensor, and its position in the shard of the rank that holds it.
 
     Attributes:
-        offsets: of its first element in the whole tensor, per tensor dimension.
-        sizes: per tensor dimension; none is 0.
-        local_offsets: of its first element in the rank's part.
+        offsets: index of the first element in the global tensor, per tensor dimension.
+        sizes: size per tensor dimension, always positive.
+        local_offsets: index of the first element in the rank's shard.
     """
 
     offsets: tuple[int, ...]
@@ -27,13 +27,14 @@ class Rectangle(NamedTuple):
 
 
 def held_rectangles(layout: Layout, coordinate: Sequence[int]) -> tuple[Rectangle, ...]:
-    """Return the rectangles of a tensor of ``layout`` that the rank at ``coordinate`` of the mesh holds. There is one,
-    one for each part of a packed dimension, or none where its part is empty. They are in row-major order.
+    """Return the rectangles of a tensor of ``layout`` that the rank at ``coordinate`` of the mesh holds, in row-major
+    order.
 
-    A rank that holds a summand (`Partial`) counts as one that holds all.
+    There is one rectangle, or one for each part of a packed dimension, or none for an empty shard. A rank that holds a
+    summand (`Partial`) counts as a rank with the full tensor.
 
     Args:
-        layout: of a tensor of any number of dimensions; 0-d tensors are one rectangle.
+        layout: layout of a tensor of any number of dimensions; a 0-d tensor is one rectangle.
         coordinate: index of the rank along each mesh dimension.
 
     Example:

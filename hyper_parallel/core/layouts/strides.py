@@ -1,8 +1,7 @@
-"""The memory layout of a single device's tensor: strides, worked out from shapes alone.
+"""Strides of a single device's tensor, computed from shapes alone.
 
-A framework's answer for a local tensor may differ from its answer for the whole: a shard of one row is contiguous
-however its dimensions were permuted. A stride is a number of elements; a tensor is contiguous when its last dimension
-varies fastest.
+A framework's strides of a local tensor may differ from those of the global tensor. For example, a shard of one row is
+contiguous after any permutation. Strides count elements; a tensor is contiguous when its last dimension varies fastest.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Strides: TypeAlias = "tuple[int, ...]"
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
-    """Strides of a contiguous tensor.
+    """Return the strides of a contiguous tensor.
 
     Example:
         >>> contiguous_strides((2, 3, 4))
@@ -32,7 +31,7 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 
 
 def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
-    """Return whether a tensor is contiguous; strides of dimensions of size 1 do not count."""
+    """Return whether a tensor is contiguous; strides of dimensions of size 1 are ignored."""
     if 0 in shape:
         return True
     return all(
@@ -42,12 +41,14 @@ def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
 
 
 def dense_strides(shape: Sequence[int], strides: Strides, part: Sequence[int] | None = None) -> Strides:
-    """Strides of a new tensor without gaps, with its dimensions in memory in the order that ``strides`` says. That is
-    the result of an element-wise operation. Stretched dimensions, of stride 0, stay where they are among the others.
+    """Return the strides of a new tensor without gaps whose dimensions have the memory order of ``strides``.
+
+    Results of element-wise operations have these strides. Expanded dimensions, of stride 0, keep their position among
+    the others.
 
     Args:
-        shape, strides: of the tensor that has the order.
-        part: shape of the new one, if it is another one: that of a shard.
+        shape, strides: shape and strides of the tensor that defines the order.
+        part: shape of the new tensor if it differs, such as that of a shard.
     """
     innermost_first = [*reversed(range(len(shape)))]
     for start in range(1, len(shape)):
@@ -69,12 +70,13 @@ def dense_strides(shape: Sequence[int], strides: Strides, part: Sequence[int] | 
 
 
 def spaced_strides(shape: Sequence[int], strides: Strides, part: Sequence[int]) -> Strides:
-    """Strides for a shard of a tensor that give the same answers as those of the whole: whether dimensions can be
-    merged, whether it is contiguous. Where the tensor has a gap, the shard has one, as large as the elements before it.
-    So the strides of the tensor follow from those of the shard, of whatever size.
+    """Return strides for a shard from which the same facts follow as from the global strides.
+
+    These facts are contiguity, and which dimensions can be merged. Where the tensor has a gap, the shard gets a gap of
+    the size of the preceding elements. So the global strides follow from the strides of a shard of any size.
 
     Args:
-        shape, strides: of the tensor.
+        shape, strides: global shape and strides of the tensor.
         part: shape of the shard.
 
     Example:
@@ -95,24 +97,25 @@ def spaced_strides(shape: Sequence[int], strides: Strides, part: Sequence[int]) 
 
 
 def permuted_strides(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
-    """Strides of a view with the dimensions in the order ``static_args[0]``."""
+    """Return the strides of a view with the dimensions permuted as in ``static_args[0]``."""
     return tuple(strides[d] for d in static_args[0])
 
 
 def expanded_strides(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides:
-    """Strides of a view in which dimensions of size 1 are stretched, and new ones come first."""
+    """Return the strides of a view in which dimensions of size 1 are expanded. New dimensions come first."""
     new = len(result_shape) - len(shape)
     kept = (0 if old != size else step for old, size, step in zip(shape, result_shape[new:], strides, strict=True))
     return (0,) * new + tuple(kept)
 
 
 def contiguous_only(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides | None:
-    """Strides of a tensor that is itself the result if it is contiguous; None where it is not."""
+    """Return ``strides`` if the tensor is contiguous, in which case the operation returns the tensor itself. Return
+    None otherwise."""
     return strides if is_contiguous(shape, strides) else None
 
 
 def indexed_strides(shape: Shape, strides: Strides, index: tuple) -> Strides:
-    """Strides of ``x[index]``, the index encoded, of ints, slices, None and dots."""
+    """Return the strides of ``x[index]`` for an encoded index of ints, slices, None and ellipses."""
     return tuple(
         1 if place.dim is None else strides[place.dim] * (place.item[3] or 1)
         for place in region_of(index, shape)
@@ -121,8 +124,11 @@ def indexed_strides(shape: Shape, strides: Strides, index: tuple) -> Strides:
 
 
 def reshaped_strides(static_args: tuple, shape: Shape, strides: Strides, result_shape: Shape) -> Strides | None:
-    """Strides of a view in another shape; None where it has to be a copy. Runs of dimensions that are contiguous in
-    memory can be cut anew. Every run must fit some dimensions of the result."""
+    """Return the strides of a view in another shape, or None if a copy is required.
+
+    Runs of dimensions that are contiguous in memory can be split differently. Every run must match some dimensions of
+    the result.
+    """
     if 0 in shape:
         return contiguous_strides(result_shape)
     runs: list[tuple[int, int]] = []  # (number of elements, stride of the last dimension), the last run first

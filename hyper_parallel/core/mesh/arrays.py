@@ -1,4 +1,4 @@
-"""Arrays of ranks and their dimensions: checks, parts and rows, on shapes and numbers alone."""
+"""NumPy arrays of ranks: checks, sub-arrays and rows. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def ranks_of(mesh: Any) -> np.ndarray:
-    """The array of ranks given as a (nested) sequence, an array or a tensor on any device.
+    """Return an int64 array of ranks from a (nested) sequence, an array or a tensor on any device.
 
     Example:
         >>> ranks_of([[0, 1], [2, 3]]).shape
@@ -19,7 +19,8 @@ def ranks_of(mesh: Any) -> np.ndarray:
 
 
 def check_ranks_of_mesh(ranks: np.ndarray, names: tuple[str, ...] | None, world_size: int) -> None:
-    """Raise ValueError unless ``ranks``, with dimensions called ``names``, are a mesh in a world of ``world_size``."""
+    """Raise ValueError unless ``ranks`` and the dimension ``names`` form a valid mesh in a world of ``world_size``
+    ranks."""
     if ranks.ndim == 0 or ranks.size == 0:
         raise ValueError(f"a mesh is a non-empty array of ranks, got {ranks.tolist()!r}")
     flat = ranks.ravel().tolist()
@@ -35,10 +36,12 @@ def check_ranks_of_mesh(ranks: np.ndarray, names: tuple[str, ...] | None, world_
 
 
 def index_of_dim(mesh: Any, mesh_dim: int | str | None, caller: str) -> int:
-    """The index of a dimension of ``mesh`` that ``caller`` was given, from 0 on; None is the only one.
+    """Return the non-negative index of a dimension of ``mesh``, from an index or a name.
+
+    None stands for the only dimension of a 1-D mesh. ``caller`` is the method that messages name.
 
     Raises:
-        ValueError: for a dimension that there is not, and for None where there are several.
+        ValueError: for a dimension that the mesh does not have, and for None on an n-D mesh.
     """
     if mesh_dim is None:
         if mesh.ndim != 1:
@@ -56,8 +59,10 @@ def index_of_dim(mesh: Any, mesh_dim: int | str | None, caller: str) -> int:
 
 
 def sub_array(ranks: np.ndarray, along: Sequence[Sequence[int]], coordinate: Sequence[int]) -> np.ndarray:
-    """The part of ``ranks`` at ``coordinate`` with a dimension for each entry of ``along``: those dimensions of
-    ``ranks``, as one.
+    """Return the sub-array of ``ranks`` that contains ``coordinate``.
+
+    It has one dimension for each entry of ``along``. An entry lists dimensions of ``ranks``, which are flattened into
+    one.
 
     Example:
         >>> sub_array(np.arange(8).reshape(2, 2, 2), [(2,), (0,)], (0, 1, 0)).tolist()
@@ -73,7 +78,7 @@ def sub_array(ranks: np.ndarray, along: Sequence[Sequence[int]], coordinate: Seq
 
 
 def rows_along(ranks: np.ndarray, dims: Sequence[int]) -> list[list[int]]:
-    """All rows along some dimensions, as one, of the array.
+    """Return all rows of the array along ``dims``, with these dimensions flattened into one.
 
     Example:
         >>> rows_along(np.arange(8).reshape(2, 2, 2), (0, 2))

@@ -1,4 +1,4 @@
-"""Meshes for users: the class, and how to get one. Mirrors ``torch.distributed.device_mesh``."""
+"""`DeviceMesh` for users, and functions that create or find one. Mirrors ``torch.distributed.device_mesh``."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     backend_override: Mapping[int | str, Any] | None = None,
 ) -> DeviceMesh:
-    """A `DeviceMesh` of ranks 0, 1, ... in row-major order. All ranks of the world must call it.
+    """Return a `DeviceMesh` of ranks 0, 1, ... in row-major order. All ranks of the world must call it.
 
     It initialises the framework's default process group if the program has not done so. Without a launcher, the world
     has one rank.
 
     Args:
-        device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``; None is the selected platform's own.
-        mesh_shape: number of ranks in each dimension; None is one dimension over the whole world.
+        device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``; None for that of the selected platform.
+        mesh_shape: number of ranks in each dimension; None for one dimension over all ranks of the world.
         mesh_dim_names: one name per dimension.
-        backend_override: by index or name of a dimension, for its groups: the name of another backend of the
-            framework, options of its ``new_group``, or both as a pair.
+        backend_override: options for the process groups, by index or name of the dimension. A value is the name of
+            another backend of the framework, options for its ``new_group``, or both as a pair.
 
     Raises:
-        ValueError: for a device type that the platform does not serve, a mesh larger than the world, or a dimension in
-            ``backend_override`` that there is not.
+        ValueError: for a device type that the platform does not serve, a mesh larger than the world, or an unknown
+            dimension in ``backend_override``.
 
     Example:
         >>> from hyper_parallel import init_device_mesh
@@ -65,17 +65,19 @@ def init_device_mesh(
 
 
 def current_mesh() -> DeviceMesh | None:
-    """The innermost mesh entered with ``with mesh:``, or None."""
+    """Return the innermost mesh entered with ``with mesh:``, or None."""
     stack = active_stack()
     return stack[-1] if stack else None
 
 
 def resolve_mesh(device_mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
-    """The mesh given, or the one entered. A mesh of the framework's own becomes the one of its ranks, names and groups.
+    """Return ``device_mesh``, or the mesh entered with ``with mesh:`` if that is None.
+
+    A mesh of the framework is converted to the `DeviceMesh` with its ranks, names and groups.
 
     Raises:
-        ValueError: when there is neither; for a mesh of the framework that has no counterpart here.
-        TypeError: when it is no mesh.
+        ValueError: when there is no mesh, and for a mesh of the framework that has no counterpart here.
+        TypeError: when ``device_mesh`` is not a mesh.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if mesh is None:
@@ -84,7 +86,7 @@ def resolve_mesh(device_mesh: DeviceMesh | None, caller: str) -> DeviceMesh:
         return mesh
     hint = import_hint(mesh)
     if hint:
-        with suppress(TypeError):  # of another framework
+        with suppress(TypeError):  # the mesh is of another framework
             made: DeviceMesh = DeviceMesh._of_native(platform_for(getattr(mesh, "device_type", None)), mesh)
             return made
     kind = type(mesh)

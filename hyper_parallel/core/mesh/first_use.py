@@ -1,4 +1,4 @@
-"""First steps of a process, done once where several threads come to them."""
+"""Initialisation that a process does once, even if several threads start it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 __all__ = ["FIRST_USE", "join_world"]
 
-#: Held while a DTensor class is made, with the patches of its framework, and while ranks meet. Code that runs then may
-#: come here again in the same thread.
+#: Lock for creating a DTensor class, patching its framework and initialising the default process group. It is
+#: reentrant, because code that runs meanwhile may need it in the same thread.
 FIRST_USE = threading.RLock()
 
 
 def join_world(platform: Platform) -> None:
-    """Initialise the default process group, unless there is one.
+    """Initialise the default process group if it does not exist.
 
     Raises:
-        RuntimeError: when it is the group of a rank from which this process was forked.
+        RuntimeError: when the group belongs to the rank from which this process was forked.
     """
     if platform.world() is None:
         with FIRST_USE:

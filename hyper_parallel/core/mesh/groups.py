@@ -1,4 +1,4 @@
-"""Process groups of a mesh: a part of `DeviceMesh`."""
+"""Process groups of a mesh, as `DeviceMesh.groups`."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_OVERRIDES", "MeshGroups", "Overrides", "override_of"]
 
-#: For each dimension the backend and the options of its groups, None for the platform's own.
+#: (backend, options) for the groups of each mesh dimension; None for the platform's defaults.
 Overrides = tuple[tuple[Any, Any], ...]
-#: Of a mesh that has none.
+#: The `Overrides` of a mesh without any.
 NO_OVERRIDES: Overrides = ()
 
 
 class MeshGroups:
-    """The groups of this rank, one along each dimension of a mesh.
+    """The process groups of this rank, one along each dimension of a mesh.
 
     Args:
-        platform: that of the mesh.
-        own: the groups, as the platform's verbs take them; None along a dimension of a mesh without this rank.
-        overrides: how they were made. Options are told apart by identity, so they live as long as the mesh.
+        platform: the platform of the mesh.
+        own: the groups, as the platform's collectives take them. An entry is None if this rank is outside the mesh.
+        overrides: how the groups were created. They are stored because options are compared by identity and must live
+            as long as the mesh.
 
     Attributes:
-        own: as given.
+        own: the argument.
     """
 
     def __init__(self, platform: Platform, own: tuple[Any, ...], overrides: Overrides = NO_OVERRIDES) -> None:
         self.own = own
         self._platform, self._overrides = platform, overrides
-        #: Of a root: gives the framework's mesh that shares its groups, while it is referenced. Kept weakly, because it
+        #: On a root mesh: weak reference to the framework's mesh that shares the groups. It is weak because that mesh
         #: may hold groups, which must not outlive the default group.
         self._native_mesh: Callable[[], Any] | None = None
 
     def native(self, mesh_dim: int) -> Any:
-        """The framework's process group along a dimension."""
+        """Return the framework's process group along a dimension."""
         return self._platform.native_group(self.own[mesh_dim])
 
     def keys(self) -> tuple[Any, ...]:
-        """The keys that distinguish these process groups from others."""
+        """Return the keys that distinguish these process groups from others."""
         return tuple(self._platform.describe_group(self.native(dim)).key for dim in range(len(self.own)))
 
     def native_mesh(self) -> Any:
-        """The framework's mesh that shares the groups; None where it is not referenced any more."""
+        """Return the framework's mesh that shares the groups, or None if it is not referenced any more."""
         return None if self._native_mesh is None else self._native_mesh()
 
     def share_with(self, native_mesh: Callable[[], Any]) -> None:
-        """Let `native_mesh` find a mesh of the framework, by a weak reference to it."""
+        """Store a weak reference to the framework's mesh that shares the groups, for `native_mesh`."""
         self._native_mesh = native_mesh
 
 
 def override_of(value: Any) -> tuple[Any, Any]:
-    """The backend and the options that an entry of ``backend_override`` says: one of the two, or both."""
+    """Return (backend, options) from an entry of ``backend_override``, which gives one of the two or both."""
     if isinstance(value, tuple):
         backend, options = value
         return backend, options

@@ -1,9 +1,10 @@
 """DeviceMesh: ranks arranged in a named n-dimensional array. Mirrors ``torch.distributed.device_mesh``.
 
-Meshes are interned: building the same mesh again (same platform, ranks, shape and names) gives the same object. It
-makes no new process groups, and equality is identity. A mesh that was sliced from another one knows it, its root.
-Meshes of the same ranks and other roots are different meshes. They name the same dimension where all their rows are
-equal.
+Meshes are interned: equal platform, ranks, shape and names give the same object. No new process groups are created for
+it, and equality is identity.
+
+A slice of a mesh refers to the mesh that it was sliced from, its root. Meshes of the same ranks with different roots
+are different meshes. Their dimensions are the same where all rows of ranks are equal.
 """
 
 from __future__ import annotations
@@ -31,31 +32,31 @@ _ACTIVE = threading.local()
 class DeviceMesh(MeshMethods):
     """Ranks arranged in an n-dimensional array, with a process group for each row along each dimension.
 
-    All ranks of the world must construct it, in the same order as other meshes. This includes ranks outside of it.
-    Constructing an equal mesh again gives the same object. Inside ``with mesh:``, functions that take a mesh use this
-    one when they are given none.
+    All ranks of the world must construct it, in the same order as other meshes. This includes ranks outside of the
+    mesh. Constructing an equal mesh again gives the same object. Inside ``with mesh:``, functions use this mesh when
+    they are called without one.
 
     Args:
-        device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``; None is the platform's own.
+        device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``; None for that of the selected platform.
         mesh: (nested) sequence or array of global ranks, each at most once.
         mesh_dim_names: one name per dimension, needed for ``mesh["name"]``.
-        backend_override: another backend of the framework for the groups of some dimensions, or options: as in
-            `init_device_mesh`, or a pair (backend, options) for each dimension, None for the platform's own.
-        preserve_rank_order: taken because torch has it, and not read: groups always have the order of the mesh, without
-            which shards would be gathered in another one.
+        backend_override: another backend or options for the process groups, as in `init_device_mesh`. Or a pair
+            (backend, options) for each dimension, with None for the platform's defaults.
+        preserve_rank_order: accepted because torch has it, and ignored. Groups always have the order of the mesh, so
+            that shards are gathered in that order.
 
     Attributes:
         device_type: device type of the platform.
         platform: the `Platform` whose collectives the mesh uses.
-        ranks: int array of global ranks, of NumPy.
+        ranks: NumPy int array of global ranks.
         mesh_dim_names: tuple of names, or None.
         shape: sizes of the dimensions.
         ndim: number of dimensions.
         groups: the process groups of this rank.
-        slices: where the mesh lies in the one that it was sliced from, and the slices of it.
+        slices: the position of the mesh in its root, and the slices of the mesh.
 
     Raises:
-        ValueError: for a device type that the platform does not serve, ranks that repeat or lie outside the world,
+        ValueError: for a device type that the platform does not serve, ranks that repeat or are outside the world,
             names that repeat or do not fit the number of dimensions.
 
     Example:
@@ -75,7 +76,7 @@ class DeviceMesh(MeshMethods):
     groups: MeshGroups
     slices: MeshSlices[DeviceMesh]
     _coordinate: tuple[int, ...] | None
-    #: Whether a layer has given plain shards of unequal sizes: see `core.tensor_parallel.program.uneven_shards`.
+    #: Whether a layer has returned plain shards of unequal sizes (see `core.tensor_parallel.program.uneven_shards`).
     _has_uneven_shards: bool
 
     def __new__(
@@ -116,18 +117,18 @@ class DeviceMesh(MeshMethods):
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """The mesh of process groups that there are. Makes none.
+        """Return the mesh of existing process groups, without creating any.
 
-        All ranks of the groups call it. Where there is a mesh of these ranks, names and groups already, it is that.
+        All ranks of the groups must call it. If a mesh of these ranks, names and groups exists, that mesh is returned.
 
         Args:
-            group: one process group of the framework, for a 1-D mesh; or this rank's along each dimension.
+            group: one process group of the framework for a 1-D mesh, or this rank's group along each dimension.
             device_type: as in `DeviceMesh`.
             mesh: array of the global ranks; needed for several groups.
             mesh_dim_names: one name per dimension; needed for several groups.
 
         Raises:
-            TypeError: for an object that is no process group of the framework.
+            TypeError: for an object that is not a process group of the framework.
             ValueError: when ranks or names are missing, or do not fit the groups.
 
         Example:
@@ -142,19 +143,19 @@ class DeviceMesh(MeshMethods):
 
     @property
     def mesh(self) -> Any:
-        """The global ranks as an int32 tensor of the framework, in the memory of the host: a new one each time. `ranks`
-        is the same for NumPy."""
+        """The global ranks as a new int32 tensor of the framework in host memory. `ranks` is the same as a NumPy
+        array."""
         return self.platform.host_tensor(self.ranks.astype(np.int32))
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """This rank's index in each dimension; None on a rank that is not in the mesh."""
+        """Return this rank's index in each dimension, or None on a rank outside the mesh."""
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This rank's index in a dimension, which may be left out on a 1-D mesh.
+        """Return this rank's index in a dimension, which may be omitted on a 1-D mesh.
 
         Raises:
-            ValueError: outside the mesh, for an unknown dimension, or when it is left out on an n-D mesh.
+            ValueError: outside the mesh, for an unknown dimension, or when the dimension is omitted on an n-D mesh.
         """
         dim = self._dim(mesh_dim, "get_local_rank")
         self.require_member("get_local_rank()")
@@ -162,8 +163,8 @@ class DeviceMesh(MeshMethods):
         return self._coordinate[dim]
 
     def require_member(self, what: str) -> None:
-        """Raise ValueError on a rank outside the mesh, which has no part of its tensors. ``what`` names the operation
-        in the message."""
+        """Raise ValueError on a rank outside the mesh, which has no shard of the mesh's tensors. ``what`` is the
+        operation that the message names."""
         if self._coordinate is None:
             raise ValueError(
                 f"{what}: rank {self.get_rank()} is not part of {self} and has no part of the tensors there: let only "
@@ -171,30 +172,30 @@ class DeviceMesh(MeshMethods):
             )
 
     def get_rank(self) -> int:
-        """Global rank of this process."""
+        """Return the global rank of this process."""
         return self.platform.rank()
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """The framework's process group of this rank along a dimension, which may be left out on a 1-D mesh. By name,
-        dimensions that were flattened too."""
+        """Return the framework's process group of this rank along a dimension, which may be omitted on a 1-D mesh. The
+        name of a flattened dimension is also accepted."""
         if isinstance(mesh_dim, str) and mesh_dim in self.slices.root.slices.flat_names:
             return self[mesh_dim].get_group()
         return self.groups.native(self._dim(mesh_dim, "get_group"))
 
     def get_all_groups(self) -> list[Any]:
-        """`get_group` of every dimension."""
+        """Return the framework's process group of this rank along every dimension."""
         return [self.groups.native(dim) for dim in range(self.ndim)]
 
     def platform_group(self, mesh_dim: int) -> Any:
-        """The group of this rank along a dimension, as the platform's verbs take it."""
+        """Return the group of this rank along a dimension, as the platform's collectives take it."""
         return self.groups.own[mesh_dim]
 
     def size(self, mesh_dim: int | str | None = None) -> int:
-        """Number of ranks in a dimension, or in the whole mesh."""
+        """Return the number of ranks in a dimension, or in the whole mesh."""
         return int(self.ranks.size) if mesh_dim is None else self.shape[self._dim(mesh_dim, "size")]
 
     def ranks_along(self, mesh_dim: int) -> tuple[int, ...]:
-        """Global ranks of this rank's row along a dimension."""
+        """Return the global ranks of this rank's row along a dimension."""
         if self._coordinate is None:
             return ()
         index: list[Any] = list(self._coordinate)
@@ -202,11 +203,11 @@ class DeviceMesh(MeshMethods):
         return tuple(int(r) for r in self.ranks[tuple(index)])
 
     def get_root_mesh(self) -> DeviceMesh:
-        """The mesh that this one was sliced from; itself where it was not."""
+        """Return the mesh that this mesh was sliced from, or the mesh itself if it is not a slice."""
         return self.slices.root
 
     def dim_label(self, mesh_dim: int) -> str:
-        """Index and name of a dimension, for messages."""
+        """Return the index and the name of a dimension, for messages."""
         name = f" ({self.mesh_dim_names[mesh_dim]!r})" if self.mesh_dim_names else ""
         return f"{mesh_dim}{name}"
 
@@ -214,20 +215,22 @@ class DeviceMesh(MeshMethods):
         return index_of_dim(self, mesh_dim, caller)
 
     def rows(self) -> list[list[int]]:
-        """Return the ranks of all slices of the root along these dimensions, a list for each. This mesh is one of them,
-        on its own ranks."""
+        """Return the ranks of all slices of the root along the dimensions of this mesh, one list for each slice. This
+        mesh is one of these slices."""
         return self.slices.rows()
 
     def along_in(self, root: DeviceMesh) -> tuple[tuple[int, ...], ...] | None:
-        """For each dimension those of ``root`` that it runs along; None where there are none.
+        """Return, for each dimension of this mesh, the dimensions of ``root`` that it covers. Return None where
+        ``root`` has no such dimensions.
 
-        A dimension of another root is the same where all ranks have the same ranks in the same order. So are dimensions
-        of two meshes that ``_unflatten`` made from one.
+        Dimensions of different roots are the same if they have the same rows of ranks, in the same order. This is the
+        case for two meshes that ``_unflatten`` made from one.
         """
         return self.slices.along_in(root)
 
     def index_of(self, other: DeviceMesh, mesh_dim: int) -> int:
-        """The dimension of this mesh that is dimension ``mesh_dim`` of another one of the same root."""
+        """Return the dimension of this mesh that equals dimension ``mesh_dim`` of ``other``, a mesh with the same
+        root."""
         return self.slices.index_of(other, mesh_dim)
 
     def shares_root(self, other: DeviceMesh) -> bool:
@@ -239,34 +242,36 @@ class DeviceMesh(MeshMethods):
         return self.slices.is_beside(other)
 
     def spans(self, other: DeviceMesh) -> bool:
-        """Return whether both are slices of one mesh, and this one has all ranks of the other: flattened or not."""
+        """Return whether both are slices of one mesh, and this mesh has all ranks of ``other``, flattened or not."""
         return self.slices.spans(other)
 
     def contains(self, other: DeviceMesh) -> bool:
-        """Return whether both are slices of one mesh, and this one has all dimensions of the other."""
+        """Return whether both are slices of one mesh, and this mesh has all dimensions of ``other``."""
         return self.slices.contains(other)
 
     def __getitem__(self, mesh_dim_names: str | int | Sequence[str | int]) -> DeviceMesh:
-        """The mesh of this rank along some dimensions, by name or index: ``mesh["tp"]``, ``mesh["dp", "tp"]``,
-        ``mesh[0]``.
+        """Return the slice with this rank along some dimensions, by name or index.
+
+        For example ``mesh["tp"]``, ``mesh["dp", "tp"]`` or ``mesh[0]``.
 
         Raises:
-            KeyError: when the mesh has no names or not these.
-            IndexError: for an index that it does not have.
+            KeyError: when the mesh has no names, or lacks one of the requested names.
+            IndexError: for an index that the mesh does not have.
         """
         asked = (mesh_dim_names,) if isinstance(mesh_dim_names, (str, int)) else tuple(mesh_dim_names)
         return self.slices.along_dims(asked)
 
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
-        """The mesh of one dimension with the ranks of this one. All ranks of the world must call it. Slices of the root
-        mesh know the dimension by its name from then on.
+        """Return the 1-D mesh with the ranks of this mesh. All ranks of the world must call it.
+
+        From then on, slices of the root mesh can be indexed with the new name.
 
         Args:
-            mesh_dim_name: the name; None joins those of the dimensions with ``_``.
-            backend_override: another backend for its group, options, or both as a pair, where it has none yet.
+            mesh_dim_name: the new name; None joins the names of the dimensions with ``_``.
+            backend_override: another backend, options or a pair of both for the group, if it does not exist yet.
 
         Raises:
-            ValueError: when the mesh has no names, or the name is that of other dimensions of the root.
+            ValueError: when the mesh has no names, or the root already uses the name for other dimensions.
 
         Example:
             >>> from hyper_parallel import init_device_mesh
@@ -280,7 +285,7 @@ class DeviceMesh(MeshMethods):
 
     @staticmethod
     def _concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-        """The mesh along all dimensions of ``meshes``, in the order in which their root has them; no communication.
+        """Return the mesh along all dimensions of ``meshes``, in the order of their root. It does not communicate.
 
         Raises:
             ValueError: when the meshes are not slices of one root, or two have a dimension in common.
@@ -302,20 +307,20 @@ class DeviceMesh(MeshMethods):
         mesh_dim_names: Sequence[str],
         backend_override: Mapping[int | str, Any] | None = None,
     ) -> DeviceMesh:
-        """The mesh with several dimensions in place of one. All ranks of the world must call it.
+        """Return a mesh in which one dimension is split into several. All ranks of the world must call it.
 
-        It is a mesh with a root of its own. Of two meshes that one was cut into, dimensions with the same ranks in the
-        same order are the same: a plan may be on the one, and `fully_shard` on the other.
+        The result is a root mesh. Two meshes that were split from one mesh share dimensions with equal rows of ranks.
+        So a tensor-parallel plan may use one of them, and `fully_shard` the other.
 
         Args:
-            dim: the dimension, by index or name.
-            mesh_sizes: sizes of the new ones, in row-major order.
-            mesh_dim_names: their names.
-            backend_override: for their groups, as in `init_device_mesh`.
+            dim: the dimension to split, by index or name.
+            mesh_sizes: sizes of the new dimensions, in row-major order.
+            mesh_dim_names: names of the new dimensions.
+            backend_override: options for the groups of the new dimensions, as in `init_device_mesh`.
 
         Raises:
-            ValueError: for a dimension that the mesh does not have or that was flattened, sizes that do not multiply to
-                its size, or names that the mesh has already.
+            ValueError: for an unknown or flattened dimension, sizes whose product is not the size of the dimension, or
+                names that the mesh already has.
 
         Example:
             >>> from hyper_parallel import init_device_mesh
@@ -364,12 +369,12 @@ class DeviceMesh(MeshMethods):
 
 
 def active_stack() -> list[DeviceMesh]:
-    """The meshes entered with ``with mesh:`` in this thread, the innermost last."""
+    """Return the meshes entered with ``with mesh:`` in this thread, the innermost last."""
     if not hasattr(_ACTIVE, "stack"):
         _ACTIVE.stack = []
     return _ACTIVE.stack
 
 
 def rebuild(device_type: str, *saved: Any) -> DeviceMesh:
-    """Unpickle a mesh, see `rebuilt`."""
+    """Return an unpickled mesh (see `rebuilt`)."""
     return rebuilt(DeviceMesh, platform_for(device_type), *saved)

@@ -1,4 +1,4 @@
-"""Meshes of this library made from a framework's own meshes, and the other way round. Both share their groups."""
+"""Conversion between meshes of this library and meshes of the framework. Both share their process groups."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 _Mesh = TypeVar("_Mesh", bound=Any)
 
-#: The framework's mesh -> the world that there was when a mesh was made of it, and that mesh.
+#: The framework's mesh -> (weak reference to the default group at the conversion, the converted `DeviceMesh`).
 _MADE: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], Any]] = weakref.WeakKeyDictionary()
 
 
 def native_of(mesh: Any) -> Any:
-    """The framework's own mesh made of ``mesh``; slices of one mesh become slices of one."""
+    """Return the framework's mesh for ``mesh``. Slices of one mesh become slices of one framework mesh."""
     platform, root = mesh.platform, mesh.get_root_mesh()
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -43,7 +43,8 @@ def native_of(mesh: Any) -> Any:
 
 
 def mesh_of(cls: type[_Mesh], platform: Platform, native: Any) -> _Mesh:
-    """The mesh of the framework's own ``native``: the one that was made of it in this world, if there is one."""
+    """Return the `DeviceMesh` for the framework's mesh ``native``. A mesh that was converted in this world already is
+    reused."""
     world = platform.world()
     try:
         entry = _MADE.get(native)
@@ -64,10 +65,10 @@ def mesh_of(cls: type[_Mesh], platform: Platform, native: Any) -> _Mesh:
 
 
 def _slice_like(root: Any, known: NativeMesh) -> Any:
-    """The slice of the mesh ``root`` with the ranks of a slice of the framework's own.
+    """Return the slice of ``root`` with the ranks of a slice of the framework's mesh.
 
     Raises:
-        ValueError: where it is none of whole dimensions, or this rank is not part of it.
+        ValueError: when the ranks are not a row along dimensions of ``root``, or this rank is outside ``root``.
     """
     coordinate, names = root.get_coordinate(), known.names or ()
     if coordinate is None:
@@ -91,7 +92,7 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
 
 
 def _dims_of_row(root: Any, row: list[int], coordinate: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the dimensions of ``root`` that, flattened, hold the ranks ``row`` at ``coordinate``."""
+    """Return the dimensions of ``root`` that, flattened, have the ranks ``row`` at ``coordinate``."""
     for count in range(2, root.ndim + 1):
         for dims in itertools.combinations(range(root.ndim), count):
             if sub_array(root.ranks, (dims,), coordinate).tolist() == row:

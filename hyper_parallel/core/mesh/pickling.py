@@ -1,4 +1,4 @@
-"""Loading of pickled meshes: each is found among the existing ones."""
+"""Unpickling of meshes, which finds each mesh among the existing ones."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ def rebuilt(
     root_ranks: list | None = None,
     root_names: tuple[str, ...] | None = None,
 ) -> _Mesh:
-    """The mesh that was pickled, in this process. Making process groups takes all ranks of the world, and a rank cannot
-    know whether all are loading. So the mesh must exist already, need no group, or be a dimension of an existing mesh.
-    Where the mesh that it was sliced from exists, it must be a dimension of that one.
+    """Return the mesh of this process that equals a pickled one.
+
+    Creating process groups takes all ranks of the world, and a rank cannot know whether all of them are loading. So the
+    mesh must exist, need no group, or be a dimension of an existing mesh. If a root mesh equal to the pickled one's
+    root exists, the slice of that root is preferred.
 
     Raises:
-        RuntimeError: when it does not.
+        RuntimeError: when no mesh of this process fits.
     """
     wanted = np.asarray(ranks, dtype=np.int64)
     world = platform.world()
@@ -43,7 +45,7 @@ def rebuilt(
             root = mesh.get_root_mesh()
             if exactly and (root.ranks.tolist(), root.mesh_dim_names) != (root_ranks or ranks, root_names or names):
                 continue
-            with contextlib.suppress(KeyError):  # it has other names
+            with contextlib.suppress(KeyError):  # the mesh has other names
                 mesh = mesh if names is None else mesh[names]
             if mesh.mesh_dim_names == names and mesh.ranks.tolist() == ranks:
                 return mesh

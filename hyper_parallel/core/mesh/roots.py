@@ -1,6 +1,6 @@
-"""Meshes that are no slices: made of new groups, of given ones, or by cutting a dimension of another mesh.
+"""Root meshes: made of new process groups, of existing groups, or by splitting a dimension of another root.
 
-They are forgotten when the default group is gone.
+They are discarded when the default group is destroyed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Mesh = TypeVar("_Mesh", bound=Any)
 
 
 def platform_for(device_type: str | None) -> Platform:
-    """The platform that serves a type of device; None is the selected one."""
+    """Return the platform that serves a device type; None for the selected platform."""
     if device_type is not None and not isinstance(device_type, str):
         raise TypeError(
             f"device_type must be a string such as 'cpu', got {device_type!r}; with the platform's own device write "
@@ -43,14 +43,14 @@ def root_mesh(
     overrides: Overrides = NO_OVERRIDES,
     only: Any = None,
 ) -> _Mesh:
-    """The mesh that is no slice, made where it is not there yet, of ``groups`` or new ones.
+    """Return the root mesh of ``ranks``. It is created, of ``groups`` or new process groups, if it does not exist.
 
     Args:
         cls: the class of meshes.
-        platform, ranks, names: of the mesh.
-        groups: this rank's along each dimension, None where they are to be made.
-        overrides: how to make them.
-        only: a key that tells meshes of given groups from those that the library has made groups for.
+        platform, ranks, names: platform, ranks and dimension names of the mesh.
+        groups: this rank's group along each dimension; None to create them.
+        overrides: how to create the groups.
+        only: a key that separates meshes of existing groups from meshes whose groups the library created.
     """
     world = platform.world()
     if not is_current(platform):
@@ -71,7 +71,8 @@ def root_mesh(
 
 
 def new_groups(platform: Platform, ranks: np.ndarray, overrides: Overrides = NO_OVERRIDES) -> Iterator[Any]:
-    """This rank's group along each dimension of an array of ranks. All ranks of the world call it."""
+    """Create groups along each dimension of an array of ranks, and yield this rank's group of each. All ranks of the
+    world must call it."""
     for dim in range(ranks.ndim):
         backend, options = overrides[dim] if overrides else (None, None)
         yield platform.new_group(rows_along(ranks, (dim,)), backend, options)
@@ -80,16 +81,16 @@ def new_groups(platform: Platform, ranks: np.ndarray, overrides: Overrides = NO_
 def overrides_of(
     backend_override: Any, ndim: int, names: Sequence[str] | None, what: str = "init_device_mesh"
 ) -> Overrides:
-    """``backend_override`` as users give it, dimension by dimension.
+    """Return ``backend_override`` as one (backend, options) pair per dimension.
 
     Args:
-        backend_override: None; by index or name of the dimension the name of a backend, options, or both as a pair; or
-            a sequence of such pairs, one for each dimension.
-        ndim, names: of the mesh.
-        what: the function, for messages.
+        backend_override: None, a mapping, or one entry per dimension. Keys of a mapping are indices or names of
+            dimensions. An entry is the name of a backend, options, or both as a pair.
+        ndim, names: number and names of the mesh dimensions.
+        what: the function that messages name.
 
     Raises:
-        ValueError: for a dimension that the mesh does not have, that is named twice, or of which nothing is said.
+        ValueError: for an unknown dimension, a dimension that is named twice, or a sequence of the wrong length.
     """
     if backend_override is None:
         return NO_OVERRIDES
@@ -113,22 +114,22 @@ def overrides_of(
 
 
 def is_current(platform: Platform) -> bool:
-    """Return whether the meshes of ``platform`` belong to the process groups that there are now."""
+    """Return whether the known meshes of ``platform`` belong to the current default process group."""
     return platform in _WORLDS and _WORLDS[platform]() is platform.world()
 
 
 def _forget(platform: Platform) -> None:
-    """Drop everything of process groups that were destroyed: a mesh with the same ranks gets new groups."""
+    """Discard all meshes of destroyed process groups, so that a mesh with the same ranks gets new groups."""
     for key in [key for key in MESHES if key[0] is platform]:
         del MESHES[key]
-    if not platform.sends_nothing:  # caches keep meshes alive; a dry run must leave those of real groups as they are
+    if not platform.sends_nothing:  # caches keep meshes alive; a dry run must not clear caches of real groups
         clear_caches()
 
 
 def mesh_of_groups(
     cls: type[_Mesh], platform: Platform, group: Any, mesh: Any, mesh_dim_names: Sequence[str] | None
 ) -> _Mesh:
-    """See `DeviceMesh.from_group`."""
+    """Return the mesh of existing process groups (see `DeviceMesh.from_group`)."""
     several = isinstance(group, (list, tuple))
     known = [platform.describe_group(each) for each in (group if several else [group])]
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
@@ -156,7 +157,7 @@ def mesh_of_groups(
 def unflattened(
     mesh: _Mesh, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str], override: Any
 ) -> _Mesh:
-    """See `DeviceMesh._unflatten`."""
+    """Return a mesh in which one dimension of ``mesh`` is split into several (see `DeviceMesh._unflatten`)."""
     at, sizes, names = mesh._dim(dim, "_unflatten"), tuple(mesh_sizes), tuple(mesh_dim_names)
     if len(sizes) != len(names):
         raise ValueError(f"_unflatten takes one name for each size, got mesh_sizes={sizes}, mesh_dim_names={names}")
@@ -180,7 +181,7 @@ def unflattened(
 
 
 def _cut(root: Any, dim: int, sizes: tuple[int, ...], names: tuple[str, ...], backend_override: Any) -> Any:
-    """A root mesh with dimension ``dim`` of another one cut into several."""
+    """Return the root mesh in which dimension ``dim`` of ``root`` is split into several."""
     overrides = overrides_of(backend_override, len(sizes), names, "_unflatten")
     ranks = root.ranks.reshape(*root.shape[:dim], *sizes, *root.shape[dim + 1 :])
     own = root.mesh_dim_names

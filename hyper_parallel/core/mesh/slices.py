@@ -1,6 +1,6 @@
-"""Slices of a mesh, a part of `DeviceMesh`: along some of its dimensions, several as one, or joined again.
+"""Slices of a mesh: along some of its dimensions, with dimensions flattened into one, or concatenated.
 
-All of them know the mesh that they are of, their root.
+All slices refer to the mesh that they were sliced from, their root.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ __all__ = ["MESHES", "MeshSlices", "common_root", "concatenate", "new_mesh"]
 
 _Mesh = TypeVar("_Mesh", bound=Any)
 
-#: All meshes, by platform and the other facts that make them equal.
+#: All meshes, by the key that identifies each: platform, ranks, names, groups or root.
 MESHES: dict[tuple, Any] = {}
 
 
 class MeshSlices(Generic[_Mesh]):
-    """The dimensions of the root that a mesh runs along, and the slices of the mesh.
+    """The dimensions of the root that a mesh covers, and the slices of the mesh.
 
     Args:
-        mesh: the mesh that this is a part of. It is held weakly, so that it is freed with its last reference.
-        root: the mesh that it was sliced from, None where it was not.
-        along: for each dimension those of the root that it runs along: several where they were flattened.
+        mesh: the mesh that owns this object. The reference is weak, so that the mesh is freed with its last other
+            reference.
+        root: the mesh that ``mesh`` was sliced from, None if ``mesh`` is a root.
+        along: for each dimension of ``mesh``, the dimensions of the root that it covers. A flattened dimension covers
+            several.
 
     Attributes:
-        along: as given.
-        flat_groups: of a root, dimensions that were flattened -> their group.
-        flat_names: of a root, the name of such dimensions -> them.
+        along: the argument.
+        flat_groups: on a root, flattened dimensions -> this rank's group of them.
+        flat_names: on a root, name of a flattened dimension -> the dimensions that it covers.
     """
 
     def __init__(self, mesh: _Mesh, root: _Mesh | None, along: tuple[tuple[int, ...], ...]) -> None:
@@ -54,26 +56,26 @@ class MeshSlices(Generic[_Mesh]):
 
     @property
     def root(self) -> _Mesh:
-        """The mesh that this one was sliced from; itself where it was not."""
+        """The mesh that this mesh was sliced from, or the mesh itself if it is not a slice."""
         return self._mesh if self._root is None else self._root
 
     def rows(self) -> list[list[int]]:
-        """See `DeviceMesh.rows`."""
+        """Return the ranks of all slices of the root along these dimensions (see `DeviceMesh.rows`)."""
         return rows_along(self.root.ranks, [dim for entry in self.along for dim in entry])
 
     def along_in(self, root: Any) -> tuple[tuple[int, ...], ...] | None:
-        """See `DeviceMesh.along_in`."""
+        """Return, for each dimension, the dimensions of ``root`` that it covers (see `DeviceMesh.along_in`)."""
         return self.along if self.root is root else _ALONG[self._mesh, root]
 
     def index_of(self, other: Any, mesh_dim: int) -> int:
-        """See `DeviceMesh.index_of`."""
+        """Return the dimension of this mesh that equals a dimension of ``other`` (see `DeviceMesh.index_of`)."""
         along = other.slices.along_in(self.root)
         if along is None:
             raise ValueError(f"{other} is not a slice of {self.root}")
         return self.along.index(along[mesh_dim])
 
     def is_beside(self, other: Any) -> bool:
-        """See `DeviceMesh.is_beside`."""
+        """Return whether both meshes are slices of one mesh, along different dimensions."""
         common = common_root([self._mesh, other])
         if common is None:
             return False
@@ -81,7 +83,7 @@ class MeshSlices(Generic[_Mesh]):
         return mine.isdisjoint(others)
 
     def spans(self, other: Any) -> bool:
-        """See `DeviceMesh.spans`."""
+        """Return whether both are slices of one mesh, and this mesh has all ranks of ``other``."""
         common = common_root([self._mesh, other])
         if common is None:
             return False
@@ -89,12 +91,12 @@ class MeshSlices(Generic[_Mesh]):
         return mine >= others
 
     def contains(self, other: Any) -> bool:
-        """See `DeviceMesh.contains`."""
+        """Return whether both are slices of one mesh, and this mesh has all dimensions of ``other``."""
         along = other.slices.along_in(self.root)
         return along is not None and set(along) <= set(self.along)
 
     def along_dims(self, asked: tuple[str | int, ...]) -> _Mesh:
-        """The slice along some dimensions, by name or index; see `DeviceMesh.__getitem__`."""
+        """Return the slice along some dimensions, by name or index (see `DeviceMesh.__getitem__`)."""
         mesh, root = self._mesh, self.root
         if asked and all(isinstance(dim, int) for dim in asked):
             return self.at(asked)
@@ -114,7 +116,7 @@ class MeshSlices(Generic[_Mesh]):
         return _sliced(root, along, wanted)
 
     def at(self, dims: tuple[Any, ...]) -> _Mesh:
-        """The slice along dimensions by their index."""
+        """Return the slice along dimensions by their index."""
         mesh = self._mesh
         if any(not -mesh.ndim <= dim < mesh.ndim for dim in dims):
             raise IndexError(f"{mesh} has {mesh.ndim} dimension(s), there is no dimension {dims}")
@@ -126,7 +128,7 @@ class MeshSlices(Generic[_Mesh]):
         return _sliced(self.root, tuple(self.along[dim] for dim in dims), names)
 
     def flattened(self, mesh_dim_name: str | None, backend_override: Any) -> _Mesh:
-        """See `DeviceMesh._flatten`."""
+        """Return the 1-D mesh with the ranks of this mesh (see `DeviceMesh._flatten`)."""
         mesh, root = self._mesh, self.root
         if mesh.mesh_dim_names is None or root.mesh_dim_names is None:
             raise ValueError(f"{mesh} has no mesh_dim_names: give them to init_device_mesh to flatten dimensions")
@@ -147,8 +149,10 @@ class MeshSlices(Generic[_Mesh]):
         return _sliced(root, (dims,), (name,))
 
     def union(self, others: Sequence[_Mesh]) -> _Mesh | None:
-        """The mesh along all dimensions of this one and of others of the same root. None where one of them is a part of
-        another one, as flattened ones may be."""
+        """Return the mesh along all dimensions of this mesh and of ``others``.
+
+        Return None if the meshes have no common root, or if their dimensions overlap, as flattened ones may.
+        """
         meshes = [self._mesh, *others]
         common = common_root(meshes)
         if common is None:
@@ -157,7 +161,7 @@ class MeshSlices(Generic[_Mesh]):
         return _along_all(meshes, *common) if len(set(dims)) == len(dims) else None
 
     def of_all_ranks(self, dim: int, name: str) -> list[_Mesh]:
-        """The slices along one dimension, of all ranks of this mesh; see `DeviceMesh._get_all_submeshes`."""
+        """Return the slices along one dimension, of all ranks of this mesh (see `DeviceMesh._get_all_submeshes`)."""
         mesh = self._mesh
         mine, found = mesh[name], []
         for row in rows_along(mesh.ranks, (dim,)):
@@ -173,7 +177,7 @@ class MeshSlices(Generic[_Mesh]):
 
 
 def concatenate(meshes: Sequence[_Mesh]) -> _Mesh:
-    """See `DeviceMesh._concatenate`."""
+    """Return the mesh along all dimensions of ``meshes`` (see `DeviceMesh._concatenate`)."""
     common = common_root(meshes)
     if common is None:
         raise ValueError(
@@ -188,7 +192,8 @@ def concatenate(meshes: Sequence[_Mesh]) -> _Mesh:
 
 
 def common_root(meshes: Sequence[Any]) -> tuple[Any, list[tuple[tuple[int, ...], ...]]] | None:
-    """The first of the roots of ``meshes`` that all of them are slices of, and along which of its dimensions."""
+    """Return a root that all ``meshes`` are slices of, and the dimensions of the root that each mesh covers. The result
+    is None if there is no common root."""
     for root in dict.fromkeys(mesh.slices.root for mesh in meshes):
         found = [along for mesh in meshes if (along := mesh.slices.along_in(root)) is not None]
         if len(found) == len(meshes):
@@ -197,7 +202,7 @@ def common_root(meshes: Sequence[Any]) -> tuple[Any, list[tuple[tuple[int, ...],
 
 
 def _along_other(key: tuple[Any, Any]) -> tuple[tuple[int, ...], ...] | None:
-    """`MeshSlices.along_in` for another root."""
+    """Return `MeshSlices.along_in` for a root that is not the root of the mesh."""
     mesh, root = key
     own = mesh.slices.root.ranks
     found: list[tuple[int, ...]] = []
@@ -207,7 +212,7 @@ def _along_other(key: tuple[Any, Any]) -> tuple[tuple[int, ...], ...] | None:
     for entry, name, group in zip(mesh.slices.along, mesh.mesh_dim_names, mesh.groups.own, strict=True):
         rows = set(map(tuple, rows_along(own, entry)))
         alike = [
-            (len(dims), root.mesh_dim_names[dims[0]] != name, dims)  # the name tells dimensions of one rank apart
+            (len(dims), root.mesh_dim_names[dims[0]] != name, dims)  # the name distinguishes dimensions of one rank
             for dims in runs
             if dims not in found and set(map(tuple, rows_along(root.ranks, dims))) == rows
         ]
@@ -220,12 +225,13 @@ def _along_other(key: tuple[Any, Any]) -> tuple[tuple[int, ...], ...] | None:
     return tuple(found)
 
 
-#: (mesh, root of another one) -> the dimensions of that root that it runs along, or None.
+#: (mesh, root of another mesh) -> the dimensions of that root that the mesh covers, or None.
 _ALONG: Table = Table(_along_other, 1 << 10, "dimensions of other roots")
 
 
 def _along_all(meshes: Sequence[_Mesh], root: _Mesh, found: Sequence[tuple[tuple[int, ...], ...]]) -> _Mesh:
-    """The mesh along all dimensions of some meshes, slices of ``root`` along those ``found``, in the root's order."""
+    """Return the mesh along all dimensions of ``meshes``, in the order of their common ``root``. ``found`` are the
+    dimensions of ``root`` that each mesh covers."""
     if len(set(meshes)) == 1:
         return meshes[0]
     entries: dict[tuple[int, ...], str] = {}
@@ -238,7 +244,7 @@ def _along_all(meshes: Sequence[_Mesh], root: _Mesh, found: Sequence[tuple[tuple
 
 
 def _sliced(root: _Mesh, along: tuple[tuple[int, ...], ...], names: tuple[str, ...] | None) -> _Mesh:
-    """The slice of ``root`` that this rank is in, with a dimension for each entry of ``along``."""
+    """Return the slice of ``root`` that contains this rank, with one dimension for each entry of ``along``."""
     if along == root.slices.along and names == root.mesh_dim_names:
         return root
     key = (root.platform, root, along, names)
@@ -261,13 +267,13 @@ def new_mesh(
     overrides: Overrides = NO_OVERRIDES,
     at: tuple[Any, tuple[tuple[int, ...], ...]] | None = None,
 ) -> Any:
-    """A mesh of its parts.
+    """Return a new mesh object, built from its ranks, names and groups.
 
     Args:
         cls: the class of meshes.
-        platform, ranks, names: of the mesh.
-        groups, overrides: as `MeshGroups` takes them.
-        at: root and dimensions, as `MeshSlices` takes them; None for a mesh that is a root itself.
+        platform, ranks, names: platform, ranks and dimension names of the mesh.
+        groups, overrides: arguments of `MeshGroups`.
+        at: root and dimensions, as `MeshSlices` takes them; None for a root mesh.
     """
     mesh: Any = object.__new__(cls)
     mesh.platform = platform

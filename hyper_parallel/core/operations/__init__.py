@@ -1,1 +1,1 @@
-"""Operations on distributed tensors: which shards they may run on, their results, and how they are run."""
+"""Operations on distributed tensors: the choice of shardings, execution on local tensors, and layouts of results."""

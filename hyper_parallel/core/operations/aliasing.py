@@ -1,8 +1,8 @@
-"""Results that are views on a single device (`CanonicalOp.memory`): plans make them behave like views here.
+"""Results that are views on a single device (`CanonicalOp.memory`). Plans make them behave like views here.
 
-There are three cases. The operation shares memory here too: then the framework does the work. It had to move data: the
-result is a copy, which `views.follow` ties to its base. Or some rank has one row or none, so that the framework's
-answers for shard and whole may differ. Then strides tracked on the tensors say whether a copy is needed.
+There are three cases. If the local operation also returns a view, the framework does the work. If data had to move, the
+result is a copy, which `views.follow` ties to its base. Otherwise some rank has at most one element of a dimension, so
+that local and global strides may differ. Then tracked strides decide whether a copy is needed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hyper_parallel.platform.indexing import decode_index
 if TYPE_CHECKING:
     from hyper_parallel.core.operations.strategy import Strategy
 
-#: Stands for the strides of a view where the result is a copy.
+#: Takes the place of the strides of a view if the result is a copy.
 _COPY: Any = "copy"
 
-#: ``after(operands, result)``.
+#: A function ``after(operands, result)``.
 After = Callable[[tuple, Any], None]
 
 
@@ -38,9 +38,10 @@ class Aliasing:
     """Steps of a plan before and after its local operation, for results that share memory.
 
     Attributes:
-        copies: ``copies(operand 0)`` says whether the local operation is to be run on a copy of it; None: never.
-        after: ``after(operands, result)``, of DTensors, with interception off; None: nothing.
-        is_view: whether the result shares the memory of operand 0, or may.
+        copies: ``copies(operand 0)`` returns whether the local operation must run on a copy of the operand; None for
+            never.
+        after: function ``after(operands, result)`` on DTensors, called with interception off; None for no action.
+        is_view: whether the result shares the memory of operand 0, or may share it.
     """
 
     __slots__ = ("after", "copies", "is_view")
@@ -52,15 +53,15 @@ class Aliasing:
 def aliasing_of(
     op: CanonicalOp, layouts: tuple, static_args: Any, strategy: Strategy, name: str, made: bool = False
 ) -> Aliasing | None:
-    """Return the steps for plans of ``op``, which does not write in place; None when there are none.
+    """Return the aliasing steps for plans of ``op``, or None if no step is needed. ``op`` must not write in place.
 
     Args:
         op: the operation.
-        layouts: of the operands, None for one that is no tensor.
+        layouts: layouts of the operands, None for an operand that is not a tensor.
         static_args: the static arguments.
-        strategy: how it runs.
-        name: of the native operation, for messages.
-        made: whether something else than the native operation makes the results, which then share no memory.
+        strategy: strategy of the plan.
+        name: name of the native operation, for messages.
+        made: whether a replacement of the native operation makes the results. They then share no memory.
     """
     if not layouts or layouts[0] is None:
         return None
@@ -77,15 +78,15 @@ def aliasing_of(
 
 @dataclass(frozen=True)
 class _View:
-    """A call whose results share the memory of operand 0 on a single device, or may.
+    """A call whose results share the memory of operand 0 on a single device, or may share it.
 
     Attributes:
         op: the operation.
-        static_args: its static arguments.
-        shape: of operand 0.
-        result_shapes: of the results.
-        tell: `Layout.tells_strides` of the results.
-        index: see `CanonicalOp.view_index`.
+        static_args: static arguments of the call.
+        shape: global shape of operand 0.
+        result_shapes: global shapes of the results.
+        tell: `Layout.tells_strides` of each result.
+        index: result of `CanonicalOp.view_index`.
     """
 
     op: CanonicalOp
@@ -97,12 +98,15 @@ class _View:
 
     @property
     def always(self) -> bool:
-        """Return whether no result is ever a copy."""
+        """Return whether every result is a view, never a copy."""
         return self.op.memory == "shared"
 
     def tracked(self, own: Any) -> tuple:
-        """`DTensor._strides` of each result, from those of operand 0: None where its parts tell them, or it is
-        contiguous; `_COPY` for one that has to be a copy."""
+        """Return `DTensor._strides` of each result, from the global strides ``own`` of operand 0.
+
+        An entry is None if local strides determine it, or the result is contiguous. It is `_COPY` for a result that
+        must be a copy.
+        """
         if own is UNKNOWN:
             return (UNKNOWN,) * len(self.result_shapes)
         own = contiguous_strides(self.shape) if own is None else own
@@ -117,14 +121,15 @@ class _View:
 
 
 def is_moved(have: Layout, read: Layout | None) -> bool:
-    """Return whether data moves between ``have`` and ``read``: the tensor read is not in the operand's memory."""
+    """Return whether redistribution from ``have`` to ``read`` moves data, so that the operation cannot read the
+    operand's memory."""
     return read is not None and any(
         size > 1 and before is not after
         for size, before, after in zip(have.mesh.shape, have.placements, read.placements, strict=True)
     )
 
 
-# ---------------------------------------------------------------------------- the shards tell
+# ---------------------------------------------------------------------------- local strides determine the global ones
 def _share(operands: tuple, result: Any) -> None:
     x = operands[0]
     for y in result if isinstance(result, (tuple, list)) else (result,):
@@ -142,11 +147,11 @@ def _share_where_viewed(operands: tuple, result: Any) -> None:
         share(x, result)
 
 
-#: `CanonicalOp.memory` -> the handling where the framework's answer for a shard is that for the whole.
+#: `CanonicalOp.memory` -> aliasing steps if local strides determine the global ones.
 _TELLING = {"shared": Aliasing(None, _share, True), "viewable": Aliasing(None, _share_where_viewed, True)}
 
 
-# ---------------------------------------------------------------------------- data had to move
+# ------------------------------------------------------------ results are copies, because data had to move
 def _following(view: _View, layout: Layout, name: str) -> After:
     backs: list[Any] = [None] * len(view.result_shapes)
     if view.index is not None and not any(p.is_partial() for p in layout.placements):
@@ -182,7 +187,7 @@ def _back_to(encoded: tuple, shape: tuple) -> Callable[[Any, Any], None]:
     return write
 
 
-# ---------------------------------------------------------------------------- the shards do not tell
+# ---------------------------------------------------------------------------- strides are tracked on the tensors
 def _tracking(view: _View, layout: Layout) -> Aliasing:
     local = layout.mesh.platform.strides if layout.tells_strides else None
 
@@ -213,7 +218,8 @@ def _tracking(view: _View, layout: Layout) -> Aliasing:
 
 
 def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing | None:
-    """The aliasing of an operation that gives no view, where its result is not in row-major order in memory."""
+    """Return the aliasing of an operation that returns no view, whose result may not be in row-major order in
+    memory."""
     given = [(i, x) for i, x in enumerate(layouts) if x is not None and x.ndim]
     if (
         not given
@@ -223,7 +229,7 @@ def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing |
         return None
     first, count = given[0][0], len(strategy.results)
     shape = tuple(strategy.results[0].shape)
-    decides = op.memory == "ordered" and tuple(layouts[first].shape) == shape  # where it is not stretched
+    decides = op.memory == "ordered" and tuple(layouts[first].shape) == shape  # unless the operand is expanded
     telling = [(i, bind_noted_strides(x)) for i, x in given if x.tells_strides and tuple(x.shape) == shape]
 
     def after(operands: tuple, result: Any) -> None:
@@ -238,7 +244,7 @@ def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing |
         if not tracked:
             return
         if count > 1:
-            for y in result[:count]:  # the last ones may be unknown to the rule
+            for y in result[:count]:  # the rule may not describe the last results
                 y._strides = UNKNOWN
             return
         strides = _ORDERS[shape, own] if decides and own is not UNKNOWN else UNKNOWN
@@ -254,5 +260,5 @@ def _order(key: tuple[tuple[int, ...], Any]) -> Any:
     return None if dense is None or is_contiguous(shape, dense) else dense
 
 
-#: (shape, `DTensor._strides` of an operand of that shape) -> those of a new tensor in the same order.
+#: (shape, `DTensor._strides` of an operand of that shape) -> `DTensor._strides` of a new tensor in the same order.
 _ORDERS: Table = Table(_order, 1 << 12, "orders in memory")

@@ -1,7 +1,8 @@
-"""From a native call to operands and static arguments, by the signature of the operation: for every backend.
+"""Conversion of a native call into operands and static arguments, by the signature of the operation. All backends share
+it.
 
-A row of an op table names the operation. Its text has only the differences of the native function from the signature.
-See `core.rules.signature` for the language of both.
+An entry of an op table names the operation. Its text lists only the differences of the native function from the
+signature. `core.rules.signature` defines the language of both.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _FORM = re.compile(r"(?:(\w+):(?=\s|$))?(.*)", re.DOTALL)
 
 
 def bind_of(op: NativeOp) -> Bind:
-    """``bind(func, args, kwargs)`` of a row.
+    """Return the function ``bind(func, args, kwargs)`` of an entry of the op table.
 
     Raises (from ``bind``):
-        UnboundCallError: for arguments that the row does not cover: missing ones, or some that it does not name. In
-            place of it TypeError, for one that is missing, where the backend leaves out arguments without a name.
+        UnboundCallError: for missing arguments, and for arguments that the entry does not name. A missing argument
+            raises TypeError instead if the backend drops unnamed arguments.
     """
     return _BINDS[op]
 
@@ -47,12 +48,12 @@ _BINDS: Table = Table(_make, 1 << 16)
 
 
 def _native_order(signature: Signature, text: str) -> tuple[Argument, ...]:
-    """The arguments as the native function takes them."""
+    """Return the arguments in the order of the native function."""
     return read_arguments(text) or (*(x._replace(mark="") for x in signature.operands), *signature.static)
 
 
 def _places(arguments: tuple[Argument, ...], words: Words) -> dict[str, int]:
-    """The number of each argument, by each of its spellings."""
+    """Return the index of each argument, by each of its spellings."""
     found: dict[str, int] = {}
     for i, argument in enumerate(arguments):
         for name in (*argument.spellings, *words.spellings.get(argument.name, "").split()):
@@ -60,9 +61,9 @@ def _places(arguments: tuple[Argument, ...], words: Words) -> dict[str, int]:
     return found
 
 
-# ------------------------------------------------------------------------------------------- by the signature
+# ------------------------------------------------------------------------------------------- binding by the signature
 def _unpacker(taken: list[Argument], constants: list[Any], words: Words) -> Any:
-    """``unpack(args, kwargs)``, which returns the values of ``taken``, in order, and then ``constants``."""
+    """Return ``unpack(args, kwargs)``, which returns the values of ``taken``, in order, followed by ``constants``."""
     names, places, drops = [x.name for x in taken], _places(tuple(taken), words), words.drops
     starred = len(taken) - 1 if taken and taken[-1].mark == "*" else None
     defaults = [x.default for x in taken]
@@ -99,7 +100,7 @@ def _unpacker(taken: list[Argument], constants: list[Any], words: Words) -> Any:
 
 
 def _picker(places: list[int]) -> Callable[[list[Any]], tuple]:
-    """A function that takes the values at these places."""
+    """Return a function that selects the values at the indices ``places``."""
     if len(places) > 1:
         return itemgetter(*places)
     return (lambda values: (values[places[0]],)) if places else (lambda values: ())
@@ -114,7 +115,7 @@ def _by_signature(canonical: CanonicalOp, text: str, words: Words) -> Bind:
     arguments = _native_order(own, text)
     taken, fixed = [x for x in arguments if not x.fixed], [x for x in arguments if x.fixed]
     there = {x.name for x in arguments}
-    # Arguments of the signature that neither the function nor the row has are at their defaults.
+    # Arguments of the signature that neither the function nor the entry has get their defaults.
     fixed += [x for x in (*own.operands, *own.static) if x.name not in there and not x.mark]
     lacking = [x.name for x in fixed if x.default is REQUIRED]
     assert not lacking, f"{canonical.name}: {text!r} lacks {lacking}"
@@ -154,7 +155,8 @@ def _by_signature(canonical: CanonicalOp, text: str, words: Words) -> Bind:
 
 
 def _shape(x: Any) -> Any:
-    """Global shape of a distributed or plain tensor, whether dispatch is on or off; None for other values."""
+    """Return the global shape of a distributed or plain tensor, whether dispatch is on or off; None for other
+    values."""
     layout = getattr(x, "_layout", None)
     if layout is not None:
         return layout.shape
@@ -162,10 +164,13 @@ def _shape(x: Any) -> Any:
     return None if shape is None else tuple(shape)
 
 
-# ------------------------------------------------------------------------------------------- as called
+# ------------------------------------------------------------ binding in the order of the call
 def _elementwise(canonical: CanonicalOp, text: str, words: Words) -> Bind:
-    """The operands are the first arguments, or the text ``*``: the tensors, wherever they are. The static arguments are
-    the other arguments, and None where there are none."""
+    """Return ``bind`` for an element-wise operation.
+
+    The operands are the first arguments or, with the text ``*``, all tensors among the arguments. The static arguments
+    are the other arguments, or None if there are none.
+    """
     if text == "*":
         anywhere = _as_called(canonical.signature, "", lambda given: (), words)
 
@@ -195,7 +200,7 @@ def _elementwise(canonical: CanonicalOp, text: str, words: Words) -> Bind:
 
 
 def _as_called(signature: Signature, text: str, facts: Facts, words: Words) -> Bind:
-    """The operands are the tensors among the arguments: those that the signature names, or any."""
+    """Return ``bind`` whose operands are tensor arguments: the operands of the signature, or all tensors."""
     arguments = read_arguments(text)
     places, names = _places(arguments, words), [x.name for x in arguments]
     if signature.several:

@@ -1,7 +1,7 @@
-"""Calls that look like an earlier one run without sorting or looking at their arguments again.
+"""Cache of calls: a call that equals an earlier one in `call_key` skips the binding and inspection of its arguments.
 
-Most operations of a model are called with the same layouts and numbers in every step. The results of the op table's row
-and of the rule for these are cached under them. `call_key` has the facts that two calls must have in common.
+Most operations of a model are called with the same layouts and numbers in every step. The cache stores the results of
+the op table's entry and of the rule. `call_key` contains all facts that these results depend on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hyper_parallel.core.operations.operands import DTENSOR_CLASSES
 from hyper_parallel.core.rules import CanonicalOp
 
 _VALUES = frozenset({bool, int, float, str})
-#: Stand in a key for False and True, before named arguments, and for an argument that cannot be compared.
+#: Markers in a key: for False and True, before named arguments, and for an argument that cannot be compared.
 _TRUTHS = (object(), object())
 _NAMED: Any = object()
 _OTHER: Any = object()
@@ -24,21 +24,22 @@ Run = Callable[[Any, tuple, dict], Any]
 
 
 def call_key(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """The key under which a call of one operation is remembered: calls with the same key have the same plan.
+    """Return the cache key of a call of one operation. Calls with equal keys have the same plan.
 
-    ``func`` is the native function, None where that makes no difference.
+    ``func`` is the native function, or None if the plan does not depend on it.
     """
     classes = DTENSOR_CLASSES
     positional = [x._layout if type(x) in classes else x if type(x) is int else _key_of(x) for x in args]
     if not kwargs:
         return (func, *positional)
-    # A float that is given by name is no operand, so its value counts, and the sign of a zero.
+    # A float that is passed by name is not an operand, so its value counts, including the sign of zero.
     named = [(float, x, math.copysign(1, x)) if type(x) is float else _key_of(x) for x in kwargs.values()]
     return (func, *positional, _NAMED, *kwargs, *named)
 
 
 def _key_of(x: Any) -> Any:
-    """A float counts by its type, not by its value: it is an operand of an element-wise operation."""
+    """Return the entry of one argument in the key. A float is represented by its type only, because it is an operand of
+    an element-wise operation."""
     kind = type(x)
     if kind is bool:
         return _TRUTHS[x]  # True equals 1
@@ -60,15 +61,16 @@ def _key_of(x: Any) -> Any:
 def remembered_call(
     key: tuple, op: CanonicalOp, args: tuple, kwargs: dict, operands: tuple, plan: Any, static_args: Any
 ) -> Run | None:
-    """``run(func, args, kwargs)`` for all calls of this key; None where the key does not tell how they run.
+    """Return ``run(func, args, kwargs)`` for all calls with this key. Return None if the key does not determine how
+    they run.
 
     Args:
         key: `call_key` of this call.
         op: the canonical operation.
-        args: its positional arguments.
-        kwargs: its named arguments.
-        operands: the operands that the row made of them.
-        plan: how the operation runs.
+        args: positional arguments of the call.
+        kwargs: named arguments of the call.
+        operands: the operands that the op table's entry extracted.
+        plan: plan of the operation.
         static_args: the static arguments.
     """
     if not (op.elementwise or op.repeatable) or any(k is _OTHER for k in key) or not _is_value(static_args):
@@ -83,7 +85,8 @@ def remembered_call(
             return None
         places = found
         take = _all if places == [*range(len(args))] else _from(places)
-    # The value of a float or a DTensor that is no operand may count, and the key has only its type or layout.
+    # The plan may depend on the value of a float or DTensor that is not an operand. The key has only its type or
+    # layout.
     if any(type(x) is float or type(x) in DTENSOR_CLASSES for i, x in enumerate(args) if i not in places):
         return None
     if any(type(x) in DTENSOR_CLASSES for name, x in kwargs.items() if name not in places):
@@ -94,7 +97,7 @@ def remembered_call(
 
 
 def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
-    """The run of a plan that only reads tensors, runs the native operation and wraps the result."""
+    """Return the run function of a plan that only reads tensors, runs the native operation and wraps the result."""
     call, no_dispatch, wrap, result = plan.call, plan.no_dispatch, plan.wrap, plan.result
     wrap_several, reads, copies, after = plan.wrap_several, plan.reads, plan.copies, plan.after
     clone = plan.mesh.platform.clone
@@ -122,7 +125,7 @@ def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
 
 
 def _is_value(x: Any) -> bool:
-    """Return whether ``x`` is made of numbers, strings and None. Keeping such a value keeps no tensor alive."""
+    """Return whether ``x`` consists of numbers, strings and None. Caching such a value keeps no tensor alive."""
     return all(map(_is_value, x)) if type(x) is tuple else x is None or type(x) in _VALUES
 
 
@@ -135,13 +138,15 @@ def _elements(args: tuple, kwargs: dict) -> tuple:
 
 
 def _from(places: list[Any]) -> Take:
-    """A function that takes the operands from these places in the arguments."""
+    """Return a function that takes the operands from the given positions and names in the arguments."""
     return lambda args, kwargs: tuple([args[p] if type(p) is int else kwargs[p] if p else None for p in places])
 
 
 def _places(op: CanonicalOp, operands: tuple, args: tuple, kwargs: dict) -> list[int | str] | None:
-    """The position or name of the argument that each operand is, an empty name for an operand None. None where that is
-    not clear: one object was given twice, or an operand is none of the arguments."""
+    """Return the position or name of the argument that each operand is. The name is empty for an operand None.
+
+    Return None if that is ambiguous: an object was passed twice, or an operand is not an argument.
+    """
     count = len(operands)
     if op.elementwise and _same_elements(operands, args[:count]):
         return [*range(count)]

@@ -1,4 +1,4 @@
-"""Sharding rules that users add for operations that have none."""
+"""Sharding rules that users register for operations without one."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ _CUSTOM: dict[Any, NativeOp] = {}
 
 
 def register_sharding(op: Any, rule: Rule | None = None, bind: Callable[..., tuple[tuple, tuple]] | None = None) -> Any:
-    """Tell how an operation that the library does not know may be sharded.
+    """Register a sharding rule for an operation that the library does not support.
 
-    With a rule, which says for all meshes and placements which dimensions may be cut. Or, as in torch, as a decorator
-    of a function that lists the ways to run on one mesh dimension.
+    A ``rule`` says which dimensions may be sharded, for all meshes and placements. Without it, the result is a
+    decorator, as in torch. It takes a function that lists the possible placements on one mesh dimension.
 
     Args:
-        op: native operation, as it arrives at dispatch: the framework's function object, or its name. For the
-            decorator also several, such as ``torch.ops.aten._softmax.default``, in a list.
-        rule: ``rule(shapes, static_args) -> OpSharding``, see `hyper_parallel.core.rules.op_sharding`. None gives the
-            decorator. The decorated function is called as the operation, with objects that have ``shape``, ``ndim`` and
-            ``dtype`` for tensors. It returns pairs (placements of the results, placements of the arguments, None for an
-            argument that is no tensor). Running on whole tensors is always possible and needs no entry. Dimensions are
-            cut together where they have one size, or sizes that the number of ranks divides.
-        bind: ``bind(*args, **kwargs) -> (operands, static_args)`` tells tensor operands from the other arguments; the
-            operation is then called as ``op(*operands, *static_args)``. Default: all arguments are operands.
+        op: native operation as dispatch receives it: the framework's function object, such as
+            ``torch.ops.aten._softmax.default``, or its name. The decorator also accepts a list of operations.
+        rule: ``rule(shapes, static_args) -> OpSharding`` (see `hyper_parallel.core.rules.op_sharding`), or None for the
+            decorator. The decorated function gets the arguments of the operation, with objects that have ``shape``,
+            ``ndim`` and ``dtype`` in place of tensors. It returns pairs (placements of the results, placements of the
+            arguments), with None for an argument that is not a tensor. Replicated operands are always possible and need
+            no entry. Dimensions that are sharded together must have one size, or sizes that the number of ranks
+            divides.
+        bind: ``bind(*args, **kwargs) -> (operands, static_args)`` separates tensor operands from other arguments. The
+            operation is then called as ``op(*operands, *static_args)``. By default, all arguments are operands.
 
     Returns:
-        None, or with ``rule=None`` the decorator, which returns the function.
+        None, or the decorator, which returns the decorated function.
 
     Raises:
-        ValueError: when the operation has a rule already; when the backend serves it itself, so that a rule would never
-            be asked; when the operation is called, for a list of placements that does not fit it.
+        ValueError: when the operation has a rule already, and when the backend implements it without rules. Also when
+            the operation is called, for listed placements that do not match its arguments.
 
     Example:
         >>> import torch
@@ -49,7 +50,7 @@ def register_sharding(op: Any, rule: Rule | None = None, bind: Callable[..., tup
         ... def erfinv(x):
         ...     return [([Shard(dim)], [Shard(dim)]) for dim in range(x.ndim)]
 
-    Source: ``torch.distributed.tensor.experimental.register_sharding``; rules have labels in place of placements.
+    Source: ``torch.distributed.tensor.experimental.register_sharding``; rules use labels in place of placements.
     """
     if rule is None:
         return lambda function: _register_listed(op if isinstance(op, list) else [op], function)
@@ -87,7 +88,7 @@ def _register_listed(ops: list[Any], function: Callable[..., Any]) -> Callable[.
 
 
 def _check_free(op: Any) -> None:
-    """Raise ValueError where a rule for ``op`` would be a second one, or never be asked."""
+    """Raise ValueError if a rule for ``op`` exists already, or would never be called."""
     platform = get_platform()
     if op in _CUSTOM or op in platform.op_table or name_of(op) in platform.op_table:
         raise ValueError(f"{name_of(op)} has a sharding rule already")
@@ -101,5 +102,5 @@ def _new_name(op: Any) -> str:
 
 
 def find_custom_op(func: Any) -> NativeOp | None:
-    """The operation registered for ``func`` or for its name."""
+    """Return the entry registered for ``func`` or for its name, or None."""
     return (_CUSTOM.get(func) or _CUSTOM.get(name_of(func))) if _CUSTOM else None

@@ -1,7 +1,7 @@
-"""Running an operation on distributed tensors: look the plan up, run on the locals, wrap the result.
+"""Execution of an operation on distributed tensors: find the plan, run it on local tensors, wrap the result.
 
-The hot path is one dictionary look-up under the operands' layouts and static arguments. Then follow the reads that the
-plan names (usually none), the native operation and the wrap. Everything else happens once per plan.
+The hot path is one dictionary look-up under the operands' layouts and static arguments. Then come the reads of the plan
+(usually none), the native operation and the wrap. All other work happens once per plan.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ _PLANS: dict[tuple, _Plan] = Cache(_MAX_PLANS, "plans of operations")
 
 
 class _Plan:
-    """The run of an operation with given layouts; calling it runs the operation.
+    """The execution of an operation for given layouts. Calling a plan runs the operation.
 
     Attributes:
         mesh: the mesh of the operands.
         canonical: the operation.
-        call: the native operation as its row of the op table calls it.
-        replacement: the function that a rule calls in its place, or None.
-        reads: (index of operand, function that reads it) for the operands that are not simply their local tensor.
-        plain: indices of plain tensors that are promoted for that.
+        call: the native operation, as its entry of the op table calls it.
+        replacement: a rule's function in place of the native operation, or None.
+        reads: (index of operand, function that reads it) for operands that need redistribution or another view.
+        plain: indices of plain tensors that are promoted to DTensors for a read.
         mixes: index of a plain tensor with dimensions, which only `implicit_replication` allows, or None.
-        static_args: static arguments of the local call, None to use the call's own.
-        operand_layouts, results: layouts after the reads.
-        inplace: whether operand 0 is written.
-        copies: says of operand 0 whether the local operation is to be run on a copy of it, or None; see `aliasing`.
-        after: notes facts on operands and result, or None; see `aliasing`.
-        only_local: whether the reads, the native operation, the wrap, `copies` and `after` are all that is to be done.
+        static_args: static arguments of the local call; None to use those of the original call.
+        operand_layouts, results: layouts of the operands after the reads, and of the results.
+        inplace: whether the operation writes to operand 0.
+        copies: function that returns whether the local operation must run on a copy of operand 0, or None (see
+            `aliasing`).
+        after: function that records aliasing of operands and result, or None (see `aliasing`).
+        only_local: whether the plan consists only of the reads, the native operation, the wrap, `copies` and `after`.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class _Plan:
         if mesh.get_coordinate() is not None:
             if sharding.filled:
                 self.call = bind_filled(self.call, sharding, strategy.operands, mesh.platform)
-            if not op.in_place and canonical.memory != "shared":  # a view has its base's history in autograd
+            if not op.in_place and canonical.memory != "shared":  # a view must keep its base's autograd history
                 self.call = bind_dense(self.call, strategy.results, mesh.platform)
         self.static_args = None if localized is None else localized(static_args, strategy.operands, strategy.results)
         unsized = any(isinstance(result, Unsized) for result in strategy.results)
@@ -116,8 +117,11 @@ class _Plan:
         self.no_dispatch, self.wrap = mesh.platform.no_dispatch, _wrap_sized if unsized else mesh.platform.wrap
 
     def wrap_several(self, results: Any) -> Any:
-        """Several results, in the tuple or list that the operation returned. The last ones may be unknown to the rule,
-        numbers such as the seed of an operation: they stay as they are."""
+        """Return several results as DTensors, in the tuple or list that the operation returned.
+
+        The rule may not describe the last results, such as the random seed of an operation. They are returned
+        unchanged.
+        """
         count = len(self.results)
         wrapped = map(self.wrap, results[:count], self.results)
         return type(results)(wrapped if len(results) == count else [*wrapped, *results[count:]])
@@ -136,7 +140,7 @@ class _Plan:
                     what = f"operand {self.mixes} of {name_of(func)}, which is a plain tensor"
                     check_replicated(operands[self.mixes], self.mesh, (Replicate(),) * self.mesh.ndim, what)
             local_operands = self._read(operands) if self.reads else operands
-            if self.inplace and getattr(operands[0], "_family", None) is not None:  # a plain parameter has none
+            if self.inplace and getattr(operands[0], "_family", None) is not None:  # a plain parameter has no family
                 local_operands = apart(operands, local_operands, self.mesh.platform)
             if self.copies is not None and self.copies(operands[0]):
                 local_operands = (self.mesh.platform.clone(local_operands[0]), *local_operands[1:])
@@ -157,7 +161,7 @@ class _Plan:
         return operands[0]
 
     def _read(self, operands: tuple) -> tuple:
-        """The operands as the plan wants them."""
+        """Return the operands in the layouts that the plan requires."""
         new = list(operands)
         for i in self.plain:
             new[i] = self._promote(new[i])
@@ -166,7 +170,7 @@ class _Plan:
         return tuple(new)
 
     def _promote(self, x: Any) -> Any:
-        """A plain tensor, the same on every rank, as a DTensor."""
+        """Return a plain tensor, which is equal on every rank, as a DTensor."""
         platform = self.mesh.platform
         promoted = platform.wrap(platform.alias(x), replicated_layout(self.mesh, platform.shape_of(x)))
         promoted._origin = x
@@ -174,7 +178,7 @@ class _Plan:
 
 
 def _wrap_sized(local: Any, result: Layout | Unsized) -> Any:
-    """`Platform.wrap` of a result whose size may be known only now."""
+    """Apply `Platform.wrap` to a result whose size may follow from the data."""
     platform = result.mesh.platform
     return platform.wrap(local, result.sized(platform.shape_of(local)) if isinstance(result, Unsized) else result)
 
@@ -182,12 +186,14 @@ def _wrap_sized(local: Any, result: Layout | Unsized) -> Any:
 def _bind_read(
     have: Layout | None, layout: Layout, partial_dims: tuple[int, ...], op: CanonicalOp | None
 ) -> Callable[[Any], Any]:
-    """The read of a DTensor in a plan: with ``layout``, and through `partial_grad_view` where its cotangent is partial.
+    """Return a function that reads a DTensor for a plan. It redistributes to ``layout``, and applies
+    `partial_grad_view` if the cotangent is partial.
 
     Args:
-        have: the layout that it has.
-        layout, partial_dims: see there.
-        op: the operation whose results lie in memory in an order that depends on that of its operands, if it is one.
+        have: layout of the operand.
+        layout: layout that the operation reads.
+        partial_dims: mesh dimensions over which the cotangent is partial.
+        op: the operation, if the memory order of its results depends on the operand, else None.
     """
     requires_grad = layout.mesh.platform.requires_grad
 
@@ -203,25 +209,28 @@ def _bind_read(
 
 
 def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """The read of a DTensor of which a plan makes a view. The layouts differ at most in mesh dimensions of size 1, so
-    no data moves. The result must share memory as it does on any number of ranks."""
+    """Return a function that reads a DTensor for an operation that returns a view.
+
+    The layouts differ at most in mesh dimensions of size 1, so no data moves. The result must share memory, as on more
+    ranks.
+    """
     wrap, alias = mesh.platform.wrap, mesh.platform.alias
     return lambda x: x if x._layout is layout else wrap(alias(x), layout)
 
 
 class _Dispatch:
-    """Runs native operations of which some argument is a DTensor; called by the platform's interception."""
+    """Function object that runs native operations with DTensor arguments. The platform's interception calls it."""
 
     def __call__(self, op: NativeOp | None, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run ``func(*args, **kwargs)``, of which ``op`` is the row of the op table, or None when it has none."""
+        """Run ``func(*args, **kwargs)``. ``op`` is its entry of the op table, or None if it has none."""
         return _RUNS[op](func, args, kwargs)
 
     def bind(self, op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
-        """Bind the dispatch to one row, as ``run(func, args, kwargs)``."""
+        """Return the dispatch of one entry, as ``run(func, args, kwargs)``."""
         return _RUNS[op]
 
     def result_shapes(self, name: str, shapes: tuple, static_args: Any) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the results of a canonical operation on tensors of these shapes."""
+        """Return the shapes of the results of a canonical operation on tensors of the given shapes."""
         sharding = OPERATIONS[name].rule(shapes, static_args)
         assert sharding is not None, f"{name} has no rule for {shapes}, {static_args}"
         return sharding.result_shapes
@@ -240,7 +249,7 @@ def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
             which = func if by_function else None
             count = 0 if kwargs else len(args)
             if count == 2 and type(args[0]) in classes and type(args[1]) in classes:
-                key: tuple = (which, args[0]._layout, args[1]._layout)  # `call_key`, most often
+                key: tuple = (which, args[0]._layout, args[1]._layout)  # fast path of `call_key`
             elif count == 1 and type(args[0]) in classes:
                 key = (which, args[0]._layout)
             else:
@@ -256,7 +265,7 @@ def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
     return run
 
 
-#: row of the op table -> `call_key` -> `remembered_call`.
+#: entry of the op table -> `call_key` -> `remembered_call`.
 CALLS: dict[NativeOp, dict[tuple, Callable[[Any, tuple, dict], Any]]] = {}
 _RUNS = Table(_make_run, _MAX_PLANS)
 
@@ -273,8 +282,8 @@ def _run_without_row(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | None) -> Any:
-    """Run a call that is not remembered yet, and remember it under ``key``. It is not remembered where that is None or
-    the call cannot be remembered."""
+    """Run a call that is not cached, and cache it under ``key``. It is not cached if ``key`` is None or the key is
+    ambiguous."""
     canonical = OPERATIONS.get(op.name)
     if canonical is None:
         raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is not a canonical operation")
@@ -312,7 +321,7 @@ def _make_plan(
     mesh = common_mesh(layouts, func)
     if mesh is None:
         return None
-    if not canonical.elementwise:  # these need no more of a local tensor than that it is empty
+    if not canonical.elementwise:  # element-wise operations also run on the empty tensors of ranks outside the mesh
         mesh.require_member(name_of(func))
     plain = tuple(i for i, key in enumerate(layouts) if isinstance(key, tuple))
     for i in plain:

@@ -1,4 +1,4 @@
-"""Operations without a sharding rule: run on gathered operands, replicated result. Right by construction."""
+"""Fallback for operations without a sharding rule: they run on gathered operands and give replicated results."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ _WARNED: set[Any] = set()
 
 
 def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = None) -> Any:
-    """Run an operation on gathered operands, which is right by construction, and warn once of each.
+    """Run an operation on gathered operands, which is always correct, and warn once for each operation.
 
     Args:
         func, args, kwargs: the native call.
-        op: its row of the op table, if it has one. Where its operation is meant to run this way, that is not reported.
+        op: entry of the op table, or None. There is no warning if its operation is meant to be gathered
+            (`CanonicalOp.gathers`).
 
     Raises:
-        ValueError: when the operation writes in place and an operand is not replicated, inside `strict`, or for plain
+        ValueError: when the operation writes in place and an operand is not replicated; inside `strict`; for plain
             tensors among the operands.
     """
     name = name_of(func)
@@ -69,7 +70,7 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
             order = None if whole is x else bind_order(x._layout, layout, True)
             if order is not None and (ordered := order(x, whole)) is not whole:
                 whole = platform.wrap(ordered, layout)
-            # Plain for code that inspects it; an argument that is written to must stay the same object.
+            # Code that inspects arguments gets plain tensors. An argument that is written to must stay the same object.
             whole = whole if writes else platform.alias(whole)
             if not meant:
                 given.append(_Given(x, whole, platform, name))
@@ -102,12 +103,12 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
 
 
 class _Given:
-    """A DTensor and the value that the operation got in its place. It may write to that: normalisation over batches
-    updates its running statistics.
+    """A DTensor and its gathered value, which the operation received. The operation may write to that value: batch
+    normalisation updates its running statistics.
 
     Attributes:
         x: the DTensor.
-        whole: its whole value.
+        whole: the gathered value.
     """
 
     def __init__(self, x: Any, whole: Any, platform: Platform, name: str) -> None:
@@ -115,15 +116,16 @@ class _Given:
         self._how = platform.watch(whole, name) if platform.has_values(whole) else None
 
     def is_written(self) -> bool:
-        """Return whether the operation has written to it."""
+        """Return whether the operation has written to the gathered value."""
         return bool(self._how and self._how())
 
     def write_back(self, name: str) -> bool:
-        """Write the operation's changes of its value to the DTensor; returns whether there were any. All ranks agree,
-        since they have computed the same on the same values.
+        """Write the operation's changes of the gathered value to the DTensor, and return whether there were any.
+
+        All ranks agree, since they computed the same on equal values.
 
         Raises:
-            ValueError: when that cannot be done.
+            ValueError: when the placements or autograd make this impossible.
         """
         how = self._how and self._how()
         if not how:
@@ -144,7 +146,7 @@ class _Given:
         return True
 
     def note_views(self, result: Any, name: str) -> None:
-        """Tie results that are views of the operand to it."""
+        """Register results that are views of the operand."""
         x = self.x
         for y in _dtensors(result):
             if y is not x and y._layout.mesh.platform.same_memory(self.whole, y):
@@ -155,7 +157,7 @@ class _Given:
 
 
 def tell_of_failure_in(error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
-    """`tell_of_failure` of an operation on distributed tensors."""
+    """Call `tell_of_failure` for an operation on distributed tensors."""
     for x in _dtensors((args, kwargs)):
         tell_of_failure(error, name_of(func), x._layout.mesh)
         return
@@ -200,7 +202,7 @@ def _dtensors(tree: Any) -> Iterator[Any]:
 
 
 def _map(convert: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with each of its leaves converted."""
+    """Return ``tree`` with each of its leaves converted."""
     if isinstance(tree, (tuple, list)):
         items = [_map(convert, item) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)

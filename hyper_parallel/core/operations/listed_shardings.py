@@ -1,4 +1,4 @@
-"""Shardings of an operation listed placement by placement, as torch's ``register_sharding`` takes them."""
+"""Shardings of an operation that are listed as placements, as torch's ``register_sharding`` takes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TensorSpec", "listed_op", "listed_rule", "plain"]
 
 
 class TensorSpec(NamedTuple):
-    """Global tensor without data. It stands for a tensor when a function is asked for shardings.
+    """Shape and dtype of a global tensor. It replaces a tensor when a function is called to list shardings.
 
     Attributes:
         shape: global shape.
@@ -31,19 +31,22 @@ class TensorSpec(NamedTuple):
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """The size of a dimension, or the shape, as of a tensor."""
+        """Return the size of a dimension, or the shape, like a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
 
 class _Slot(NamedTuple):
-    """The place of a tensor among the arguments."""
+    """The position of a tensor among the operands."""
 
     at: int
 
 
 def listed_op(name: str, platform: Platform) -> NativeOp:
-    """The row of such an operation: operands are the tensors among the arguments, in lists too; static arguments are
-    the rest, and the dtypes."""
+    """Return an entry of the op table for an operation with listed shardings.
+
+    Operands are the tensors among the arguments, also inside lists. Static arguments are all other arguments, and the
+    dtypes.
+    """
 
     def bind(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, tuple]:
         operands: list[Any] = []
@@ -68,12 +71,12 @@ def listed_op(name: str, platform: Platform) -> NativeOp:
 
 
 def plain(operands: Sequence[Any], platform: Platform) -> tuple[Any, ...]:
-    """Local operands as plain tensors: a backward written by users gets its saved tensors, with interception on."""
+    """Return local operands as plain tensors. A user-defined backward reads its saved tensors with interception on."""
     return tuple(platform.alias(x) if type(x) in DTENSOR_CLASSES else x for x in operands)
 
 
 def filled(template: tuple, operands: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a call, with ``operands`` in the places of its tensors."""
+    """Return the arguments of a call, with ``operands`` in place of its tensors."""
 
     def fill(value: Any) -> Any:
         if isinstance(value, _Slot):
@@ -89,8 +92,11 @@ def filled(template: tuple, operands: Sequence[Any]) -> tuple[tuple, dict[str, A
 def listed_rule(
     op: Any, function: Callable[..., Sequence[tuple[Sequence, Sequence]]], platform: Platform
 ) -> Callable[[tuple, tuple], OpSharding | None]:
-    """The rule made of ``function``. For each way to run ``op`` on one mesh dimension, that gives (placements of the
-    results, placements of the arguments)."""
+    """Return the rule made of ``function``.
+
+    ``function`` returns one pair for each sharding of ``op`` on one mesh dimension. A pair is (placements of the
+    results, placements of the arguments).
+    """
 
     def rule(shapes: tuple, static_args: tuple) -> OpSharding | None:
         template, dtypes = static_args
@@ -135,7 +141,8 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _result_shapes(op: Any, template: tuple, specs: Sequence[TensorSpec], platform: Platform) -> Any:
-    """Global shapes of the results, by running the operation without data; None where the framework cannot."""
+    """Return the global shapes of the results, by running the operation on meta tensors. Return None if the framework
+    cannot."""
     stand_ins = [platform.meta_tensor(spec.shape, spec.dtype) for spec in specs]
     if any(x is None for x in stand_ins):
         return None

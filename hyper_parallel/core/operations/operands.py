@@ -1,4 +1,4 @@
-"""Questions of dispatch about the operands of an operation."""
+"""Inspection and checks of the operands of an operation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _SCALARS = frozenset({int, float, bool, complex, type(None), str})
 
 
 def operand_key(x: Any) -> Any:
-    """Return the facts that a plan depends on: the layout of a DTensor or the shape of a plain tensor. Other
-    operands give None."""
+    """Return the facts about an operand that a plan depends on.
+
+    It is the layout of a DTensor, the shape of a plain tensor, or None for other operands.
+    """
     if type(x) in _SCALARS:
         return None
     try:
@@ -28,15 +30,15 @@ def operand_key(x: Any) -> Any:
     try:
         shape = getattr(x, "shape", None)
     except RuntimeError:
-        shape = ()  # a nested tensor has none: see `refuse_foreign`
+        shape = ()  # a nested tensor has no shape (see `refuse_foreign`)
     return None if shape is None else tuple(shape)
 
 
 def common_mesh(layouts: tuple, func: Any) -> DeviceMesh | None:
-    """The mesh of the operands, None when none is distributed.
+    """Return the mesh of the operands, or None if no operand is distributed.
 
     Raises:
-        ValueError: when they are on different meshes.
+        ValueError: when operands are on different meshes.
     """
     mesh = None
     for layout in layouts:
@@ -50,7 +52,7 @@ def common_mesh(layouts: tuple, func: Any) -> DeviceMesh | None:
     return mesh
 
 
-#: Remedies for operands on two meshes. Of the first, one mesh is a slice of the other.
+#: Remedies for operands on two meshes. The first is for a mesh that is a slice of the other.
 _SLICES = (
     "in a distributed batch a layer with use_local_output=False (the default of SequenceParallel) gives a tensor on "
     "both dimensions, and a layer with use_local_output=True on the data-parallel one alone. Give all layers of a "
@@ -61,18 +63,18 @@ _MESHES = "bring them to one mesh (full_tensor, then distribute_tensor)"
 
 
 def mixed_error(func: Any, operands: Sequence[Any], plain: int, canonical: CanonicalOp | None = None) -> ValueError:
-    """Return the error for a plain tensor, operand ``plain``, that meets a distributed one.
+    """Return the error for a plain tensor, operand ``plain``, that meets a DTensor.
 
     Args:
         func: the native operation.
-        operands: its operands.
+        operands: operands of the operation.
         plain: index of the plain tensor.
-        canonical: the canonical operation, whose operands have names.
+        canonical: the canonical operation, from which operands get their names, or None.
     """
     layouts = [operand_key(x) for x in operands]
     other = next(i for i, layout in enumerate(layouts) if isinstance(layout, Layout))
     platform, roles = layouts[other].mesh.platform, _roles(canonical, len(operands))
-    # A parameter says more of the cause than an operand that the module made for it, such as a first hidden state.
+    # A parameter explains the cause better than a tensor that the module created, such as an initial hidden state.
     names = {i: owner_of(operands[i], platform) for i, layout in enumerate(layouts) if isinstance(layout, tuple)}
     plain = next((i for i, name in names.items() if name), plain)
     held = names.get(plain)
@@ -87,7 +89,7 @@ def mixed_error(func: Any, operands: Sequence[Any], plain: int, canonical: Canon
         name = (held if i == plain else owner_of(operands[i], platform)) or roles[i]
         return f"operand {i}, {name}" if name else f"operand {i}"
 
-    return ValueError(  # no TypeError: frameworks turn one in a dunder into "unsupported operand"
+    return ValueError(  # not TypeError, which frameworks turn into "unsupported operand" in dunders
         f"{name_of(func)} got a plain tensor ({called(plain)}, shape {layouts[plain]}) and a DTensor ({called(other)}, "
         f"global shape {tuple(layouts[other].shape)}, placements {list(layouts[other].placements)}): {remedy}"
     )
@@ -118,14 +120,14 @@ def _roles(canonical: CanonicalOp | None, count: int) -> list[str]:
 
 
 def check_parts(func: Any, layouts: Sequence[Any]) -> None:
-    """Refuse an element-wise operation on a part of a sequence and a whole one, before anything is gathered for it.
+    """Raise for an element-wise operation on a local shard and a full sequence, before operands are gathered.
 
     Args:
         func: the native operation, whose shapes do not broadcast.
-        layouts: the `operand_key` of each operand.
+        layouts: `operand_key` of each operand.
 
     Raises:
-        ValueError: where sizes differ by the number of ranks of another dimension of the mesh.
+        ValueError: when sizes differ by the number of ranks of another dimension of the mesh.
     """
     shapes = [tuple(key.shape if isinstance(key, Layout) else key) for key in layouts if key is not None]
     mesh = next(key.mesh for key in layouts if isinstance(key, Layout))
@@ -143,7 +145,8 @@ def check_parts(func: Any, layouts: Sequence[Any]) -> None:
 
 
 def refuse_foreign(x: Any, platform: Any, what: str) -> None:
-    """Raise TypeError when ``x`` is a tensor that DTensors cannot be made of or meet; ``what`` names who got it."""
+    """Raise TypeError if ``x`` is a tensor that cannot be combined with DTensors. ``what`` is the caller, for the
+    message."""
     foreign = platform.foreign_tensor(x)
     if foreign is not None:
         raise TypeError(f"{what} got {foreign}")

@@ -1,6 +1,6 @@
-"""Names of operands in messages: ``weight of 'layers.0.norm'`` says more than a number.
+"""Names of operands in messages, such as ``weight of 'layers.0.norm'``.
 
-Nothing here runs before an error. Models are remembered where a plan or a unit is made of them.
+The search runs only when an error is raised. Models are registered when a plan or a unit is created for them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from hyper_parallel.platform import Platform
 
 __all__ = ["owner_of", "remember_model"]
 
-#: Modules that were given to `parallelize_module`, `fully_shard` and `replicate`, oldest first.
+#: Weak references to the modules of `parallelize_module`, `fully_shard` and `replicate`, oldest first.
 _MODELS: list[weakref.ref[Any]] = []
 
 
 def remember_model(module: Any) -> None:
-    """Remember a module whose tensors `owner_of` can name for as long as the module lives."""
+    """Register a module whose tensors `owner_of` can name. The reference is weak."""
     alive = [reference for reference in _MODELS if (model := reference()) is not None and model is not module]
     _MODELS[:] = [*alive, weakref.ref(module)]
 
@@ -42,4 +42,4 @@ def owner_of(x: Any, platform: Platform) -> str | None:
 def _held(module: Any, platform: Platform) -> Iterator[tuple[str, Any]]:
     yield from platform.named_parameters(module)
     yield from platform.named_buffers(module)
-    yield from list(vars(module).items())  # whole parameters, while a unit runs
+    yield from list(vars(module).items())  # unsharded parameters, while a unit runs

@@ -1,7 +1,7 @@
-"""The solver between `rules` and `dispatch`: from a rule's answer to the layout of each operand.
+"""The solver between `rules` and `dispatch`: it computes the layout of each operand from a rule's result.
 
-For each mesh dimension it weighs the ways in which the operation can run there. It takes the one that moves the least
-data. The ways are: everything replicated; one label sharded; or, for a sum of products, the partial sums kept partial.
+For each mesh dimension, it compares the possible shardings, and chooses the one that moves the least data. The choices
+are replicated operands, one sharded label, or partial sums that stay partial in a sum of products.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hyper_parallel.core.rules.op_sharding import Label, OpSharding
 
 @dataclass(frozen=True)
 class Unsized:
-    """Layout of a result as far as it is known before the data say how large the result is.
+    """Layout of a result whose size follows from the data.
 
     Attributes:
-        mesh, placements: as in a layout.
-        shape: global shape, with None for the sizes of whole dimensions that the data say.
+        mesh, placements: as in `Layout`.
+        shape: global shape, with None for unsharded dimensions whose size follows from the data.
     """
 
     mesh: DeviceMesh
@@ -34,19 +34,19 @@ class Unsized:
     shape: tuple[int | None, ...]
 
     def sized(self, local_shape: tuple[int, ...]) -> Layout:
-        """The layout of a result of which this rank has a part of ``local_shape``."""
+        """Return the layout of a result whose local shape on this rank is ``local_shape``."""
         sizes = zip(self.shape, local_shape, strict=True)
         return get_layout(self.mesh, self.placements, tuple(here if size is None else size for size, here in sizes))
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Layouts that an operation needs and gives.
+    """Layouts of the operands and results of an operation.
 
     Attributes:
-        operands: for each operand the layout it is read with, None for an operand that is no tensor.
-        partial_grad_dims: for each operand the mesh dimensions over which its gradient comes back partial: there it is
-            read through `partial_grad_view`.
+        operands: the layout that each operand is read with, None for an operand that is not a tensor.
+        partial_grad_dims: for each operand, the mesh dimensions over which its gradient is partial. The operand is read
+            through `partial_grad_view` on them.
         results: the layout of each result, or `Unsized`.
     """
 
@@ -57,8 +57,11 @@ class Strategy:
 
 @dataclass(frozen=True)
 class _Choice:
-    """One way to run on one mesh dimension: ``label`` is sharded as ``shard`` says, if any is. Where not all ranks
-    compute the same (``splits``), each gives a part of the gradients of replicated operands."""
+    """A possible sharding of the operation on one mesh dimension.
+
+    ``label`` is sharded as ``shard``, or no label if that is None. With ``splits``, ranks compute different parts, and
+    each contributes a summand to the gradients of replicated operands.
+    """
 
     operands: tuple[Placement | None, ...]
     results: tuple[Placement, ...]
@@ -78,24 +81,23 @@ def solve(
     pinned: int | None = None,
     packed: bool = True,
 ) -> Strategy | None:
-    """Choose a strategy.
+    """Return the cheapest strategy for an operation.
 
     Args:
-        sharding: the rule's answer.
-        layouts: the layouts that the operands have; a promoted plain tensor counts as replicated.
-        mesh: the mesh of all of them.
+        sharding: result of the rule.
+        layouts: current layouts of the operands; a promoted plain tensor counts as replicated.
+        mesh: the mesh of all operands.
         pinned: index of an operand that is written in place and must keep its layout.
         packed: whether operands may be read as packed shards.
 
     Returns:
         The strategy, or None when ``pinned`` cannot keep its layout.
     """
-    # Of an operand whose values are not read only the shape matters: no need to reduce it first.
+    # If the values of an operand are not read, it need not be reduced first.
     layouts = tuple(
         layout.cotangent if i in sharding.unread and layout is not None else layout for i, layout in enumerate(layouts)
     )
-    # An order of cuts that is not the natural one is kept where all of its cuts are. A label with some of them only is
-    # cut in the natural order instead.
+    # A special order of splits is kept only if the label keeps all of its splits. Otherwise the natural order is used.
     natural: set[Label] = set()
     while True:
         chosen = _choose(sharding, layouts, mesh, pinned, natural, packed)
@@ -111,7 +113,7 @@ def solve(
     )
     is_native = sharding.call is None or (sharding.native_if is not None and sharding.native_if(operands))
     if not is_native and any(c.packed for c in chosen):
-        # A replacement of the local call may ask at which index the shard begins.
+        # A replacement of the local call may need the start index of the shard, which packed shards do not have.
         return solve(sharding, layouts, mesh, pinned, packed=False)
     partial = tuple(
         ()
@@ -134,7 +136,7 @@ def _choose(
     natural: set[Label],
     packed: bool,
 ) -> list[_Choice] | None:
-    """The cheapest choice for each mesh dimension, with the labels ``natural`` cut in the natural order."""
+    """Return the cheapest choice for each mesh dimension, with the labels ``natural`` split in the natural order."""
     kept = None if pinned is None else layouts[pinned]
     shards_of_label: dict[Label, int] = {}
     chosen: list[_Choice] = []
@@ -157,9 +159,10 @@ def _choose(
 
 
 def _go_together(one: _Choice, other: _Choice, natural: set[Label]) -> bool:
-    """Return whether two mesh dimensions can run so. At most one of them is packed. The other may cut the same
-    dimension further if its label is the same, in the order of some operand. It may not where parts are taken apart
-    (``natural``).
+    """Return whether two mesh dimensions can use these choices together.
+
+    At most one of them may be packed. The other may split the same dimension further if its label is the same. That is
+    not allowed if packed parts are separated (``natural``).
     """
     packed, rest = (one, other) if one.packed else (other, one)
     if not packed.packed:
@@ -172,7 +175,7 @@ def _go_together(one: _Choice, other: _Choice, natural: set[Label]) -> bool:
 
 
 def _without_order(chosen: list[_Choice], mesh: DeviceMesh) -> set[Label]:
-    """The labels that are cut in no possible order."""
+    """Return the labels whose splits contradict each other in order."""
     found: set[Label] = set()
     for label in {c.label for c in chosen if c.label is not None}:
         placements = tuple(c.shard if c.shard and c.label == label else Replicate() for c in chosen)
@@ -196,8 +199,11 @@ def _choices(
 
 
 def _listed(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, i: int) -> _Choice | None:
-    """The i-th of `OpSharding.choices`. It counts where some operand has its placement already. All dimensions that it
-    shards must be cut at the same places. Nothing is made a sum for it."""
+    """Return entry ``i`` of `OpSharding.choices` as a choice, or None if it is not applicable.
+
+    Some operand must have its sharded or partial placement already. Sizes of all sharded dimensions must be equal, or
+    divisible by the number of ranks. No operand is converted to a partial sum.
+    """
     operands, results = sharding.choices[i]
     operands = tuple(
         p.with_dim(p.dim % layout.ndim) if isinstance(p, Shard) and layout is not None else p
@@ -230,7 +236,8 @@ def _listed(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: 
 def _sharded_labels(
     sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, natural: set[Label]
 ) -> list[tuple[Label, Shard]]:
-    """The labels that some operand has sharded, with how it is: parts and strides count, not the dim."""
+    """Return pairs of a sharded label of some operand and its `Shard` type. The type includes packed sizes and strides;
+    its dimension is 0."""
     found: list[tuple[Label, Shard]] = []
     for labels, layout in zip(sharding.operands, layouts, strict=True):
         if labels is not None and layout is not None and isinstance(p := layout.placements[mesh_dim], Shard):
@@ -242,7 +249,7 @@ def _sharded_labels(
 
 
 def _unpacked(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, size: int) -> _Choice | None:
-    """Packed shards taken apart: each part is sharded along a dimension of a result."""
+    """Return a choice that separates packed shards: each part is sharded along a dimension of a result."""
     packed = layouts[0].placements[mesh_dim] if layouts and layouts[0] is not None else None
     for dim, sizes, result_dim in sharding.unpack:
         if packed is PackedShard(dim, sizes):
@@ -258,11 +265,11 @@ def _sharded(sharding: OpSharding, label: Label, shard: Shard) -> _Choice | None
     results: tuple[Placement, ...]
     if all(label in labels for labels in sharding.results):
         results = tuple(shard.with_dim(labels.index(label)) for labels in sharding.results)
-    else:  # contracted
+    else:  # the label is contracted
         called = sharding.reduce == "call" or label in sharding.combined
         if not called and (sharding.reduce is None or any(label in labels for labels in sharding.results)):
             return None
-        # In a sum of products whose products are split, a term that is not split must count once: it becomes Partial.
+        # In a sum of split products, an unsplit term must count once, so it becomes Partial.
         split = [any(label in (sharding.operands[i] or ()) for i in term) for term in sharding.terms]
         to_partial = {t[0] for t, is_split in zip(sharding.terms, split, strict=True) if not (is_split or called)}
         contracted = Replicate() if called else Partial(sharding.reduce or "sum")
@@ -285,7 +292,7 @@ def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim:
     have = [layout is not None and layout.placements[mesh_dim] is kind for layout in layouts]
     if not sharding.terms or not any(have[i] for term in sharding.terms for i in term):
         return None
-    # Of several summands in a product all but one are to be reduced first: the largest is spared.
+    # If several factors of a product are partial, all but one must be reduced. The largest one stays partial.
     sizes = [0 if layout is None else math.prod(layout.shape) for layout in layouts]
     summands = {max((i for i in term if have[i]), key=sizes.__getitem__, default=term[0]) for term in sharding.terms}
     operands = tuple(
@@ -295,8 +302,9 @@ def _partial(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim:
 
 
 def _can_split(sharding: OpSharding, layouts: tuple[Layout | None, ...], choice: _Choice, shards: int) -> bool:
-    """Return whether the dimensions of a label, which may differ in size, are cut at the same places. Every rank must
-    also get an element where the operation needs one.
+    """Return whether the dimensions of a label, which may differ in size, are split at the same positions.
+
+    Every rank must also get an element if the operation requires one.
     """
     label = choice.label
     if label is None:
@@ -321,20 +329,20 @@ def _cost(choice: _Choice, layouts: tuple[Layout | None, ...], mesh_dim: int) ->
     moved = 0.0
     for placement, layout in zip(choice.operands, layouts, strict=True):
         if layout is not None and placement is not None and placement is not layout.placements[mesh_dim]:
-            # On its own mesh dimension: the needs of the other mesh dimensions do not depend on this choice.
+            # Cost on this mesh dimension alone. The cost on other mesh dimensions does not depend on this choice.
             before, after = _alone(layout, mesh_dim, layout.placements[mesh_dim]), _alone(layout, mesh_dim, placement)
-            # The order of cuts changes by way of whole tensors.
+            # A change of the split order requires a full tensor in between.
             between = [before, _alone(layout, mesh_dim, Replicate()), after] if before is after else [before, after]
             try:
                 moved += sum(itertools.starmap(redistribution_cost, itertools.pairwise(between)))
             except ValueError:
                 return (math.inf, 0.0)
-    # Between equal costs the one that computes less.
+    # Of equal costs, prefer the choice that computes less.
     return (moved, 0.0 if choice.label is not None else 1.0)
 
 
 def _alone(layout: Layout, mesh_dim: int, placement: Placement) -> Layout:
-    """The tensor placed so on one mesh dimension and replicated on the others."""
+    """Return the layout with this placement on one mesh dimension and `Replicate` on the others."""
     if isinstance(placement, StridedShard):
         placement = Shard(placement.dim)
     placements: list[Placement] = [Replicate()] * layout.mesh.ndim

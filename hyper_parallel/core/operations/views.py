@@ -1,15 +1,13 @@
-"""Tensors that share memory on the single device, and the effect of a write to one on the others.
+"""Tensors that share memory on a single device, and the effect of a write to one on the others.
 
-A view whose operation needs no communication shares the memory of its base here too. Then the framework does the rest.
-Where data had to move first (``x[0]`` of rows that are sharded), the view has memory of its own.
-Then the rules are:
+A view that needs no communication shares the memory of its base here too, and the framework does the rest. If data had
+to move first (``x[0]`` of sharded rows), the view has separate memory. Then these rules apply:
 
-* A write to the view is written back to the base at once, or refused where it cannot be.
-* A write to the base, or to another view of it, makes the view stale: a later use raises an error that asks to take the
-  view again. Bringing it up to date would communicate, and which views are still in use is one rank's own knowledge.
+* A write to the view is copied to the base at once, or refused if that is impossible.
+* A write to the base, or to another view of it, makes the view stale. Its next use raises an error that asks to take
+  the view again. An update would communicate, and ranks may differ in which views are still in use.
 
-A `Family` holds the known facts about the tensors that share one piece of memory. Only operations that write look into
-it.
+A `Family` stores the known facts about tensors that share one piece of memory. Only operations that write read it.
 """
 
 from __future__ import annotations
@@ -26,10 +24,11 @@ class Family:
     """The DTensors that share one piece of memory.
 
     Attributes:
-        members: weak references to those that keep something about their values, or may be out of date one day.
-        children: weak references to the families of views that had to move data of this one.
-        source: of such a family, its base and how to write to it.
-        rivals: weak references to families that may share memory on the single device, which cannot be known.
+        members: weak references to the tensors that cache facts about their values, or may become stale.
+        children: weak references to the families of views that had to move data of this family.
+        source: on a family whose view had to move data, the base of the view. None on others.
+        rivals: weak references to families that may share memory on a single device. Local shards do not determine
+            this.
     """
 
     members: list[Any]
@@ -43,7 +42,7 @@ class Family:
         x._family = self
 
     def add(self, x: Any) -> None:
-        """Make ``x`` a member."""
+        """Add ``x`` as a member."""
         if len(self.members) >= self._limit:
             self.members = [member for member in self.members if member() is not None]
             self._limit = 2 * len(self.members) + 16
@@ -51,20 +50,20 @@ class Family:
         x._family = self
 
     def add_child(self, child: Family) -> None:
-        """Note a family of views that had to move data of this one."""
+        """Add a family of views that had to move data of this family."""
         self.children = (*(other for other in self.children if other() is not None), ref(child))
 
 
 class _Source:
-    """Source of a view that had to move data.
+    """The base of a view that had to move data.
 
     Attributes:
-        base: the tensor.
-        copy: the whole view, as a tensor that is no member of its family: no circle of references.
-        back: ``back(base, copy)`` writes it to the base; None where that is not possible.
-        call: a mark that the views of one call share: they do not overlap.
+        base: the base tensor.
+        copy: an alias of the view outside its family, which avoids a reference cycle.
+        back: ``back(base, copy)`` writes the view to the base; None if that is impossible.
+        call: a marker that the views of one call share. These views do not overlap.
         what: the operation, for messages.
-        busy: whether a write is on its way to the base, which does not make the view out of date.
+        busy: whether a write to the view is being copied to the base. Such a write does not make the view stale.
     """
 
     __slots__ = ("back", "base", "busy", "call", "copy", "what")
@@ -74,9 +73,11 @@ class _Source:
 
 
 class CurrentLayout:
-    """``_layout`` of the DTensor class: the answer of an instance without a layout of its own. Then its view is stale,
-    its values are pending, or it is just being made. As it has no ``__set__``, the layout of an instance goes before
-    it."""
+    """Descriptor of ``DTensor._layout`` that is used for instances without a layout attribute.
+
+    Such an instance is a stale view, is pending, or is being created. The descriptor has no ``__set__``, so the
+    attribute of an instance has precedence.
+    """
 
     def __get__(self, x: Any, owner: type | None = None) -> Any:
         if x is not None and (pending := x.__dict__.pop("_pending", None)) is not None:
@@ -92,7 +93,7 @@ class CurrentLayout:
 
 
 def share(x: Any, y: Any) -> None:
-    """Note that ``y`` is a view of ``x`` with the same memory."""
+    """Register ``y`` as a view of ``x`` with the same memory."""
     if y is x:
         return
     family = x._family
@@ -105,9 +106,11 @@ def share(x: Any, y: Any) -> None:
 
 
 def apart(operands: tuple, local_operands: tuple, platform: Platform) -> tuple:
-    """``local_operands`` of a write to the first, with copies of the others that share its memory. Frameworks refuse
-    operands that overlap with the written tensor. On a rank whose part is small nothing may overlap: the ranks would
-    not agree. A copy gives the result that the program means on all of them."""
+    """Return ``local_operands`` for a write to operand 0, with copies of other operands that share its memory.
+
+    Frameworks refuse operands that overlap with the written tensor. On a rank with a small shard they may not overlap,
+    so ranks would disagree. The copy gives the intended result on all ranks.
+    """
     x = operands[0]
     return tuple(
         platform.clone(local) if local is y and y is not x and getattr(y, "_family", None) is x._family else local
@@ -116,7 +119,7 @@ def apart(operands: tuple, local_operands: tuple, platform: Platform) -> tuple:
 
 
 def part(x: Any, y: Any) -> None:
-    """Note that ``y`` may share memory with ``x`` on the single device, and does not here: this cannot be known."""
+    """Register that ``y`` may share memory with ``x`` on a single device, but does not here."""
     for tensor in (x, y):
         if tensor._family is None:
             Family(tensor)
@@ -125,18 +128,18 @@ def part(x: Any, y: Any) -> None:
 
 
 def _all_of(family: Any) -> tuple[ref[Family], ...]:
-    """A family, and the families that receive its writes."""
+    """Return a family, and the families that receive its writes."""
     source = family.source
     return (ref(family),) if source is None else (ref(family), *_all_of(source.base._family))
 
 
 def follow(x: Any, results: Any, backs: Any, what: str) -> None:
-    """Note that ``results`` are views of ``x`` on the single device, and copies here.
+    """Register ``results`` as views of ``x`` on a single device that are copies here.
 
     Args:
         x: the base.
-        results: the views that one call gave.
-        backs: for each a function ``back(x, view)`` that writes it to the base, or None.
+        results: the views that one call returned.
+        backs: for each view, a function ``back(x, view)`` that writes it to the base, or None.
         what: the operation, for messages.
     """
     if x._family is None:
@@ -149,12 +152,12 @@ def follow(x: Any, results: Any, backs: Any, what: str) -> None:
 
 
 def before_write(x: Any) -> None:
-    """Refuse a write to ``x`` that a single device would show in another tensor and that is lost here.
+    """Raise for a write to ``x`` that would change another tensor on a single device, and would be lost here.
 
     Raises:
-        ValueError: on every rank, before anything is written.
+        ValueError: on every rank, before the write.
     """
-    family = getattr(x, "_family", None)  # a plain number may be written to too
+    family = getattr(x, "_family", None)  # plain tensors have no family
     while family is not None:
         if any(rival() is not None for rival in family.rivals):
             raise ValueError(
@@ -175,7 +178,7 @@ def before_write(x: Any) -> None:
 
 
 def forget_value(x: Any, platform: Platform) -> None:
-    """``x``, a DTensor or a plain tensor, was written to: cached results of its old value are void."""
+    """Discard cached facts about the old value of ``x``, a DTensor or plain tensor that was written to."""
     platform.clear_cache(x)
     if getattr(x, "_layout", None) is not None:
         x._gathered = x._origin = x._ties = x._summands = None
@@ -183,8 +186,7 @@ def forget_value(x: Any, platform: Platform) -> None:
 
 
 def after_write(x: Any) -> None:
-    """Tell the others of the family of ``x`` that it was written to. Where ``x`` is a view, bring the write to its
-    base.
+    """Update the family of ``x`` after a write. If ``x`` is a view of a base that had to move data, write to the base.
 
     Call it with interception on.
     """

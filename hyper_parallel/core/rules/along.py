@@ -1,4 +1,4 @@
-"""Operations along dimensions that must be whole, independent along all others."""
+"""Operations along unsharded dimensions, independent along all other dimensions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from hyper_parallel.core.rules.registry import rule
     "x | dims results=1",
 )
 def along_dims(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Results of the shape of x: cumprod, sort, cummax. A rank without elements computes with some: for none a backend
-    may record nothing (cumprod). Then this rank would leave out the collectives of the others in gradients of
-    gradients."""
+    """Functions along dimensions that keep the shape of x: cumprod, sort, cummax.
+
+    A rank without elements computes with a filler element. For empty tensors, a backend may record no operation
+    (cumprod). The rank would then skip collectives in gradients of gradients.
+    """
     x, (dims, results) = shapes[0], static_args[:2]
     labels = whole(named(x), axes(dims, len(x)))
     return unary(labels, labels, x, results, filled=labels)
@@ -22,8 +24,11 @@ def along_dims(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("along_linear", "x | dims=None shape=None")
 def along_linear(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Linear along whole dimensions, which may get another size: cumsum, flip, roll, tril, Fourier transforms,
-    differences. A rank without elements computes with some, as for `along_dims`."""
+    """Linear functions along unsharded dimensions, whose size may change: cumsum, flip, roll, tril, Fourier transforms,
+    differences.
+
+    A rank without elements computes with a filler element, as in `along_dims`.
+    """
     x, (dims, shape) = shapes[0], static_args[:2]
     shape, dims = x if shape is None else shape, axes(dims, len(x))
     if without(shape, dims) != without(x, dims):
@@ -34,7 +39,7 @@ def along_linear(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("topk", "x | k dim=-1 largest=True sorted=True")
 def topk(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """The k largest or smallest along a dimension: values and indices."""
+    """The k largest or smallest elements along a dimension: values and indices."""
     x, (k, dim) = shapes[0], static_args[:2]
     dim = axis(dim, len(x))
     if not 0 <= k <= (x[dim] if x else 1):
@@ -45,7 +50,8 @@ def topk(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("quantile", "x q=None | dim=None keepdim=False")
 def quantile(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Quantiles along a dimension that is whole; those asked for come first in the result, and can be sharded."""
+    """Quantiles along an unsharded dimension. The dimension of the requested quantiles comes first in the result, and
+    may be sharded."""
     x, wanted, (dim, keepdim) = shapes[0], (*shapes, None)[1], static_args[:2]
     reduced = axes(dim, len(x))
     labels, asked = whole(named(x), reduced), () if wanted is None else named(wanted, "q")

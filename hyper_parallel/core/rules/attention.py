@@ -21,8 +21,9 @@ from hyper_parallel.core.rules.registry import rule
 def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Scaled dot-product attention, independent for each batch element and head.
 
-    With fewer key and value heads than query heads, each serves equally many consecutive query heads. So both are cut
-    at the same places where the number of shards divides them. The sequence may be cut too: see `cut_attention`.
+    Key and value heads may be fewer than query heads. Each then serves an equal number of consecutive query heads. So
+    both are sharded consistently if the number of shards divides them. The sequence may also be sharded (see
+    `cut_attention`).
     """
     found = by_heads(shapes, static_args)
     q, k, v, mask = (*shapes, None)[:4]
@@ -34,7 +35,7 @@ def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
         None if labels is None else (*labels[:-2], "s" if cut else None, None)
         for labels, cut in zip(found.operands, (True, together, together, rows), strict=False)
     )
-    # Whole keys and values need not be cut first.
+    # Replicated keys and values need not be sharded first.
     choice = tuple(
         None if labels is None else Shard(-2) if cut else Replicate()
         for labels, cut in zip(found.operands, (True, False, False, rows), strict=False)
@@ -50,17 +51,17 @@ def attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def cuts_sequence(q: tuple, k: tuple, v: tuple) -> bool:
-    """Return whether attention may be cut along the sequence. The heads must fit, and the samples must be the same."""
+    """Return whether attention supports a sharded sequence: heads must be compatible, and batch dimensions equal."""
     return len(q) >= 3 and q[:-3] == k[:-3] == v[:-3] and k[-3] == v[-3] != 0 and q[-3] % k[-3] == 0
 
 
 def by_heads(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Rule of attention that shards batch and heads, and leaves sequences whole."""
+    """Return the sharding of attention that shards batch and heads only, not sequences."""
     q, k, v, mask = (*shapes, None)[:4]
     if any(x is None or len(x) < 2 for x in (q, k, v)) or q[-1] != k[-1] or k[-2] != v[-2]:
         return None
     if len(static_args) > 1 and static_args[1]:
-        # The noise is drawn inside the native operation: only on gathered operands is it that of a single device.
+        # The native operation draws the noise. Only on gathered operands does it equal that of a single device.
         return None
     scores = (q[-2], k[-2])
     if mask is not None and (len(mask) < 2 or any(n not in (1, m) for n, m in zip(mask[-2:], scores, strict=True))):
@@ -69,7 +70,7 @@ def by_heads(shapes: tuple, static_args: tuple) -> OpSharding | None:
     if q_batch and k_batch and v_batch and k_batch[-1] == v_batch[-1] and 1 < k_batch[-1] < q_batch[-1]:
         if q_batch[-1] % k_batch[-1]:
             return None
-        # They get the label of the query heads: broadcast as if there were as many.
+        # Key heads get the label of the query heads, as if both had the same number.
         k_batch, v_batch = (*k_batch[:-1], q_batch[-1]), (*v_batch[:-1], q_batch[-1])
     common = broadcast((q_batch, k_batch, v_batch, None if mask is None else mask[:-2]), "b")
     if common is None:
@@ -80,7 +81,7 @@ def by_heads(shapes: tuple, static_args: tuple) -> OpSharding | None:
         operands=operands[: len(shapes)],
         results=((*labels, None, None),),
         result_shapes=((*shape, q[-2], v[-1]),),
-        # For an empty batch torch takes another kernel, with another backward graph: the collectives of the gradients
+        # For an empty batch torch uses another kernel, with another backward graph. The collectives of the gradients
         # would come in another order than on the other ranks.
         filled=labels,
     )

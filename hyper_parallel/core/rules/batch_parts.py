@@ -1,8 +1,8 @@
-"""Random numbers inside of modules that get this rank's part of a distributed batch: they are drawn for all of it.
+"""Random numbers in modules that receive this rank's shard of a distributed batch: draws cover the full batch.
 
-On the mesh ("dp", "tp"), a module whose style works on ``mesh["tp"]`` gets this rank's part of the batch. That batch is
-distributed over ``mesh["dp"]``. Its tensors have layouts on ``mesh["tp"]`` alone. Each data-parallel rank draws the
-numbers of the whole batch, and takes those of its samples.
+On the mesh ("dp", "tp"), a module with a style on ``mesh["tp"]`` receives this rank's shard of the batch. The batch is
+distributed over ``mesh["dp"]``, but its tensors have layouts on ``mesh["tp"]`` only. Each data-parallel rank draws the
+numbers of the full batch, and takes those of its samples.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class BatchPart(NamedTuple):
     """This rank's samples of a batch.
 
     Attributes:
-        mesh: of the style whose module runs on them.
-        dim: the dimension of the samples.
-        samples: how many the module gets: at least 1, one of zeros where the rank has none.
-        start: the first of them in the whole batch.
-        whole: how many the batch has.
+        mesh: mesh of the style of the module that receives them.
+        dim: the batch dimension.
+        samples: number of samples that the module receives. It is at least 1: a rank without samples gets one of zeros.
+        start: index of the first sample in the full batch.
+        whole: number of samples in the full batch.
     """
 
     mesh: DeviceMesh
@@ -36,39 +36,38 @@ class BatchPart(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of the local part of a tensor in the tensor that numbers are drawn for.
+    """The position of a local shard in the tensor that numbers are drawn for.
 
     Attributes:
-        shape: of that tensor.
-        ranges: for each dimension the (start, length) of the pieces.
+        shape: shape of that tensor.
+        ranges: (start, length) ranges of the shard, for each dimension.
     """
 
     shape: tuple[int, ...]
     ranges: tuple[tuple[tuple[int, int], ...], ...]
 
 
-#: The part of a batch that the module which runs has; None outside of such modules.
+#: The samples of the running module; None outside modules that receive a shard of a batch.
 BATCH_PART: ContextVar[BatchPart | None] = ContextVar("hyper_parallel_batch_part", default=None)
 
-#: Meshes on which a forward drew last for a part of a batch.
+#: Meshes whose last forward drew numbers for a shard of a batch.
 _DRAWN: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
 def own_place(layout: Layout) -> Place:
-    """The place of the local part in the tensor of ``layout`` itself."""
+    """Return the position of the local shard in the tensor of ``layout`` itself."""
     return Place(tuple(layout.shape), layout.local_ranges())
 
 
 def place_of(layout: Layout, name: str) -> Place:
-    """The place of a tensor's local part in the numbers that are drawn for it.
+    """Return the position of a tensor's local shard in the numbers that are drawn for it.
 
     Args:
-        layout: of the tensor, inside of the module that runs.
-        name: of the operation, for errors.
+        layout: layout of the tensor inside the running module.
+        name: name of the operation, for errors.
 
     Raises:
-        ValueError: for a tensor that may or may not be of the batch, and where the module that has the part of the
-            batch is not known any more.
+        ValueError: for a tensor without the batch dimension, and when the module of the batch is not known any more.
     """
     (shape, ranges), mesh = own_place(layout), layout.mesh
     part = BATCH_PART.get()
@@ -91,7 +90,7 @@ def place_of(layout: Layout, name: str) -> Place:
 
 
 def refuse_part(name: str, what: str) -> ValueError:
-    """The error for numbers that cannot be drawn for the whole batch."""
+    """Return the error for numbers that cannot be drawn for the full batch."""
     return ValueError(
         f"{name} of {what} is inside of a module of the plan that gets this rank's part of a distributed batch, and "
         "other data-parallel ranks would draw the same numbers for their samples: give the dropout a style of its own, "

@@ -1,5 +1,5 @@
-"""Operations on the last dimensions of their operands, such as matrices: these must be whole, and everything before is
-a batch, which broadcasts and can be sharded."""
+"""Operations on the last dimensions of their operands, such as matrices. These dimensions are unsharded. The leading
+dimensions are a batch, which broadcasts and can be sharded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hyper_parallel.core.rules.registry import rule
     repeatable=True,
 )
 def batched(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Inverses, factorisations, solvers: independent for each element of the batch. Every rank needs one, because
-    kernels may refuse none."""
+    """Inverses, factorisations, solvers: independent for each element of the batch. Every rank needs an element,
+    because kernels may reject empty batches."""
     counts, results = static_args[:2]
     if len(counts) != len(shapes) or any(len(x) < count for x, count in zip(shapes, counts, strict=True)):
         return None
@@ -33,8 +33,11 @@ def batched(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("pairs", "x y", repeatable=True, memory="fresh")
 def pairs(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Distances between each row of x and each of y: of ``(b, i, k)`` and ``(b, j, k)`` those of ``(b, i, j)``. Rows
-    are whole, their numbers can be sharded."""
+    """Distances between each row of x and each row of y.
+
+    The result has shape (b, i, j) for operands of shapes (b, i, k) and (b, j, k). Rows are unsharded; the numbers of
+    rows can be sharded.
+    """
     x, y = shapes
     if len(x) < 2 or len(y) < 2 or x[-1] != y[-1]:
         return None

@@ -1,4 +1,4 @@
-"""Range of classes that a rank has of plain logits, and a check that the ranks' ranges fit."""
+"""The classes that a rank holds of plain logits, and a check that the classes of all ranks fit."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hyper_parallel.core.rules.labels import axis, without
 from hyper_parallel.core.rules.loss import class_dim
 from hyper_parallel.platform.contract import ClassShards
 
-#: Functions that compute a loss of such logits, and who is told of each.
+#: Functions that compute a loss of class-sharded plain logits, and the watchers that are called with each.
 _LOSSES: list[Callable[..., Any]] = []
 _WATCHERS: list[Callable[[Callable[..., Any]], None]] = []
 
-#: (dim, vocab_size, classes of this rank if that is None) for which the ranks of a mesh have compared their shapes.
+#: mesh -> compared cases: (dim, vocab_size, local number of classes if vocab_size is None).
 _COMPARED: WeakKeyDictionary[DeviceMesh, set[tuple[int, int | None, int]]] = WeakKeyDictionary()
 
 
 def loss_of_shards(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function that computes a loss of such logits."""
+    """Register the decorated function, which computes a loss of class-sharded plain logits."""
     _LOSSES.append(function)
     for watcher in _WATCHERS:
         watcher(function)
@@ -33,8 +33,11 @@ def loss_of_shards(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch_losses_of_shards(watcher: Callable[[Callable[..., Any]], None]) -> None:
-    """See `platform.contract.CompiledLosses`. Modules of losses are imported when they are needed, before or after the
-    DTensor class is made."""
+    """Call ``watcher`` with each loss function of `loss_of_shards`, present or future (see
+    `platform.contract.CompiledLosses`).
+
+    Modules of losses are imported on demand, before or after the DTensor class is created.
+    """
     _WATCHERS.append(watcher)
     for function in _LOSSES:
         watcher(function)
@@ -43,7 +46,7 @@ def watch_losses_of_shards(watcher: Callable[[Callable[..., Any]], None]) -> Non
 def layout_of_logits(
     local: tuple[int, ...], mesh: DeviceMesh, dim: int | None, vocab_size: int | None
 ) -> tuple[Layout, int]:
-    """The layout of logits of which this rank has those of shape ``local``, and where their classes are."""
+    """Return the layout of logits with local shape ``local`` on this rank, and their class dimension."""
     if not local:
         raise ValueError("local_logits need a dimension of classes, got a tensor without dimensions")
     shape, dim = list(local), class_dim(local) if dim is None else axis(dim, len(local))
@@ -59,7 +62,8 @@ def layout_of_logits(
             "classes come last"
         )
     if key not in compared:
-        # Only a rank that differs would notice, and the others would wait for it. Compared once: it costs a collective.
+        # Only the rank that differs would detect the mismatch, and other ranks would wait for it. Compared once,
+        # because it costs a collective.
         facts = {
             "the samples of local_logits": f"{without(shape, (dim,))} outside of dim={dim}",
             "the number of classes: give vocab_size= where the parts are not equal": str(total),
@@ -68,20 +72,21 @@ def layout_of_logits(
         check_of(mesh).agree("vocab_parallel_cross_entropy", facts)
     if misfit:
         raise ValueError(misfit)
-    compared.add(key)  # not before: where parts do not fit, the ranks' keys differ
+    compared.add(key)  # only after success, because keys of ranks differ if the shards do not fit
     shape[dim] = total
     return get_layout(mesh, (Shard(dim),), shape), dim
 
 
 def mesh_with_id(number: int) -> DeviceMesh | None:
-    """See `platform.contract.Core`."""
+    """Return the mesh whose `id` is ``number``, or None."""
     return next((mesh for mesh in MESHES.values() if id(mesh) == number), None)
 
 
 def class_shards(
     mesh: DeviceMesh, own: int, dim: int | None = None, vocab_size: int | None = None
 ) -> ClassShards | None:
-    """See `platform.contract.Core`."""
+    """Return the classes of this rank for compiled losses, with a function that compares all ranks. Return None if
+    compiled losses do not support them."""
     if mesh.ndim != 1 or mesh.get_coordinate() is None:
         return None
     size, rank = mesh.size(), mesh.get_local_rank(0)
@@ -93,6 +98,6 @@ def class_shards(
     def compare(_: str, shape: tuple[int, ...]) -> None:
         layout_of_logits(shape, mesh, dim, vocab_size)
 
-    # Where this rank's part does not fit, which the others do not know, the comparison says so on all.
+    # If this rank's shard does not fit, which the others cannot know, the comparison raises on all ranks.
     first = sum(sizes[:rank]) if sizes[rank] == own else 0
     return ClassShards(mesh.platform_group(0), size, total, first, own, compare)

@@ -1,7 +1,7 @@
-"""Softmax and its logarithms over sharded classes. The logits are not gathered.
+"""Softmax and its logarithms over sharded classes, without gathering the logits.
 
-Backward saves the logits themselves, which their producer has anyway, and two numbers for each sample. Probabilities
-are computed again. Backward of softmax and log_softmax sums once over the classes.
+Backward saves the logits, which their producer holds anyway, and two numbers for each sample. Probabilities are
+recomputed. Backward of softmax and log_softmax does one sum over the classes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from hyper_parallel.platform.contract.autograd import named
 
 
 class ClassSoftmax(ClassFunctions):
-    """The functions on one platform. Results have the dtype of the statistics: float32, or float64 for float64
-    logits."""
+    """Softmax functions on one platform. Results are float32, or float64 for float64 logits."""
 
     def __init__(self, platform: Platform) -> None:
         super().__init__(platform)
@@ -37,15 +36,16 @@ class ClassSoftmax(ClassFunctions):
         )
 
     def softmax(self, x: Any, classes: Classes) -> Any:
-        """Softmax over the classes: this rank's part, of the shape of ``x``."""
+        """Return this rank's shard of the softmax over the classes, with the shape of ``x``."""
         return self._along(self._softmax, x, classes)
 
     def log_softmax(self, x: Any, classes: Classes) -> Any:
-        """Log-softmax over the classes: this rank's part, of the shape of ``x``."""
+        """Return this rank's shard of the log-softmax over the classes, with the shape of ``x``."""
         return self._along(self._log_softmax, x, classes)
 
     def log_sum_exp(self, x: Any, classes: Classes) -> Any:
-        """log(sum(exp(x))) over the classes, whose dimension has size 1 then; the same on all ranks that share them."""
+        """Return log(sum(exp(x))) over the classes, whose dimension gets size 1. It is equal on all ranks that share
+        the classes."""
         if not classes.sample_count:
             return self._noting(self.platform.sum_along(x, classes.dim), x, True)
         padded = self._with_a_class(x, classes)
@@ -62,12 +62,13 @@ class ClassSoftmax(ClassFunctions):
     def _of_logits(
         self, name: str, value: Callable[[Any, Any, Any], Any], cotangent: Callable[[Any, Any, Classes], Any]
     ) -> Callable[..., Any]:
-        """A differentiable function of logits, given `_sums_of_exponentials` of them and the classes.
+        """Return a differentiable function of logits, their `_sums_of_exponentials` and the classes.
 
         Args:
-            name: the name of the node in the graph.
-            value: ``value(x, largest, exponentials)``.
-            cotangent: ``cotangent(p, g, classes)`` is that of logits whose softmax is ``p``, for the result's ``g``.
+            name: name of the node in the graph.
+            value: ``value(x, largest, exponentials)`` computes the result.
+            cotangent: ``cotangent(p, g, classes)`` returns the cotangent of logits whose softmax is ``p``, from the
+                cotangent ``g`` of the result.
         """
         platform = self.platform
 

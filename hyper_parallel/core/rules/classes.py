@@ -1,7 +1,7 @@
-"""Tensors whose classes are sharded: this rank's classes, and the numbers that all ranks need of a sample.
+"""Tensors with sharded classes: the local classes, and statistics of each sample that all ranks need.
 
-That is the largest logit and the sum of the exponentials. They are computed outside autograd, in float32 for narrower
-logits, and sums that are needed together travel in one all-reduce.
+The statistics are the largest logit and the sum of the exponentials. They are computed outside autograd, in float32 for
+narrower logits. Sums that are needed together share one all-reduce.
 
 Source: Micikevicius et al. 2018 for the float32 sums.
 """
@@ -21,16 +21,16 @@ from hyper_parallel.platform.contract import Platform
 
 @dataclass(frozen=True)
 class Classes:
-    """The sharded class dimension of a tensor, as this rank sees it.
+    """The sharded class dimension of a tensor, from the view of this rank.
 
     Attributes:
         mesh: the mesh.
-        mesh_dims: its dimensions that shard the classes.
-        dim: the tensor dimension.
+        mesh_dims: mesh dimensions that shard the classes.
+        dim: the tensor dimension of the classes.
         total: the number of classes.
-        offset: the first class of this rank.
-        size: how many this rank has; may be 0.
-        sample_count: how many samples this rank has; may be 0.
+        offset: index of the first class of this rank.
+        size: number of classes of this rank; may be 0.
+        sample_count: number of samples of this rank; may be 0.
     """
 
     mesh: DeviceMesh
@@ -43,13 +43,13 @@ class Classes:
 
     @staticmethod
     def of(layout: Layout, dim: int) -> Classes | None:
-        """Dimension ``dim`` of a tensor with ``layout``, None when each rank has all of it."""
+        """Return dimension ``dim`` of a tensor with ``layout``, or None if it is not sharded."""
         classes = Classes.along(layout, dim)
         return classes if classes.mesh_dims else None
 
     @staticmethod
     def along(layout: Layout, dim: int) -> Classes:
-        """Dimension ``dim`` of a tensor with ``layout``, sharded or not."""
+        """Return dimension ``dim`` of a tensor with ``layout``, sharded or not."""
         return Classes(
             layout.mesh,
             tuple(d for d in layout.shard_mesh_dims(dim) if layout.mesh.shape[d] > 1),
@@ -62,7 +62,7 @@ class Classes:
 
 
 class ClassFunctions:
-    """Functions on one platform that softmax and losses over sharded classes are made of.
+    """Building blocks of softmax and losses over sharded classes, on one platform.
 
     All methods take local tensors under `Platform.no_dispatch`.
     """
@@ -75,14 +75,14 @@ class ClassFunctions:
         self._with_path = platform.joint_function(self._with_path_forward, self._with_path_cotangent)
 
     def summed(self, x: Any, classes: Classes) -> Any:
-        """The sum of every rank's ``x`` over the ranks that share the classes; differentiable."""
+        """Return the sum of every rank's ``x`` over the ranks that share the classes. It is differentiable."""
         for mesh_dim in classes.mesh_dims:
             x = summation(classes.mesh, mesh_dim)(x)
         return x
 
     # ------------------------------------------------------------ statistics, outside autograd
     def _sums(self, parts: list[Any], classes: Classes) -> list[Any]:
-        """The sums over ranks of several tensors, in one collective."""
+        """Return the sums over ranks of several tensors, by one collective."""
         add_up = collectives.all_reduce_over
         return collectives.together(parts, self.platform, add_up, classes.mesh, classes.mesh_dims)
 
@@ -91,8 +91,11 @@ class ClassFunctions:
         return collectives.all_reduce_over(largest, classes.mesh, classes.mesh_dims, "max")
 
     def _sums_of_exponentials(self, x: Any, classes: Classes, finite: bool = False) -> tuple[Any, Any]:
-        """The largest element, and the sum of the exponentials of the others' distances to it. With ``finite``, an
-        infinite largest element counts as 0, which gives the logarithm of the sum its limit."""
+        """Return the largest element, and the sum of exp(x - largest).
+
+        With ``finite``, an infinite largest element is replaced by 0. The logarithm of the sum then has the right
+        limit.
+        """
         platform, x = self.platform, self.platform.detach(x)
         largest = self._largest(x, classes)
         if finite:
@@ -100,26 +103,28 @@ class ClassFunctions:
         (sums,) = self._sums([platform.sum_along(platform.shifted_exp(x, largest), classes.dim)], classes)
         return largest, sums
 
-    # ------------------------------------------------------------ in gradients
+    # ------------------------------------------------------------ sums in gradients
     def _full_sum(self, x: Any, classes: Classes) -> Any:
-        """The sum over all classes, for use in this rank's part of the gradient."""
+        """Return the sum over all classes, for use in this rank's shard of the gradient."""
         total = self.summed(self.platform.sum_along(x, classes.dim), classes)
         return self._for_parts(total, classes)
 
     def _for_parts(self, x: Any, classes: Classes) -> Any:
-        """A replicated ``x`` of which each rank uses its part: its own gradient is a sum over ranks."""
+        """Return a replicated ``x`` that each rank uses for its shard only. The gradient of ``x`` is summed over
+        ranks."""
         return identity_reduce_grad(classes.mesh, classes.mesh_dims)(x)
 
     # ------------------------------------------------------------ ranks without classes
     def _with_a_class(self, x: Any, classes: Classes, dim: int | None = None, value: float = -math.inf) -> Any:
-        """``x``; on a rank without classes one with ``value``, so that the rank takes part in every collective."""
+        """Return ``x``, or one class with ``value`` on a rank without classes. So every rank takes part in each
+        collective."""
         dim = classes.dim if dim is None else dim
         return x if self.platform.shape_of(x)[dim] else self._resize(x, dim, 1, value)
 
-    # Functions of their own, because backends lose track of gradients without elements, and these may lead to
+    # Separate autograd functions, because backends drop gradients of empty tensors, and these gradients may lead to
     # communication.
     def _resize_forward(self, ctx: Any, x: Any, dim: int, size: int, value: float) -> Any:
-        """A tensor of ``value`` with ``size`` classes in place of ``x``, whose gradient is zero."""
+        """Return a tensor of ``value`` with ``size`` classes in place of ``x``. The gradient of ``x`` is zero."""
         shape = list(self.platform.shape_of(x))
         ctx.dim, ctx.before, shape[dim] = dim, shape[dim], size
         y = self.platform.zeros(shape, x)
@@ -129,20 +134,23 @@ class ClassFunctions:
         return self._resize(g, ctx.dim, ctx.before, 0.0)
 
     def _noting_forward(self, ctx: Any, y: Any, x: Any, without_samples: bool = False) -> Any:
-        """``y``. Backward fails if ``x`` was written to in the meantime, as it does on ranks that have elements of
-        ``x``: if only those failed, the others would wait for them."""
+        """Return ``y``, and make backward fail if ``x`` is modified in between.
+
+        Ranks that have elements of ``x`` fail in this case. All ranks must fail together, because otherwise the others
+        wait for them.
+        """
         ctx.save_for_backward(x)
         ctx.without_samples = without_samples
         return self.platform.detach(y)
 
     def _noting_cotangent(self, ctx: Any, g: Any) -> Any:
         (x,) = ctx.saved_tensors
-        # Ranks without classes compute as the others do, with a class of their own.
+        # Ranks without classes compute like the others, with a filler class.
         return self._with_path(None, g, self.platform.to_dtype(x, g.dtype))[0] if ctx.without_samples else g
 
     def _with_path_forward(self, ctx: Any, static: Any, g: Any, x: Any) -> tuple[Any]:
-        """``g``, with a path to ``x`` such as the gradient has on ranks with samples: gradients of gradients may
-        communicate on the way."""
+        """Return ``g``, connected to ``x`` in the graph as the gradient is on ranks with samples. Gradients of
+        gradients may communicate along this path."""
         ctx.like = self.platform.detach(x)
         return (g,)
 

@@ -1,9 +1,9 @@
-"""Random numbers of which each rank draws those of its own part, on request: see `platform.contract.counter`.
+"""Counter-based random numbers, on request: each rank draws only the numbers of its shard (see
+`platform.contract.counter`).
 
-The number of an element is a function of its place in the whole tensor and of a key. The key comes from the framework's
-default generator, which every draw advances by the same amount, whatever the tensor. So code that keeps, restores or
-compares the state of that generator needs no changes. Examples are checkpoints, activation checkpointing and
-`check_ranks`.
+The number of an element is a function of its position in the global tensor and of a key. The key comes from the
+framework's default generator. Every draw advances that generator by the same amount for any tensor. So code that saves,
+restores or compares its state needs no changes. Examples are checkpoints, activation checkpointing and `check_ranks`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.rules.batch_parts import Place, own_place
 
-#: mesh -> the last argument of `manual_seed` on it.
+#: mesh -> whether the last `manual_seed` on it requested ``parallel_rng="counter"``.
 _REQUESTS: dict[DeviceMesh, bool] = {}
 
 
 def request(mesh: DeviceMesh, by_counter: bool) -> None:
-    """Let tensors on ``mesh`` and on its slices be drawn by counter, or not.
+    """Switch counter-based drawing on or off for tensors on ``mesh`` and its slices.
 
     Raises:
-        TypeError: by counter, on a platform that cannot.
+        TypeError: for ``by_counter`` on a platform without a counter-based generator.
     """
     if by_counter and not mesh.platform.dtypes:
         raise TypeError(f"{mesh.platform.name} has no counter-based generator: leave parallel_rng out")
@@ -33,8 +33,10 @@ def request(mesh: DeviceMesh, by_counter: bool) -> None:
 
 
 def draws_by_counter(mesh: DeviceMesh) -> bool:
-    """Return whether tensors on ``mesh`` are drawn by counter: as was said of it, or of the smallest mesh that it is a
-    slice of. All ranks of ``mesh`` know the same.
+    """Return whether tensors on ``mesh`` are drawn by counter.
+
+    The request for ``mesh`` counts, or the request for the smallest mesh that contains it as a slice. All ranks of
+    ``mesh`` get the same result.
     """
     if not _REQUESTS:
         return False
@@ -48,7 +50,7 @@ def is_requested() -> bool:
 
 
 def is_within(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    """Return whether ``mesh`` is ``other``, or a slice along some of its dimensions."""
+    """Return whether ``mesh`` is ``other``, or a slice of it along some of its dimensions."""
     if mesh is other:
         return True
     along = mesh.along_in(other.get_root_mesh())
@@ -60,15 +62,17 @@ def _dims(mesh: DeviceMesh) -> set[int]:
 
 
 def numbers(kind: str, layout: Layout, dtype: Any, place: Place | None = None) -> Any:
-    """This rank's part of a tensor of random numbers, plain; generators are in step.
+    """Return this rank's shard of a tensor of random numbers, as a plain tensor. All generators must be in the same
+    state.
 
-    Ranks that hold the same part of the tensor, or summands of it, use the first one's key. So four numbers travel.
+    Ranks that hold the same shard or summands of the tensor use the key of the first of them. Each broadcast sends only
+    four numbers.
 
     Args:
-        kind: see `Platform.numbers_by_counter`.
-        layout: of the tensor.
-        dtype: floating point.
-        place: where the part lies in the tensor that numbers are drawn for; None where that is the tensor itself.
+        kind: argument of `Platform.numbers_by_counter`.
+        layout: layout of the tensor.
+        dtype: floating-point dtype.
+        place: position of the shard in the tensor that numbers are drawn for; None for the tensor of ``layout`` itself.
     """
     mesh, platform = layout.mesh, layout.mesh.platform
     key = platform.counter_key()

@@ -1,11 +1,11 @@
-"""Attention whose queries are cut along the sequence: which way it runs, and that it runs so.
+"""Attention whose queries are sharded along the sequence: the choice of a method, and its execution.
 
 ====================  ==================================  =========================================================
-way                   sent                                in a rank's memory for a while
+method                sent                                temporarily in a rank's memory
 ====================  ==================================  =========================================================
 ``"gather"``          keys and values, to all             all keys and values
-``"exchange"``        queries, keys, values, output       the whole sequence of some of the heads
-``"ring"``            keys and values, rank to rank       its own, and those of one other rank
+``"exchange"``        queries, keys, values, output       the full sequence of some of the heads
+``"ring"``            keys and values, rank to rank       local keys and values, and those of one other rank
 ====================  ==================================  =========================================================
 
 Source: ``"exchange"`` is DeepSpeed-Ulysses (Jacobs et al. 2023); see `joined_attention` for the ring.
@@ -39,15 +39,16 @@ from hyper_parallel.platform.contract.autograd import named
 
 
 def is_cut(layouts: tuple) -> bool:
-    """Return whether the queries of these operands are cut along the sequence."""
+    """Return whether the queries of these operands are sharded along the sequence."""
     return SequenceCut.of(layouts[0], layouts[0].ndim - 2).mesh_dims != ()
 
 
 def attend(call: LocalCall) -> Any:
-    """Attention on local tensors, of which the queries are shards of the sequence; see `OpSharding.call`.
+    """Return attention of local tensors whose queries are sharded along the sequence. It is the `OpSharding.call` of
+    the rule.
 
     Raises:
-        ValueError: where the method that the program chose is not possible. On all ranks, before anything is sent.
+        ValueError: on all ranks, before any communication, when the requested method is impossible.
     """
     platform = call.platform
     q, k, v, mask = (*call.operands, None)[:4]
@@ -75,13 +76,13 @@ def attend(call: LocalCall) -> Any:
 
 
 class _Way(NamedTuple):
-    """How a call runs that is made of these layouts.
+    """The algorithm for a call with given layouts.
 
     Attributes:
-        cut: of the queries.
-        exchange: runs it by exchange to heads, if it runs so.
-        joined: for `JoinedAttention`, if it runs so.
-        gather: gets keys and values otherwise; None where this rank has all.
+        cut: sharded sequence of the queries.
+        exchange: exchange of positions for heads, or None.
+        joined: argument of `JoinedAttention`, or None.
+        gather: all-gather of keys and values for the native operation; None if this rank has the full ones.
     """
 
     cut: SequenceCut
@@ -130,8 +131,11 @@ def _find_way(platform: Any, q: Any, layouts: tuple, static_args: tuple) -> _Way
 
 
 def choose(platform: Any, q: Any, cut: SequenceCut, layouts: tuple) -> str:
-    """The way to run: the program's own, else the one that sends least. Two ways send the same: the ring is taken where
-    all keys and values would need more memory than this rank's queries and output."""
+    """Return the method: the one that the program requests, or the one that sends the least.
+
+    The ring and the all-gather send the same amount. The ring is used if gathered keys and values would need more
+    memory than the local queries and outputs.
+    """
     q_layout, k_layout, v_layout, mask_layout = layouts
     asked = current_method()
     if len(cut.mesh_dims) != 1:
@@ -164,9 +168,9 @@ def choose(platform: Any, q: Any, cut: SequenceCut, layouts: tuple) -> str:
 
 # ------------------------------------------------------------------------------------------------ exchange to heads
 class Exchange:
-    """Attention of the whole sequence of some heads, on each rank.
+    """Attention on the full sequence of some heads, on each rank.
 
-    Tensors travel with the positions before the heads, as projections write and read them.
+    Tensors are sent with positions before heads, as projections write and read them.
     """
 
     def __init__(self, platform: Any, cut: SequenceCut) -> None:
@@ -177,14 +181,15 @@ class Exchange:
         self._steps: dict[tuple[int, int], AllToAll] = {}
 
     def __call__(self, operands: tuple, native: Callable[[tuple], Any]) -> Any:
-        """``native(operands)`` of the whole sequence, and of it this rank's part of the positions of all heads."""
+        """Return this rank's positions of all heads of ``native(operands)``, which runs on the full sequence of some
+        heads."""
         *qkv, mask = operands
         to_heads, to_positions = _EXCHANGES[self._platform]
         y = native((*to_heads(self, *qkv), mask))
         return to_positions((self, self._platform.shape_of(qkv[0])[-3]), y)[0]
 
     def to_heads(self, x: Any, heads: int, collective: bool) -> Any:
-        """The whole sequence of some heads, of a part of the positions of all ``heads``."""
+        """Return the full sequence of this rank's share of ``heads``, from local positions of all heads."""
         in_ranks, natural, _ = self._orders
         platform, dim = self._platform, len(self._platform.shape_of(x)) - 3
         step = self._step(dim, heads)
@@ -192,7 +197,7 @@ class Exchange:
         return platform.transposed(moved(x, dim, in_ranks, natural, platform), -3, -2)
 
     def to_positions(self, x: Any, heads: int, collective: bool) -> Any:
-        """A part of the positions of all ``heads``, of the whole sequence of some of them."""
+        """Return local positions of all ``heads``, from the full sequence of this rank's share of them."""
         _, natural, back = self._orders
         platform, dim = self._platform, len(self._platform.shape_of(x)) - 3
         step: Any = self._step(dim, heads).back
@@ -209,8 +214,10 @@ class Exchange:
 
 
 def _make_exchanges(platform: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Exchanges of queries, keys and values to heads, and of the output to positions; backward is the other one. That
-    may be recorded, and is made of differentiable steps then."""
+    """Return two functions: the exchange of queries, keys and values to heads, and of the output to positions.
+
+    Each is the backward of the other. If backward is recorded, it consists of differentiable steps.
+    """
     detach = platform.detach
 
     def to_heads(ctx: Any, exchange: Exchange, *xs: Any) -> list[Any]:
@@ -240,7 +247,7 @@ _EXCHANGES: Table = Table(_make_exchanges)
 
 # ------------------------------------------------------------------------------------------------ gathered keys
 def _own_rows(platform: Any, q: Any, own: tuple, keys: int) -> Any:
-    """The causal mask of the queries at positions ``own``, to be added to the scores."""
+    """Return the additive causal mask of the queries at positions ``own``."""
     rows = np.concatenate([np.arange(0), *(np.arange(start, start + n) for start, n in own)])
     queries = platform.places(rows, q).reshape((len(rows), 1))
     hidden = platform.places(np.arange(keys), q).reshape((1, keys)) > queries
@@ -248,8 +255,11 @@ def _own_rows(platform: Any, q: Any, own: tuple, keys: int) -> Any:
 
 
 def _with_a_query(platform: Any, native: Any, operands: tuple, static_args: tuple) -> Any:
-    """The native operation, with one query more where this rank has none: kernels without any have another backward
-    graph, in which collectives come in another order than on the other ranks."""
+    """Return the native result, computed with a filler query if this rank has none.
+
+    Kernels for empty tensors have another backward graph, in which collectives come in another order than on other
+    ranks.
+    """
     q, k, v, mask = operands
     dim = len(platform.shape_of(q)) - 2
     if platform.shape_of(q)[dim]:

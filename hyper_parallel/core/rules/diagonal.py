@@ -1,4 +1,4 @@
-"""Diagonals taken out and put in: the two dimensions of the matrix must be whole, all others can be sharded."""
+"""Diagonals of matrices, extracted or inserted. The two matrix dimensions are unsharded, all others can be sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LINEAR = ((0,),)
 
 
 def _length(rows: int, columns: int, offset: int) -> int:
-    """The number of elements of a diagonal."""
+    """Return the number of elements of a diagonal."""
     return max(min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns), 0)
 
 

@@ -1,4 +1,4 @@
-"""Dropout."""
+"""Dropout, with the noise of a single device."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ from hyper_parallel.core.rules.registry import rule
     memory="ordered",
 )
 def dropout(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Product of x and noise. Element for element it is that of a single device, the same on every rank: so the
-    operation is linear in x, and the summands of a partial sum all get the same."""
+    """Product of x and noise. Element by element, the noise equals that of a single device.
+
+    The noise is the same on every rank, so the operation is linear in x. All summands of a partial sum get the same
+    noise.
+    """
     labels = named(shapes[0])
     return unary(labels, labels, shapes[0], terms=((0,),), call=_drop)
 
 
 def _drop(call: LocalCall) -> Any:
-    """Every rank draws the noise of the whole tensor from its generator and uses its part of it. All generators are in
-    the same state. That costs memory of the global size for a moment and keeps the generators in step. Ranks with the
-    same part take it from the first of them. They need not where the noise comes from a generator that serves nothing
-    else.
+    """Return the local result of dropout.
 
-    On request, noise of single elements is drawn by counter: each rank draws its part only."""
+    Every rank draws the noise of the full tensor from its generator and uses its shard of it. This temporarily takes
+    memory of the global size, and keeps all generators in the same state. Ranks with the same shard use the noise of
+    the first of them. That is unnecessary if the noise comes from a separate generator.
+
+    On request, noise of single elements is drawn by counter, so that each rank draws only its shard.
+    """
     platform = call.platform
     x, layout = call.operands[0], call.operand_layouts[0]
     p, training, *more = call.static_args

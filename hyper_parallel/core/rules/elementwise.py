@@ -1,4 +1,4 @@
-"""Element-wise operations: dimensions broadcast, everything can be sharded."""
+"""Element-wise operations: dimensions broadcast, and every dimension can be sharded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _elementwise(shapes: tuple, terms: tuple[tuple[int, ...], ...] = ()) -> OpSh
 
 
 def _in_place(function: Rule) -> Rule:
-    """Return a rule for the operation in place: operand 0, which is overwritten, must have the result's shape."""
+    """Return the rule of the in-place operation. Operand 0, which is overwritten, must have the shape of the result."""
 
     @functools.wraps(function)
     def in_place(shapes: tuple, static_args: Any) -> OpSharding | None:
@@ -34,7 +34,7 @@ def _in_place(function: Rule) -> Rule:
 
 
 def _sum_terms(shapes: tuple) -> tuple[tuple[int, ...], ...]:
-    # A Python scalar would be added once by every rank: with one among the operands, partial sums must be reduced.
+    # Every rank would add a Python scalar once, so partial sums must be reduced if an operand is a scalar.
     return () if None in shapes else tuple((i,) for i in range(len(shapes)))
 
 
@@ -49,7 +49,7 @@ rule("pointwise_", "*xs", elementwise=True)(_in_place(pointwise))
 
 @rule("add", "*xs", elementwise=True, memory="ordered")
 def add(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """A sum of its operands, each with a constant factor."""
+    """Sum of the operands, each with a constant factor."""
     return _elementwise(shapes, _sum_terms(shapes))
 
 
@@ -58,20 +58,20 @@ rule("add_", "*xs", elementwise=True)(_in_place(add))
 
 @rule("mul", "*xs", elementwise=True, memory="ordered")
 def mul(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """A product of its operands."""
+    """Product of the operands."""
     return _elementwise(shapes, (tuple(i for i, shape in enumerate(shapes) if shape is not None),))
 
 
 @rule("mul_", "*xs", elementwise=True)
 @_in_place
 def mul_(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """`mul`, in place. The result is partial exactly if operand 0 is, since it has its placement."""
+    """`mul` in place. The result is partial exactly if operand 0 is, since it keeps its placement."""
     return _elementwise(shapes, ((0,),))
 
 
 @rule("div", "x other | rounding_mode=None", repeatable=True, memory="ordered")
 def div(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """A quotient: linear in the dividend, unless it is rounded."""
+    """Quotient, which is linear in the dividend unless it is rounded."""
     rounding = static_args[0] if static_args else None
     return _elementwise(shapes, ((0,),) if rounding is None and shapes[0] is not None else ())
 
@@ -83,21 +83,24 @@ rule("div_", "x other | rounding_mode=None", repeatable=True)(_in_place(div))
 @rule("alias", elementwise=True, memory="shared", view_index=all_elements)
 @rule("linear_unary", elementwise=True, memory="ordered")
 def linear_unary(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """Linear in the only operand: neg, clone, conversion to a floating dtype (`linear_unary`), detach (`alias`)."""
+    """Linear functions of one operand: neg, clone, conversion to a floating dtype (`linear_unary`), detach
+    (`alias`)."""
     return _elementwise(shapes, ((0,),))
 
 
 @rule("linear_", "*xs", elementwise=True)
 @_in_place
 def linear_(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """Operand 0 becomes a linear function of itself and the others: ``copy_`` is 0 * self + source."""
+    """Linear function of operand 0 and the others, written to operand 0: ``copy_`` is 0 * self + source."""
     return _elementwise(shapes, _sum_terms(shapes))
 
 
 @rule("like", elementwise=True, memory="ordered")
 def like(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """A tensor with the shape of x whose values do not depend on x. It has no terms, since ones are not a partial sum.
-    As x is not read, it need not be reduced either."""
+    """Tensor with the shape of x whose values do not depend on x.
+
+    It has no terms, since a tensor of ones is not a partial sum. As x is not read, it need not be reduced either.
+    """
     if len(shapes) != 1 or shapes[0] is None:
         return None
     sharding = _elementwise(shapes)

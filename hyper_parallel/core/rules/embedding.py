@@ -1,4 +1,4 @@
-"""Embedding look-up."""
+"""Embedding look-up, with a weight that may be sharded by vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hyper_parallel.core.rules.registry import rule
 
 @rule("embedding", "ids weight(vocabulary,features) | padding_idx=None", repeatable=True, memory="fresh")
 def embedding(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``weight[ids]``, which is ``one_hot(ids) @ weight``: linear in the weight, with the vocabulary contracted."""
+    """``weight[ids]``, or ``one_hot(ids) @ weight``: linear in the weight, with the vocabulary contracted."""
     ids, weight = shapes
     if len(weight) != 2:
         return None
@@ -28,7 +28,8 @@ def embedding(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def look_up(call: LocalCall) -> Any:
-    """Look up the ids that this rank has and give zeros for the others. So the results of all ranks add up."""
+    """Return the embeddings of ids in this rank's shard, and zeros for other ids. The results of all ranks sum to the
+    look-up."""
     platform = call.platform
     ids, weight = call.operands
     vocabulary, size = call.operand_layouts[1].shape[0], call.operand_layouts[1].local_shape[0]
@@ -36,10 +37,10 @@ def look_up(call: LocalCall) -> Any:
         return call.run()
     rows = ids - call.operand_layouts[1].local_offset[0]
     elsewhere = (rows < 0) | (rows >= size)
-    # Ids outside the whole vocabulary stay as they are: the look-up treats them as on a single device.
+    # Ids outside the vocabulary stay unchanged, so that the look-up treats them as on a single device.
     known = (ids >= 0) & (ids < vocabulary)
     if size == 0:
-        # A row to look up, which keeps the result connected to the weight: its backward may communicate.
+        # A filler row keeps the result connected to the weight, whose backward may communicate.
         weight = platform.cat([weight, platform.zeros((1, call.operand_layouts[1].local_shape[1]), weight)], 0)
     found = call.native(
         (platform.masked_fill(rows, elsewhere & known, 0), weight),
@@ -49,7 +50,7 @@ def look_up(call: LocalCall) -> Any:
 
 
 def _local_padding(padding: int | None, weight: Any) -> int | None:
-    """The row without gradient, as a row of this rank's shard, None when another rank has it."""
+    """Return the row without gradient as an index into this rank's shard, or None if another rank holds it."""
     if padding is None:
         return None
     row = padding % weight.shape[0] - weight.local_offset[0]

@@ -1,8 +1,8 @@
-"""Local operations on ranks that have no element of a dimension, for kernels that are not right without any.
+"""Filler elements for ranks without elements of a dimension, for kernels that are wrong for empty tensors.
 
-Kernels refuse empty tensors, record nothing for them or take another path, in backward above all. So the rank adds one
-element and drops its results. The cotangents of that are zeros, and so are its parts of the gradients of operands that
-lack the dimension: backward has the same steps as on the other ranks.
+Kernels may reject empty tensors, record no operation for them, or use another path, especially in backward. So the rank
+adds one element and drops its results. Their cotangents are zero, and so are its contributions to gradients of operands
+without the dimension. Backward then has the same steps as on other ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ Call = Callable[[Any, tuple, Any], Any]
 
 
 def bind_filled(call: Call, sharding: OpSharding, layouts: Sequence[Layout | None], platform: Platform) -> Call:
-    """``call(func, operands, static_args)`` of local operands with the ``layouts``, as this rank runs it. Each
-    dimension of `OpSharding.filled` of which this rank has no element, but other ranks have, gets one."""
+    """Return ``call(func, operands, static_args)`` with filler elements for empty dimensions of this rank.
+
+    ``layouts`` are the layouts of the operands. A dimension in `OpSharding.filled` gets one element if it is empty here
+    but not globally.
+    """
     missing = {
         label
         for labels, layout in zip(sharding.operands, layouts, strict=True)
@@ -31,7 +34,7 @@ def bind_filled(call: Call, sharding: OpSharding, layouts: Sequence[Layout | Non
     }
     if not missing:
         return call
-    # Where a derivative is infinite, as of a norm without variance, it gives NaN with the cotangent zero.
+    # An infinite derivative, as of a norm without variance, gives NaN for a cotangent of zero.
     counts_nothing = ConvertCotangent(platform, lambda g: platform.masked_fill(g, g != g, 0))
 
     def filled(func: Any, operands: tuple, static_args: Any) -> Any:
@@ -48,7 +51,7 @@ def bind_filled(call: Call, sharding: OpSharding, layouts: Sequence[Layout | Non
         result = call(func, given, static_args)
         if not isinstance(result, (tuple, list)):
             return _without_elements(result, sharding.results[0], missing, platform)
-        known = zip(result, sharding.results, strict=False)  # a result that a rule does not know is no tensor
+        known = zip(result, sharding.results, strict=False)  # results that the rule does not describe are not tensors
         found = [_without_elements(y, labels, missing, platform) for y, labels in known]
         return type(result)([*found, *result[len(found) :]])
 
@@ -56,10 +59,10 @@ def bind_filled(call: Call, sharding: OpSharding, layouts: Sequence[Layout | Non
 
 
 def bind_dense(call: Call, layouts: Sequence[Any], platform: Platform) -> Call:
-    """``call`` as it runs on a rank that has no elements of its results, whose layouts are ``layouts``.
+    """Return ``call`` with dense cotangents in backward, for a rank whose results, of ``layouts``, are empty.
 
-    Its backward gets dense cotangents there. A cotangent that a reduction has stretched is made dense by kernels that
-    need it so. A cotangent without elements is not: it counts as dense whatever its strides are.
+    Kernels that require dense cotangents copy the expanded cotangent of a reduction. They do not copy an empty one,
+    which counts as dense with any strides.
     """
     if not any(isinstance(layout, Layout) and 0 in layout.local_shape for layout in layouts):
         return call
@@ -80,7 +83,7 @@ def _with_elements(x: Any, labels: Labels, missing: set, platform: Platform) -> 
         if label in missing:
             shape = [*platform.shape_of(x)]
             shape[dim] = 1
-            # Ones: zeros have no norm, and a mask of them lets nothing through. Places and classes begin at zero.
+            # Ones, because zeros have no norm, and a mask of zeros hides all. Indices and classes start at zero.
             make = platform.ones if platform.is_floating_point(x) or x.dtype == (x == x).dtype else platform.zeros
             x = platform.cat([x, make(shape, x)], dim)
     return x

@@ -1,4 +1,4 @@
-"""Attention whose scores functions of the program change, which are told the batch element and the head."""
+"""Attention whose scores are changed by user-defined functions of batch element and head."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hyper_parallel.core.rules.registry import rule
     " | fixed statistics",
 )
 def flex_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Attention with scores that functions change, and statistics of them, independent for each batch element and head.
+    """Attention with scores that functions change, and its statistics, independent for each batch element and head.
 
-    A statistic is a number for each query. The local call is told which batch elements and heads it has. The static
-    arguments that it gets end on their (start, length), in pieces where shards are packed.
+    A statistic is a number for each query. The last static argument of the local call is the range of batch elements
+    and heads on this rank. It consists of (start, length) ranges, several if shards are packed.
     """
     fixed, statistics = static_args[:2]
     found = by_heads(shapes[:3], (False, 0.0))

@@ -1,4 +1,5 @@
-"""Other forms in which functions take the static arguments of an operation, for both frameworks: see `signature`."""
+"""Alternative forms in which native functions take the static arguments of an operation, for both frameworks (see
+`signature`)."""
 
 from __future__ import annotations
 
@@ -16,31 +17,31 @@ from hyper_parallel.platform.indexing import FULL_SLICE
 
 @form("like", "x | like")
 def like(shapes: tuple, shape: Shape) -> tuple:
-    """The shape of another tensor."""
+    """Shape of another tensor."""
     return (shape,)
 
 
 @form("flatten", "x | start_dim=0 end_dim=-1")
 def flatten(shapes: tuple, start: int, end: int) -> tuple | None:
-    """The first and the last of the dimensions that are joined."""
+    """First and last of the dimensions that are joined."""
     (x,) = shapes
     if not x:
         return ((1,),)
     start, end = start % len(x), end % len(x)
     if start > end:
-        return None  # the framework words the error
+        return None  # the framework raises the error
     return ((*x[:start], math.prod(x[start : end + 1]), *x[end + 1 :]),)
 
 
 @form("rows", "x")
 def rows(shapes: tuple) -> tuple:
-    """All dimensions but the first are joined."""
+    """All dimensions but the first, joined."""
     return ((shapes[0][0], -1),)
 
 
 @form("unflatten", "x | dim sizes")
 def unflatten(shapes: tuple, dim: Any, sizes: tuple[int, ...]) -> tuple | None:
-    """A dimension, and the sizes of those that it becomes; one may be -1."""
+    """Dimension to split, and the sizes of its parts, one of which may be -1."""
     (x,) = shapes
     if not isinstance(dim, int):
         return None
@@ -55,17 +56,19 @@ def unflatten(shapes: tuple, dim: Any, sizes: tuple[int, ...]) -> tuple | None:
 
 @form("tile", "x | *tiles")
 def tile(shapes: tuple, tiles: tuple[int, ...]) -> tuple:
-    """The number of copies along the last dimensions."""
+    """Number of copies along the last dimensions."""
     return ((1,) * (len(shapes[0]) - len(tiles)) + tiles,)
 
 
 @form("pad", "x | pad mode='constant' value=None")
 def pad(shapes: tuple, numbers: Any, mode: str, value: Any) -> tuple | None:
-    """(before, after) from the last dimension backwards; of the operation each dimension has its pair. Behind
-    them and the mode come the value and the number of numbers."""
+    """(before, after) numbers from the last dimension backwards. The operation takes one pair for each dimension.
+
+    The fill value and the count of numbers follow the pairs and the mode.
+    """
     ndim, numbers = len(shapes[0]), tuple(numbers)
     if len(numbers) % 2 or len(numbers) > 2 * ndim:
-        return None  # the framework words the error
+        return None  # the framework raises the error
     pairs = [(int(numbers[i]), int(numbers[i + 1])) for i in range(0, len(numbers), 2)]
     return (*((0, 0),) * (ndim - len(pairs)), *reversed(pairs)), mode, value, len(numbers)
 
@@ -75,7 +78,7 @@ def pad(shapes: tuple, numbers: Any, mode: str, value: Any) -> tuple | None:
 
 @functools.cache
 def _swapped(ndim: int, a: int, b: int) -> tuple[int, ...]:
-    """The permutation that swaps two dimensions."""
+    """Return the permutation that swaps two dimensions."""
     if not (-ndim <= a < ndim and -ndim <= b < ndim):
         if ndim == 0 and -1 <= a <= 0 and -1 <= b <= 0:
             return ()
@@ -87,40 +90,40 @@ def _swapped(ndim: int, a: int, b: int) -> tuple[int, ...]:
 
 @form("transpose", "x | dim0 dim1")
 def transpose(shapes: tuple, a: int, b: int) -> tuple:
-    """Two dimensions that change places."""
+    """Two dimensions to swap."""
     return (_swapped(len(shapes[0]), a, b),)
 
 
 @form("last_two", "x")
 def last_two(shapes: tuple) -> tuple | None:
-    """The last two dimensions change places."""
+    """Swap of the last two dimensions."""
     ndim = len(shapes[0])
-    return None if ndim < 2 else (_swapped(ndim, -2, -1),)  # the framework words the error
+    return None if ndim < 2 else (_swapped(ndim, -2, -1),)  # the framework raises the error
 
 
 @form("matrix", "x")
 def matrix(shapes: tuple) -> tuple | None:
-    """Both dimensions of a matrix change places; a vector stays."""
+    """Transposition of a matrix; a vector is unchanged."""
     ndim = len(shapes[0])
     return None if ndim > 2 else (tuple(reversed(range(ndim))) if ndim == 2 else tuple(range(ndim)),)
 
 
 @form("reversed", "x")
 def reverse(shapes: tuple) -> tuple:
-    """All dimensions in the other order."""
+    """Reversal of all dimensions."""
     return (tuple(reversed(range(len(shapes[0])))),)
 
 
 @form("order", "x | *order")
 def order_of(shapes: tuple, order: tuple[int, ...]) -> tuple:
-    """An order, or nothing, which reverses all dimensions."""
+    """Permutation of the dimensions; none reverses them."""
     ndim = len(shapes[0])
     return (tuple(d % ndim for d in order or reversed(range(ndim))),)
 
 
 @form("movedim", "x | source destination")
 def movedim(shapes: tuple, source: Any, destination: Any) -> tuple:
-    """Dimensions that move, and where to."""
+    """Dimensions to move, and their new positions."""
     ndim = len(shapes[0])
     sources = [d % ndim for d in dims_of(source) or ()]
     destinations = [d % ndim for d in dims_of(destination) or ()]
@@ -130,36 +133,36 @@ def movedim(shapes: tuple, source: Any, destination: Any) -> tuple:
     return (tuple(order),)
 
 
-# ------------------------------------------------------------------------------------------- parts
+# ------------------------------------------------------------------------------------------- slices and parts
 
 
 @form("select", "x | dim index")
 def select(shapes: tuple, dim: int, index: Any) -> tuple | None:
-    """A place along a dimension, as an index."""
+    """Dimension and position, as an index."""
     if hasattr(index, "_layout"):
-        return None  # a tensor says it
+        return None  # the index is a tensor
     return ((*(FULL_SLICE,) * (dim % len(shapes[0])), int(index)),)
 
 
 @form("strided_slice", "x | begin end strides")
 def strided_slice(shapes: tuple, begin: Any, end: Any, strides: Any) -> tuple:
-    """The begin, end and step of each dimension, as an index."""
+    """Start, end and step of each dimension, as an index."""
     return (tuple(("slice", int(b), int(e), int(s)) for b, e, s in zip(begin, end, strides, strict=True)),)
 
 
 @form("slice", "x | begin size")
 def slice_of(shapes: tuple, begin: Any, size: Any) -> tuple:
-    """The begin and the size of each dimension, as an index."""
+    """Start and size of each dimension, as an index."""
     return (tuple(("slice", int(b), int(b) + int(s), None) for b, s in zip(begin, size, strict=True)),)
 
 
 @form("equal_parts", "x | dim=0 output_num=1")
 def equal_parts(shapes: tuple, dim: int, number: int) -> tuple:
-    """A dimension and the number of its parts."""
+    """Dimension and number of equal parts."""
     return shapes[0][dim] // number, dim
 
 
-# ------------------------------------------------------------------------------------------- dimensions that are whole
+# ------------------------------------------------------------------------------------------- unsharded dimensions
 
 
 @form("all_but", "x | dim")
@@ -171,12 +174,12 @@ def all_but(shapes: tuple, dim: int) -> tuple:
 
 @form("by_weight", "x weight | statistics=1 eps=1e-6")
 def by_weight(shapes: tuple, statistics: int, eps: float) -> tuple:
-    """A norm over the dimensions that the weight has."""
+    """Norm over the dimensions of the weight."""
     return len(shapes[1]), statistics, eps
 
 
 @form("from_dim", "x weight bias | begin_norm statistics=2 eps=1e-5")
 def from_dim(shapes: tuple, begin: int, statistics: int, eps: float) -> tuple:
-    """A norm over the dimensions from one on."""
+    """Norm over all dimensions from a given one on."""
     ndim = len(shapes[0])
     return ndim - begin % ndim, statistics, eps

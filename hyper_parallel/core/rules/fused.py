@@ -1,4 +1,4 @@
-"""Operations that backends have in one piece: a gated activation, rotary embeddings, a norm of a sum."""
+"""Fused operations of backends: a gated activation, rotary embeddings, a norm of a sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hyper_parallel.core.rules.registry import rule
 
 @rule("glu", "x | dim=-1")
 def glu(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """The first half along ``static_args[0]``, of which some function gates the second half."""
+    """First half along ``static_args[0]``, gated by a function of the second half."""
     x = shapes[0]
     if not x:
         return None
@@ -22,8 +22,8 @@ def glu(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("rotary", "x r1 r2 | mode='half'")
 def rotary(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Rotary embedding. Cosines and sines broadcast to x; the last dimension, in which pairs are turned, must be
-    whole."""
+    """Rotary embedding. Cosines and sines broadcast to x. The last dimension, in which pairs are rotated, is
+    unsharded."""
     x = shapes[0]
     if not all(shapes) or any(shape[-1] != x[-1] for shape in shapes):
         return None
@@ -41,8 +41,10 @@ def rotary(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("add_rms_norm", "x1 x2 gamma | epsilon=1e-6")
 def add_rms_norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Norm of the sum of two tensors of one shape, its statistic, and the sum. The norm is over the dimensions of the
-    weight, the third operand; the statistic keeps them with size 1."""
+    """Norm of the sum of two tensors of one shape, its statistic, and the sum.
+
+    The norm is over the dimensions of the weight, the third operand. The statistic keeps these dimensions with size 1.
+    """
     x, other, weight = shapes
     batch = len(x or ()) - len(weight or ())
     if not x or x != other or not weight or batch < 0 or tuple(weight) != tuple(x[batch:]):

@@ -1,4 +1,4 @@
-"""Attention as accelerators have it in one piece, where an argument says how dimensions are ordered.
+"""Fused attention of accelerators, where an argument defines the order of dimensions.
 
 Heads may be packed in the last dimension. The statistics of the softmax are results too.
 """
@@ -12,7 +12,7 @@ from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.core.rules.random import share_state
 from hyper_parallel.core.rules.registry import rule
 
-#: A letter for each dimension: batch B, heads N, length S, features D, N * D features H, tokens of all sequences T.
+#: One letter for each dimension: batch B, heads N, length S, features D, N * D features H, tokens of all sequences T.
 _LAYOUTS = ("BNSD", "BSND", "BSH", "SBH", "TND")
 
 
@@ -24,15 +24,17 @@ _LAYOUTS = ("BNSD", "BSND", "BSH", "SBH", "TND")
 def fused_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Attention and the statistics of its softmax, independent for each batch element and head.
 
-    Results are the output and two statistics. These are (B, N, S, size), for tokens (N, T, size) or (T, N, size).
+    Results are the output and two statistics. A statistic has shape (B, N, S, size), or (N, T, size) or (T, N, size)
+    for tokens.
 
     Args:
-        shapes: of query, key, value, bias of the scores, mask, one more score for each head (N,), and further features
-            of query and key, which lie as these do. All but the first three may be None. A bias is (B or 1, N or 1,
-            ...), or one number for each head: (N,) or (B, N). A mask is (B or 1, N or 1, ...), or has two dimensions.
+        shapes: shapes of query, key, value, bias of the scores, mask, an additional score for each head (N,), and
+            additional features of query and key in the same layout. All but the first three may be None. A bias is (B
+            or 1, N or 1, ...), or one number for each head: (N,) or (B, N). A mask is (B or 1, N or 1, ...), or has two
+            dimensions.
         static_args: the layout of query, key and value (`_LAYOUTS`), the number of query heads, and the probability to
-            keep a weight. Whether something with one entry for each batch element is given besides: then batches must
-            be whole. The last size of the two statistics, and whether those of tokens have the tokens first.
+            keep a weight. Whether another argument has one entry per batch element, in which case the batch is
+            unsharded. The last size of the statistics, and whether statistics of tokens have the tokens first.
     """
     layout, heads, keep, per_batch, statistic, tokens_first = static_args[:6]
     found = _Attention.of(layout, heads, shapes)
@@ -44,7 +46,7 @@ def fused_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     results: tuple[Labels, ...] = (found.query, *(found.statistics(tokens_first),) * 2)
     sizes = found.sizes(tokens_first, statistic)
     keeps_all = keep >= 1.0
-    # The noise is drawn inside the native operation: only on whole operands is it that of a single device.
+    # The native operation draws the noise. Only on unsharded operands does it equal that of a single device.
     fixed = {"b"} if per_batch and keeps_all else set() if keeps_all else {"b", "n"}
     operands = tuple(None if x is None else tuple(None if label in fixed else label for label in x) for x in labels)
     results = tuple(tuple(None if label in fixed else label for label in x) for x in results)
@@ -60,28 +62,28 @@ def fused_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def _dim_of(layout: str, letters: str) -> int:
-    """The dimension of one of two letters, of which every layout has one."""
+    """Return the dimension of one of two letters. Every layout has exactly one of them."""
     return max(map(layout.find, letters))
 
 
 class _Attention:
-    """Shapes and labels of one call: ``b`` is the batch, ``n`` the heads."""
+    """Shapes and labels of one call. Label ``b`` is the batch, ``n`` the heads."""
 
     def __init__(self, layout: str, heads: int, q: Shape, k: Shape, v: Shape) -> None:
         self.batch = layout.index("B") if "B" in layout else None
         self.head, self.tokens = _dim_of(layout, "NH"), _dim_of(layout, "ST")
         self.heads = heads
-        #: Features of one head of the query.
+        #: Number of features of one query head.
         self.packed = layout.endswith("H")
         self.features = q[-1] // heads if self.packed else q[-1]
-        #: Heads of key and value.
+        #: Number of key and value heads.
         self.shared = k[-1] // max(self.features, 1) if self.packed else k[self.head]
         self.q, self.k, self.v = q, k, v
         self.query = self._labels(len(q), heads)
 
     @classmethod
     def of(cls, layout: str, heads: int, shapes: tuple) -> _Attention | None:
-        """None when the shapes do not fit."""
+        """Return the object for the shapes of a call, or None if the shapes do not fit."""
         q, k, v = shapes[:3]
         if layout not in _LAYOUTS or heads < 1 or not all(x and len(x) == len(layout) for x in (q, k, v)):
             return None
@@ -97,12 +99,13 @@ class _Attention:
         return self if fits and self.shared and heads % self.shared == 0 else None
 
     def _labels(self, ndim: int, heads: int) -> Labels:
-        """A single head of key and value, of many of the query, serves all: it is not split with them."""
+        """Return labels of a tensor with ``heads`` heads. A single key head that serves many query heads is not sharded
+        with them."""
         own = "n" if heads > 1 or self.heads == 1 else None
         return tuple("b" if d == self.batch else own if d == self.head else None for d in range(ndim))
 
     def operands(self, shapes: tuple) -> tuple[Labels | None, ...] | None:
-        """Labels of all operands, None when one has a shape that cannot be told."""
+        """Return the labels of all operands, or None if the shape of an operand is not supported."""
         bias, mask, score, more_q, more_k = (*shapes[3:], *(None,) * 5)[:5]
         keys = self._labels(len(self.k), self.shared)
         labels = (
@@ -118,7 +121,8 @@ class _Attention:
         return None if () in labels else labels[: len(shapes)]
 
     def _of_scores(self, shape: Shape, alone: bool) -> Labels:
-        """Return labels of a tensor that broadcasts to (B, N, S, S); where ``alone``, to (B, N) or (N,) too."""
+        """Return labels of a tensor that broadcasts to (B, N, S, S). With ``alone``, (B, N) and (N,) are also
+        supported."""
         batch = None if self.batch is None else self.q[self.batch]
         if len(shape) == 2 and not alone:
             return (None, None)
@@ -135,13 +139,13 @@ class _Attention:
         return (*own, *(None,) * (len(shape) - 2))
 
     def statistics(self, tokens_first: bool) -> Labels:
-        """Labels of a statistic of the softmax."""
+        """Return the labels of a statistic of the softmax."""
         if self.batch is None:
             return (None, "n", None) if tokens_first else ("n", None, None)
         return ("b", "n", None, None)
 
     def sizes(self, tokens_first: bool, statistic: int) -> tuple[Shape, ...]:
-        """Shapes of the results."""
+        """Return the shapes of the results."""
         features = self.v[-1] // self.shared if self.packed else self.v[-1]
         out = (*self.q[:-1], self.heads * features if self.packed else features)
         length = self.q[self.tokens]
@@ -153,7 +157,7 @@ class _Attention:
 
 
 def _local_heads(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
-    """The number of heads that this rank has."""
+    """Return the static arguments with the number of query heads on this rank."""
     layout, heads, *rest = static_args
     dim = _dim_of(layout, "NH")
     whole, own = result_layouts[0].shape[dim], result_layouts[0].local_shape[dim]
@@ -161,6 +165,6 @@ def _local_heads(static_args: tuple, operand_layouts: tuple, result_layouts: tup
 
 
 def _draw(call: LocalCall) -> Any:
-    """Every rank draws the same noise, from generators in the same state."""
+    """Run the native operation with the same noise on every rank, from generators in the same state."""
     share_state(call.operand_layouts[0].mesh)
     return call.run()

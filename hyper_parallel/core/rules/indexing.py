@@ -1,4 +1,4 @@
-"""Taking elements out and writing them: slices, ints, index tensors."""
+"""Reading and writing of elements by slices, ints and index tensors."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class _Indexing:
     """Effect of ``x[index]`` on the dimensions.
 
     Attributes:
-        region: the places of the items of the index in x.
-        x: labels of x: None where it is cut.
+        region: positions in x of the items of the index.
+        x: labels of x; None for dimensions that the index cuts.
         tensors: labels of the index tensors.
-        labels, shape: of the result.
-        behind: how many of its dimensions come behind those of the index tensors.
-        local_index: the index for shards, where it is another: a slice over all elements that speaks of the global
-            size is ``:`` there. Otherwise None.
+        labels, shape: labels and shape of the result.
+        behind: number of result dimensions after those of the index tensors.
+        local_index: the index for shards if it differs, else None. A slice over all elements becomes ``:``, because its
+            bounds are global.
     """
 
     region: tuple[Place, ...]
@@ -50,11 +50,11 @@ class _Indexing:
 
     @property
     def dims(self) -> tuple[tuple[int, int], ...]:
-        """For each index tensor the dimension of x along which it runs, and its number."""
+        """(dimension of x, number of the tensor) for each index tensor."""
         return tuple((p.dim, p.tensor) for p in self.region if p.dim is not None and p.tensor is not None)
 
     def localize(self) -> Any:
-        """`OpSharding.localize` for an index that differs on shards, else None."""
+        """Return `OpSharding.localize` for an index that differs on shards, else None."""
         local_index = self.local_index
         if local_index is None:
             return None
@@ -62,8 +62,11 @@ class _Indexing:
 
 
 def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
-    """Follow an encoded index through the dimensions of ``x``. None for unsupported indices. These are masks, whose
-    result has as many elements as are True. So are mixtures of ints and index tensors on which frameworks disagree."""
+    """Return the effect of an encoded index on the dimensions of ``x``, or None for unsupported indices.
+
+    Unsupported are masks, whose result has as many elements as are True. Mixtures of ints and index tensors on which
+    frameworks disagree are unsupported, too.
+    """
     if any(isinstance(item, tuple) and (item[0] == "bool" or (item[0] == "tensor" and item[3])) for item in index):
         return None
     region = region_of(index, x)
@@ -106,7 +109,7 @@ def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
 
 
 def _is_mask(index: tuple) -> bool:
-    """Return whether an encoded index is a mask alone."""
+    """Return whether an encoded index consists of one mask."""
     return len(index) == 1 and _is_tensor(index[0]) and index[0][3]
 
 
@@ -115,13 +118,12 @@ def _is_tensor(item: Any) -> bool:
 
 
 def _place_of_block(index: tuple, items: tuple) -> int | None:
-    """The index of the item, among the ``items`` without dots, before which the index tensors' dimensions go; -1 for
-    none.
+    """Return the position in ``items`` before which the index tensors' dimensions are inserted; -1 for none.
 
-    As in NumPy: adjacent index tensors are replaced in place, separated ones by dimensions in front.
+    The rules are NumPy's: adjacent index tensors are replaced in place, separated ones by leading dimensions.
 
-    Among them, an int or a 0-d tensor counts as an index tensor in NumPy. In torch it is an earlier selection. An
-    ``...`` that stands for no dimension separates in NumPy only. Where that makes a difference the answer is None.
+    In NumPy, an int or 0-d tensor among them counts as an index tensor; in torch, it is selected first. An ``...`` that
+    represents no dimension separates in NumPy only. The result is None if that makes a difference.
     """
     tensors = [i for i, item in enumerate(items) if _is_tensor(item) and item[2] > 0]
     if not tensors:
@@ -137,17 +139,19 @@ def _place_of_block(index: tuple, items: tuple) -> int | None:
 
 
 def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tuple | None:
-    """An index of ints, slices, None and dots gives a view."""
+    """Return the index if it gives a view: only ints, slices, None and ellipses."""
     index = static_args[0]
     return None if any(isinstance(item, tuple) and item[0] != "slice" for item in index) else (index,)
 
 
 @rule("getitem", "x *tensors | index", memory="shared", view_index=_index_of_view)
 def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index]``: dimensions taken whole and those of the index tensors can be sharded. Where few elements are taken
-    of x, those along which index tensors run can be too (see `gather`). Without index tensors, dimensions cut by ints
-    and slices can be: the result is then the sum over the ranks. A mask over the first dimensions may be sharded with
-    these."""
+    """``x[index]``: fully selected dimensions, and dimensions of index tensors, can be sharded.
+
+    If few elements of x are selected, dimensions that index tensors select from can be sharded, too (see `gather`).
+    Without index tensors, dimensions that ints and slices cut can be sharded. The result is then the sum over the
+    ranks. A mask over the first dimensions may be sharded together with these dimensions.
+    """
     if _is_mask(static_args[0]):
         return rows_at_mask(shapes)
     found = analyse(shapes[0], static_args[0], shapes[1:])
@@ -169,7 +173,7 @@ def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def _cut(x: Shape, found: _Indexing) -> OpSharding:
-    """Ints and slices."""
+    """Return the sharding for an index of ints and slices."""
     cut = Cut.of(found.region, found.x) if 0 not in found.shape and _is_few(found.shape, x) else None
     if cut is None:
         return OpSharding((found.x,), (found.labels,), (found.shape,), _LINEAR, localize=found.localize())
@@ -182,7 +186,7 @@ def _cut(x: Shape, found: _Indexing) -> OpSharding:
         reduce="call",
         localize=found.localize(),
         call=cut.take,
-        # A view of the only part there is shares its memory.
+        # Only the native operation returns a view that shares memory.
         native_if=lambda layouts: all(layouts[0].shard_count(dim) == 1 for dim in cut.dims),
     )
 
@@ -194,18 +198,20 @@ def _is_few(taken: Shape, x: Shape) -> bool:
 
 @rule("setitem_", "x value=None *tensors | index")
 def setitem_(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index] = value``: value broadcasts to ``x[index]``. Dimensions of x that index tensors run along, or that
-    ints and slices cut, may be sharded: each rank then writes the elements of its shard. Those that are cut must be
-    whole where index tensors take part. A mask over the first dimensions may be sharded with these, where one value is
-    written."""
+    """``x[index] = value``: value broadcasts to ``x[index]``.
+
+    Dimensions of x that index tensors select from, or that ints and slices cut, may be sharded. Each rank then writes
+    the elements of its shard. If there are index tensors, cut dimensions must be unsharded. A mask over the first
+    dimensions may be sharded together with these dimensions, if one value is written.
+    """
     return assigned(shapes, static_args, in_place=True)
 
 
 def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | None:
-    """The answer for ``x[index] = value``, written to x or to a copy of it."""
+    """Return the sharding for ``x[index] = value``, written to x or to a copy of x."""
     x, value = shapes[:2]
     if _is_mask(static_args[0]) and not value and tuple(x[: len(shapes[2])]) == tuple(shapes[2]):
-        # One value, which goes to the places that are true on each rank.
+        # One value, which each rank writes where its mask is true.
         all_of_x, own = named(x), None if value is None else ()
         return OpSharding((all_of_x, own, all_of_x[: len(shapes[2])]), (all_of_x,), (tuple(x),))
     found = analyse(x, static_args[0], shapes[2:])
@@ -221,7 +227,7 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
         target = tuple(zip(found.shape, found.labels, strict=True))[start:]
         if any(size not in (1, full) for size, (full, _) in zip(value[extra:], target, strict=True)):
             return None
-        # Values along an index tensor go to elements of x anywhere: not a dimension of the result.
+        # Values along an index tensor may go to any element of x, so they match no dimension of the result.
         value_labels = (None,) * extra + tuple(
             label if size == full and label in found.x else None
             for size, (full, label) in zip(value[extra:], target, strict=True)
@@ -246,7 +252,7 @@ def assigned(shapes: tuple, static_args: tuple, in_place: bool) -> OpSharding | 
 
 
 def labels_along(labels: Labels, dims: tuple[tuple[int, int], ...]) -> Labels:
-    """``labels`` of x with those of the dimensions along which index tensors run."""
+    """Return the ``labels`` of x with new labels for the dimensions that index tensors select from."""
     for dim, _ in dims:
         labels = replaced(labels, dim, f"c{dim}")
     return labels
@@ -260,8 +266,10 @@ def _narrowed(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
 
 @rule("narrow", "x | dim start length", repeatable=True, memory="shared", view_index=_narrowed)
 def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Elements from start to start + length along a dimension, which can be sharded if these are all, or few: see
-    `getitem`."""
+    """Elements from start to start + length along a dimension.
+
+    The dimension can be sharded if all elements are selected, or few (see `getitem`).
+    """
     x, (dim, start, length) = shapes[0], static_args[:3]
     if not x:
         return None
@@ -279,7 +287,7 @@ def narrow(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def _sliced(operands: tuple, static_args: tuple) -> Any:
-    """A slice, where `narrow` would lose gradients of gradients on MindSpore."""
+    """Return a slice, because `narrow` would lose gradients of gradients on MindSpore."""
     return operands[0][tuple(slice(*item[1:]) for item in static_args[0])]
 
 
@@ -300,17 +308,20 @@ def _narrow(x: Shape, dim: int, start: int, length: int) -> OpSharding:
 
 @rule("gather", "x index | dim")
 def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``result[i][j] = x[index[i][j]][j]`` for dim 0. Where few elements are taken of x, it may be sharded along dim:
-    each rank takes its own elements, and the results add up."""
+    """``result[i][j] = x[index[i][j]][j]`` for dim 0.
+
+    If few elements of x are selected, x may be sharded along dim. Each rank takes elements of its shard, and the
+    results are summed.
+    """
     x, index = shapes
     if index is None:
         return None
     dim = axis(static_args[0], len(x))
-    if len(x) != len(index):  # one element without dimensions goes with an index of one dimension
+    if len(x) != len(index):  # a 0-d tensor is compatible with a 1-d index
         own = ((None,) * len(x), (None,) * len(index))
-        known = {len(x), len(index)} == {0, 1} or 0 in index  # without elements an index may have any shape
+        known = {len(x), len(index)} == {0, 1} or 0 in index  # an empty index may have any shape
         return OpSharding(own, own[1:], (tuple(index),), terms=_LINEAR) if known else None
-    # Where the index is shorter, it takes the beginning of x: shards of the two would not match.
+    # A shorter index selects from the start of x, so that shards of the two would not match.
     labels = tuple(label if a == b else None for label, a, b in zip(named(x), x, index, strict=True))
     index_labels = tuple("t" if i == dim else label for i, label in enumerate(labels))
     return OpSharding(
@@ -326,13 +337,13 @@ def gather(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("index_select", "x index | dim")
 def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[:, index]`` for dim 1 and an index of one dimension. See `gather`."""
+    """``x[:, index]`` for dim 1 and a 1-d index (see `gather`)."""
     x, index = shapes
     if index is None or len(index) > 1:
         return None
     dim = axis(static_args[0], len(x))
     labels = whole(named(x), (dim,))
-    # An index without dimensions counts as one of one element, and so does x.
+    # A 0-d index or x counts as a 1-d tensor of one element.
     place, size = ("t", index[0]) if index and x else (None, 1)
     few = index and x and 2 * size <= x[dim]
     return OpSharding(
@@ -348,7 +359,7 @@ def index_select(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("one_hot", "x | num_classes=-1", memory="fresh")
 def one_hot(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """A new last dimension of the given number of classes, which must not depend on the data."""
+    """One-hot encoding in a new last dimension. The number of classes must not depend on the data."""
     x, classes = shapes[0], static_args[0]
     if not isinstance(classes, int) or classes < 0:
         return None

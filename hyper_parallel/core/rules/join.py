@@ -1,6 +1,6 @@
-"""Joining tensors and taking them apart, along a dimension that must be whole or packed in just these parts.
+"""Concatenation and splitting of tensors, along a dimension that is unsharded or packed with the same sizes.
 
-All of these operations are linear: partial sums stay partial.
+All of these operations are linear, so partial sums stay partial.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hyper_parallel.platform.indexing import FULL_SLICE
 
 @rule("cat", "*xs | dim=0", repeatable=True, memory="fresh")
 def cat(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Concatenate."""
+    """Concatenation along a dimension."""
     first = shapes[0] if shapes else None
     if not first or any(shape is None or len(shape) != len(first) for shape in shapes):
         return None
@@ -35,7 +35,7 @@ def cat(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("stack", "*xs | dim=0", repeatable=True, memory="fresh")
 def stack(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Join along a new dimension."""
+    """Concatenation along a new dimension."""
     if not shapes or shapes[0] is None or len(set(shapes)) > 1:
         return None
     first = shapes[0]
@@ -49,7 +49,7 @@ def stack(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def _parts(x: tuple[int, ...], dim: int, sizes: Sequence[int], localize: Any = None) -> OpSharding | None:
-    """``x`` taken apart into pieces of ``sizes``."""
+    """Return the sharding for ``x`` split into parts of ``sizes``."""
     if any(size < 0 for size in sizes) or sum(sizes) != x[dim]:
         return None
     labels = whole(named(x), (dim,))
@@ -59,18 +59,18 @@ def _parts(x: tuple[int, ...], dim: int, sizes: Sequence[int], localize: Any = N
         result_shapes=tuple(replaced(x, dim, size) for size in sizes),
         terms=((0,),),
         localize=localize,
-        # Unequal pieces are cut by their sizes: a number of chunks would cut the shards at other places.
+        # Unequal parts are split by their sizes. A number of chunks would split shards at other positions.
         unpack=((dim, tuple(sizes), dim),) if localize or len(set(sizes)) == 1 else (),
     )
 
 
 def _pieces(length: int, size: int) -> list[int]:
-    """``length`` in pieces of ``size``, the last one possibly smaller; a length of 0 is one piece of 0."""
+    """Return the sizes of the pieces of ``length`` elements, in steps of ``size``. A length of 0 is one piece of 0."""
     return [min(size, length - start) for start in range(0, length, size)] or [0]
 
 
 def _index_of_pieces(static_args: tuple, shape: tuple, result_shapes: list) -> tuple:
-    """The slice of each of the pieces that follow one another along dimension ``static_args[1]``."""
+    """Return the index of each of the consecutive pieces along dimension ``static_args[1]``."""
     dim = axis(static_args[1], len(shape))
     ends = accumulate(result[dim] for result in result_shapes)
     return tuple(
@@ -81,7 +81,7 @@ def _index_of_pieces(static_args: tuple, shape: tuple, result_shapes: list) -> t
 
 @rule("split", "x | split_size dim=0", repeatable=True, memory="shared", view_index=_index_of_pieces)
 def split(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Pieces of one size, the last one possibly smaller, or of the sizes given."""
+    """Pieces of one size, the last one possibly smaller, or of a list of sizes."""
     x, (size, dim) = shapes[0], static_args[:2]
     if not x or size == 0:
         return None
@@ -106,7 +106,7 @@ def chunk(shapes: tuple, static_args: tuple) -> OpSharding | None:
     pieces = _pieces(x[dim], -(-x[dim] // chunks))
     if len(pieces) == chunks or len(set(pieces)) > 1:
         return _parts(x, dim, pieces)
-    # A shard without elements would give as many pieces as are asked for, not as many as there are.
+    # An empty shard would return the requested number of pieces, not the actual one.
     return _parts(x, dim, pieces, lambda static_args, *layouts: (len(pieces), *static_args[1:]))
 
 
@@ -117,7 +117,7 @@ def _index_of_slices(static_args: tuple, shape: tuple, result_shapes: list) -> t
 
 @rule("unbind", "x | dim=0", memory="shared", view_index=_index_of_slices)
 def unbind(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """One result per index of a dimension, without that dimension."""
+    """One result for each index of a dimension, without that dimension."""
     x = shapes[0]
     if not x:
         return None

@@ -1,7 +1,7 @@
-"""Attention of this rank's queries to keys that come in pieces: gathered ones, or a ring of them.
+"""Attention of local queries to keys that arrive in pieces: gathered at once, or passed around a ring.
 
-Pieces of the result are joined by the logarithms of their sums of exponentials. Backward needs no scores: the weights
-follow from the logarithms. In the ring it lets the pieces go round once more, and behind them their gradients.
+Partial results are combined by the logarithms of their sums of exponentials. Backward needs no scores, because the
+weights follow from the logarithms. In the ring, pieces are passed around again, followed by their gradients.
 
 Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
 """
@@ -20,21 +20,20 @@ from hyper_parallel.core.rules.sequence_cut import Pair, SequenceCut, pairs
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.autograd import named
 
-#: Heads are computed and sent in as many groups at most, of which none sends fewer bytes of keys and values.
+#: Maximal number of groups of heads that are computed in turn, and minimal bytes of keys and values that each sends.
 _MOST_GROUPS, _LEAST_BYTES = 8, 1 << 17
 
-#: Where heads begin, and how many there are.
+#: (index of the first head, number of heads).
 Heads = tuple[int, int]
 
 
 class _Sizes(NamedTuple):
-    """How one call is computed, by the shapes of its tensors.
+    """The division of a call into groups of heads, which depends on the shapes of its tensors.
 
     Attributes:
-        shapes: of queries, keys and values with four dimensions.
-        groups: heads of queries and of keys that are computed one after the other. So what a rank has of the others is
-            a part of a piece.
-        empty: whether there is nothing to compute: no samples, heads or features.
+        shapes: shapes of queries, keys and values, reshaped to four dimensions.
+        groups: (query heads, key heads) that are computed in turn. So a rank holds only a part of another rank's piece.
+        empty: whether there is no work, because there are no samples, heads or features.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -58,19 +57,19 @@ class _Part(NamedTuple):
 
 
 class JoinedCall:
-    """One call: all but the tensors.
+    """The parameters of one call, without tensors.
 
     Args:
-        cut: of the queries, and of keys and values.
-        gather: gets the keys and values, or None: they go round a ring.
-        causal: whether a query sees the positions up to its own alone.
+        cut: sharded sequence of queries, keys and values.
+        gather: all-gather of keys and values; None for the ring.
+        causal: whether a query sees only positions up to its own.
         scale: factor of the scores.
     """
 
     def __init__(self, cut: SequenceCut, gather: KeyGather | None, causal: bool, scale: float) -> None:
         self.cut, self.gather, self.scale = cut, gather, scale
         held = cut.ranges
-        if gather is not None:  # one piece
+        if gather is not None:  # gathered keys are one piece
             held = (tuple(x for own in held for x in own) if len(cut.mesh_dims) == 1 else _around(cut),)
         found = [pairs(cut.own, one, causal) for one in held]
         queries = sum(n for _, n in cut.own)
@@ -104,8 +103,11 @@ class JoinedCall:
         return Ring(platform, self.cut, k, v, buffers)
 
     def sizes(self, *tensors: Any) -> _Sizes:
-        """How queries, keys and values of these shapes are computed. Ranks that send to each other find the same
-        groups: they differ in the positions alone, of which the most count."""
+        """Return the division into groups of heads for queries, keys and values of these shapes.
+
+        Ranks that communicate get the same groups. Their tensors differ only in the number of positions, of which the
+        largest counts.
+        """
         key = (*(x.shape for x in tensors), tensors[1].itemsize)
         found = self._sizes.get(key)
         if found is None:
@@ -120,7 +122,7 @@ class JoinedCall:
 
 
 class JoinedAttention:
-    """The function, on one platform. Get it with `joined_attention`."""
+    """The attention function on one platform. Instances come from `joined_attention`."""
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
@@ -129,12 +131,12 @@ class JoinedAttention:
         self._keys = platform.joint_function(named("GatherKeys", self._keys_forward), self._keys_backward)
 
     def __call__(self, call: JoinedCall, q: Any, k: Any, v: Any) -> Any:
-        """Attention of local tensors of (..., heads, length, features). Differentiable once."""
+        """Return the attention of local tensors of shape (..., heads, length, features). It is differentiable once."""
         (y,) = self._apply(call, q, k, v)
         return y
 
     def gathered(self, gather: KeyGather, k: Any, v: Any) -> tuple[Any, Any]:
-        """The whole keys and values, for queries of which each rank has a part. Differentiable."""
+        """Return full keys and values, for queries that are sharded over ranks. It is differentiable."""
         k, v = self._keys(gather, k, v)
         return k, v
 
@@ -146,14 +148,14 @@ class JoinedAttention:
 
     def _keys_backward(self, ctx: Any, *cotangents: Any) -> tuple[Any, Any]:
         k, v = cotangents
-        if k is None or v is None:  # nothing was computed from one of them
+        if k is None or v is None:  # one of them was not used
             k, v = (self.platform.zeros(self.platform.shape_of(y), y) if x is None else x for x, y in ((k, v), (v, k)))
         return ctx.gather.backward([k, v])
 
     # ---------------------------------------------------------------------------------------------- forward
     def _forward(self, ctx: Any, call: JoinedCall, q: Any, k: Any, v: Any) -> tuple[Any]:
         platform = self.platform
-        q, k, v = map(platform.detach, (q, k, v))  # no DTensors from here on, so that their shapes are local
+        q, k, v = map(platform.detach, (q, k, v))  # plain tensors, so that shapes are local
         ctx.call, ctx.shape, ctx.sizes = call, q.shape, call.sizes(q, k, v)
         q, groups = _flat(q), ctx.sizes.groups
         whole: list[Any] = []
@@ -175,11 +177,11 @@ class JoinedAttention:
         return (_shaped(y, (*ctx.shape[:-1], y.shape[-1])),)
 
     def _heads(self, x: Any, at: Heads) -> Any:
-        """Some heads of a local tensor."""
+        """Return some heads of a local tensor."""
         return x if x.shape[-3] == at[1] else self.platform.narrow(x, x.ndim - 3, *at)
 
     def _attend(self, call: JoinedCall, sizes: _Sizes, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        """Output, and the logarithms of the sums, of some heads."""
+        """Return the output of some heads, and the logarithms of their sums of exponentials."""
         platform = self.platform
         states: dict[int, tuple[Any, Any]] = {}
         for pieces, k_piece, v_piece in self._pieces(call, k, v):
@@ -201,8 +203,10 @@ class JoinedAttention:
         return out if out.dtype == q.dtype else platform.to_dtype(out, q.dtype), lse
 
     def _cat(self, xs: list[Any], dim: int) -> Any:
-        """Heads (-3) or positions (-2), one after the other. Positions come first in memory, as projections read and
-        write them: so these need no copies."""
+        """Return ``xs`` concatenated along heads (-3) or positions (-2).
+
+        Positions come first in memory, as projections read and write them, so that no copies are needed.
+        """
         if len(xs) == 1:
             return xs[0]
         platform = self.platform
@@ -254,7 +258,7 @@ class JoinedAttention:
             found[0].append(self._of_queries(call, d_q, ours[1], lse))
             found[1].append(of_keys[0])
             found[2].append(of_keys[1])
-            del of_keys  # the lists alone hold them, and free them
+            del of_keys  # only the lists refer to the gradients, and free them
         shapes = [(*ctx.shape[:-3], *shape[1:]) for shape in ctx.sizes.shapes]
         return tuple(_shaped(self._of_heads(x, q.dtype), shape) for x, shape in zip(found, shapes, strict=True))
 
@@ -266,7 +270,7 @@ class JoinedAttention:
         return x
 
     def _of_queries(self, call: JoinedCall, d_q: dict[int, Any], q: Any, lse: Any) -> Any:
-        """The gradients of all blocks of queries, which are freed."""
+        """Return the gradients of all query blocks, and free the dictionary."""
         if not d_q:
             return self.platform.zeros(q.shape, lse)
         return self._cat([d_q.pop(start) for start, _ in call.blocks], -2)
@@ -274,16 +278,16 @@ class JoinedAttention:
     def _piece_gradients(
         self, call: JoinedCall, sizes: _Sizes, ours: list[Any], d_q: dict[int, Any], source: int, k: Any, v: Any
     ) -> list[Any]:
-        """Gradients of a piece of keys and values; those of queries are added to ``d_q``, by where their block begins.
+        """Return the gradients of a piece of keys and values. Gradients of queries are added to ``d_q``.
 
         Args:
-            call: see there.
-            sizes: see there.
+            call: parameters of the call.
+            sizes: groups of heads of the call.
             ours: cotangent, queries, output and logarithms of some heads.
-            d_q: see there.
-            source: number of the piece.
+            d_q: start of a query block -> its gradient.
+            source: index of the piece.
             k: keys of these heads.
-            v: values.
+            v: values of these heads.
         """
         g, q, y, lse = ours
         platform = self.platform
@@ -312,11 +316,11 @@ class JoinedAttention:
         return [self._whole(of_keys, k), self._whole(of_values, v)]
 
     def _whole(self, found: list[tuple[int, int, Any]], piece: Any) -> Any:
-        """Gradients of slices of a piece, as one of all of it: zeros where no query sees it.
+        """Return the gradient of a full piece from gradients of slices, with zeros for keys that no query sees.
 
         Args:
-            found: where each slice begins, its length, and the gradient. The list is emptied, to free its memory.
-            piece: see there.
+            found: (start, length, gradient) of each slice. The list is emptied to free its memory.
+            piece: keys or values of the piece.
         """
         platform = self.platform
         *before, length, features = piece.shape
@@ -339,17 +343,17 @@ class JoinedAttention:
 
 
 def _shaped(x: Any, shape: Sequence[int]) -> Any:
-    """The tensor in another shape; itself where it has as many dimensions."""
+    """Return the tensor in another shape, or unchanged if the number of dimensions is the same."""
     return x if x.ndim == len(shape) else x.reshape(tuple(shape))
 
 
 def _flat(x: Any) -> Any:
-    """The tensor with four dimensions."""
+    """Return the tensor reshaped to four dimensions."""
     return x if x.ndim == 4 else x.reshape((math.prod(x.shape[:-3]), *x.shape[-3:]))
 
 
 def _around(cut: SequenceCut) -> tuple[tuple[int, int], ...]:
-    """All positions in order, with those of this rank as a piece."""
+    """Return all positions in order, as the ranges before, in and after this rank's shard."""
     ((start, length),) = cut.own
     return ((0, start), (start, length), (start + length, cut.length - start - length))
 
@@ -358,5 +362,5 @@ _JOINED: Table = Table(JoinedAttention)
 
 
 def joined_attention(platform: Platform) -> JoinedAttention:
-    """The function on this platform, made once."""
+    """Return the cached attention function of a platform."""
     return _JOINED[platform]

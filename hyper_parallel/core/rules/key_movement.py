@@ -1,4 +1,4 @@
-"""Keys and values of other ranks, for attention over a sequence that is cut: all at once, or a rank's at a time."""
+"""Communication of keys and values for attention over a sharded sequence, by all-gather or in a ring."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ __all__ = ["KeyGather", "Ring", "RingBuffers"]
 
 @dataclass(frozen=True)
 class KeyGather:
-    """Whole keys and values of shards, and back. Both travel in one message where they have the same heads."""
+    """All-gather of keys and values from shards, and the backward. Both share one message if they have the same
+    heads."""
 
     platform: Platform
     steps: tuple[Any, ...]
 
     @classmethod
     def of(cls, layout: Layout, dim: int) -> KeyGather:
-        """For keys of this layout."""
+        """Return the all-gather for keys of this layout."""
         placements = [Replicate() if p.is_shard(dim) else p for p in layout.placements]
         return cls(layout.mesh.platform, tuple(plan_redistribution(layout, layout.with_placements(placements))))
 
     def forward(self, k: Any, v: Any) -> tuple[Any, Any]:
-        """Gather whole keys and values from shards, outside autograd."""
+        """Return full keys and values from shards, outside autograd."""
         return self._both([k, v], [step.collective for step in self.steps])
 
     def backward(self, both: list[Any]) -> tuple[Any, Any]:
-        """This rank's part of the sums over the ranks. Differentiable. The list is emptied, to free its memory."""
+        """Return this rank's shard of the gradients, summed over ranks. It is differentiable. The list is emptied to
+        free its memory."""
         return self._both(both, [step.for_parts.back for step in reversed(self.steps)])
 
     def _both(self, both: list[Any], steps: list[Any]) -> tuple[Any, Any]:
@@ -51,14 +53,14 @@ class KeyGather:
 
 
 def _taken(held: list[Any], steps: list[Any]) -> Any:
-    """The tensor of the list after all steps. What a step has read is freed before the next one."""
+    """Return the tensor in the list after all steps. The input of each step is freed before the next one."""
     for step in steps:
         held.append(step(held.pop()))
     return held.pop()
 
 
 class _Message:
-    """A buffer on its way to the next rank, and the one that comes from the rank before."""
+    """A buffer that is being sent to the next rank, and the buffer that is received from the previous rank."""
 
     def __init__(self, ring: Ring, buffer: Any) -> None:
         self._received = ring.platform.empty((ring._most,), buffer)
@@ -66,7 +68,7 @@ class _Message:
         self._work = asynchronous.start("shift", self._received, buffer, ring.mesh, ring.mesh_dim)
 
     def arrived(self) -> Any:
-        """Wait for the buffer that comes. The one that was sent is freed with this object."""
+        """Wait for the received buffer and return it. The sent buffer is freed with this object."""
         self._work.wait()
         return self._received
 
@@ -117,12 +119,13 @@ class Ring:
         self._coming: _Message | None = None
 
     def start(self) -> None:
-        """Send this rank's own keys and values."""
+        """Start to send this rank's keys and values."""
         if self._coming is None and self.size > 1:
             self._coming = _Message(self, self._packed(self.k, self.v))
 
     def others(self) -> Iterator[tuple[int, Any, Any]]:
-        """The rank that a piece is of, and its keys and values; the next one is under way meanwhile."""
+        """Yield the source rank of each received piece, and its keys and values. The next piece is received
+        meanwhile."""
         self.start()
         for step in range(1, self.size):
             assert self._coming is not None
@@ -134,16 +137,16 @@ class Ring:
             del buffer
 
     def pieces(self) -> Iterator[tuple[int, Any, Any]]:
-        """This rank's own keys and values, then `others`."""
+        """Yield this rank's keys and values, followed by those of `others`."""
         self.start()
         yield self.rank, self.k, self.v
         yield from self.others()
 
     def gradients(self, part: Callable[[int, Any, Any], list[Any]], then: Callable[[], None] | None) -> list[Any]:
-        """Gradients of this rank's own keys and values: sums over the ranks of what ``part(source, k, v)`` gives.
+        """Return gradients of this rank's keys and values: sums over ranks of the results of ``part(source, k, v)``.
 
-        Those of a piece follow it, and come home from the rank that has it last. Meanwhile this rank computes its own,
-        and before that ``then()`` is called.
+        The gradients of a piece follow it around the ring, and return from the last rank that holds it. Meanwhile, this
+        rank calls ``then()`` and computes the gradients of its local piece.
         """
         coming: _Message | None = None
         for piece in self.others():
@@ -164,7 +167,7 @@ class Ring:
         return home
 
     def _packed(self, k: Any, v: Any) -> Any:
-        """Both as one vector, as long on all ranks."""
+        """Return both tensors as one vector of a length that is equal on all ranks."""
         platform = self.platform
         flat = platform.join([k, v])
         missing = self._most - flat.shape[0]

@@ -1,8 +1,7 @@
-"""Layers whose rule is their signature: convolutions, pools, interpolation, norms of groups of channels.
+"""Layers that are described by a signature: convolutions, pools, interpolation, norms of channel groups.
 
-Backends know dozens of such functions, each with arguments of its own, and all of them are one thing: a function that
-is independent along some dimensions, named by letters, and needs the others whole. So the signature is a static
-argument.
+Backends have dozens of such functions with different arguments. All of them are independent along some dimensions,
+named by letters, and need the other dimensions unsharded. So the signature is a static argument.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from hyper_parallel.core.rules.labels import Labels
 from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import rule
 
-#: The letter of a dimension of groups of channels.
+#: The letter of a dimension that consists of channel groups.
 _GROUPED = "g"
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A signature such as ``"ni..,oi..,o->no..|01+2"``, read.
+    """A parsed signature such as ``"ni..,oi..,o->no..|01+2"``.
 
     Attributes:
-        operands, results: labels of each; a dot stands for a dimension that must be whole.
-        terms: the places of operands in each product of a sum, in which the function is linear.
+        operands, results: labels of each operand and result; None (a dot) for an unsharded dimension.
+        terms: for each product of a sum, the indices of its operands. The function is linear in each of them.
     """
 
     operands: tuple[Labels, ...]
@@ -33,13 +32,13 @@ class Signature:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """All labels."""
+        """All labels, sorted."""
         return tuple(sorted({label for labels in (*self.operands, *self.results) for label in labels} - {None}))
 
 
 @functools.cache
 def read_signature(text: str) -> Signature:
-    """Read a signature: operands and results, separated by commas, and after a bar the terms.
+    """Parse a signature: operands and results, separated by commas, and the terms after a bar.
 
     Example:
         >>> read_signature("ni.,oi.->no.|01").results
@@ -59,10 +58,12 @@ def read_signature(text: str) -> Signature:
     repeatable=True,
 )
 def labelled(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """A function by its signature, such as `ni..,oi..,o->no..` of a convolution. `n` and `o` can be sharded. So can
-    `i`, which the result lacks: it gives partial sums, where terms follow a bar. A dot is a whole dimension. The letter
-    `g`, which the first operand has, is a dimension of groups of channels, which are not cut. Every rank needs an
-    element of `g` and of each summed dimension."""
+    """Function described by a signature, such as `ni..,oi..,o->no..` of a convolution.
+
+    `n` and `o` can be sharded. So can `i`, which the result lacks: it gives partial sums, if terms follow a bar. A dot
+    is an unsharded dimension. The letter `g` of the first operand is a dimension of channel groups, which are not
+    split. Every rank needs an element of `g` and of each summed dimension.
+    """
     text, result_shapes, groups = static_args[:3]
     signature = read_signature(text)
     operands = tuple(
@@ -89,7 +90,7 @@ def labelled(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def _local_groups(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
-    """The number of groups that this rank has."""
+    """Return the static arguments with the number of channel groups on this rank."""
     text, shapes, groups, *rest = static_args
     dim = read_signature(text).operands[0].index(_GROUPED)
     layout = operand_layouts[0]

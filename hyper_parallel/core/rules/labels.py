@@ -1,4 +1,4 @@
-"""Helpers that the rules share: resolving dimensions, naming them, broadcasting, and the answer for one operand."""
+"""Helpers of the rules: normalising and naming dimensions, broadcasting, and the result of a rule for one operand."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Labels: TypeAlias = "tuple[Any, ...]"
 
 
 def axis(dim: int, ndim: int) -> int:
-    """``dim`` as a non-negative dimension of a tensor with ``ndim`` dimensions; a 0-d tensor counts as 1-d.
+    """Return ``dim`` as a non-negative dimension of a tensor with ``ndim`` dimensions; a 0-d tensor counts as 1-d.
 
     Raises:
-        IndexError: when there is no such dimension.
+        IndexError: when ``dim`` is out of range.
     """
     count = max(ndim, 1)
     if not -count <= dim < count:
@@ -24,7 +24,7 @@ def axis(dim: int, ndim: int) -> int:
 
 
 def axes(dims: int | Iterable[int] | None, ndim: int) -> frozenset[int]:
-    """``dims`` as non-negative dimensions. None and an empty tuple mean all of them, as in reductions."""
+    """Return ``dims`` as non-negative dimensions. None and an empty tuple mean all of them, as in reductions."""
     if isinstance(dims, int):
         dims = (dims,)
     resolved = frozenset(axis(d, ndim) for d in dims) if dims is not None else frozenset()
@@ -32,18 +32,18 @@ def axes(dims: int | Iterable[int] | None, ndim: int) -> frozenset[int]:
 
 
 def named(shape: Sequence[int], prefix: str = "d") -> Labels:
-    """A label of its own for each dimension."""
+    """Return a unique label for each dimension."""
     return tuple(f"{prefix}{i}" for i in range(len(shape)))
 
 
 def whole(labels: Labels, dims: Iterable[int]) -> Labels:
-    """``labels`` with None at ``dims``."""
+    """Return ``labels`` with None at ``dims``."""
     dims = frozenset(dims)
     return tuple(None if i in dims else label for i, label in enumerate(labels))
 
 
 def without(values: Sequence[Any], dims: Iterable[int], keepdim: bool = False, kept: Any = None) -> tuple[Any, ...]:
-    """``values`` (labels or sizes) without ``dims``, or with ``kept`` in their place when ``keepdim`` is set."""
+    """Return ``values`` (labels or sizes) without ``dims``, or with ``kept`` in their place if ``keepdim`` is set."""
     dims = frozenset(dims)
     if keepdim:
         return tuple(kept if i in dims else value for i, value in enumerate(values))
@@ -51,17 +51,17 @@ def without(values: Sequence[Any], dims: Iterable[int], keepdim: bool = False, k
 
 
 def replaced(values: Sequence[Any], dim: int, *new: Any) -> tuple[Any, ...]:
-    """``values`` (labels or sizes) with ``new`` in place of that of dimension ``dim``."""
+    """Return ``values`` (labels or sizes) with ``new`` in place of the entry of dimension ``dim``."""
     return (*values[:dim], *new, *values[dim + 1 :])
 
 
 def unary(before: Labels, after: Labels, shape: Sequence[int], results: int = 1, **more: Any) -> OpSharding:
-    """Return a rule's answer for an operation on one tensor.
+    """Return the sharding of an operation on one tensor.
 
     Args:
-        before, after: labels of the tensor, and of each result.
+        before, after: labels of the tensor and of each result.
         shape: global shape of each result.
-        results: how many there are.
+        results: number of results.
         more: further fields of `OpSharding`.
     """
     return OpSharding((before,), (after,) * results, (tuple(shape),) * results, **more)
@@ -70,15 +70,15 @@ def unary(before: Labels, after: Labels, shape: Sequence[int], results: int = 1,
 def broadcast(
     shapes: Sequence[Sequence[int] | None], prefix: str = "d"
 ) -> tuple[Shape, Labels, tuple[Any, ...]] | None:
-    """Broadcast as NumPy does.
+    """Return the result of broadcasting shapes as NumPy does, with labels.
 
     Args:
-        shapes: shape of each operand, None for one that is no tensor.
+        shapes: shape of each operand, None for an operand that is not a tensor.
         prefix: the first characters of the labels.
 
     Returns:
-        The common shape, its labels, and the labels of each operand; a stretched dimension of size 1 has the label
-        None. Or None, when the shapes do not fit.
+        The common shape, its labels, and the labels of each operand. An expanded dimension of size 1 has the label
+        None. The result is None if the shapes do not fit.
     """
     ndim = max((len(shape) for shape in shapes if shape is not None), default=0)
     common = [1] * ndim
@@ -99,5 +99,5 @@ def broadcast(
 
 
 def all_elements(static_args: tuple, shape: Shape, result_shapes: list[Shape]) -> tuple[tuple[Any, ...]]:
-    """`CanonicalOp.view_index` of a view that has all elements of its operand in their order."""
+    """Return the `CanonicalOp.view_index` of a view that has all elements of its operand in order."""
     return ((...,),)

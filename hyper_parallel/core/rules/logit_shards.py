@@ -1,8 +1,8 @@
-"""Heads that give this rank's part of the classes as a plain tensor. A loss must not take it for all classes.
+"""Heads whose plain output holds only this rank's classes. A loss must not treat them as all classes.
 
-Plain logits do not say where they come from. They say how many classes they have and, where operations are recorded,
-which tensors they were computed with. If a backward would not reach the weight of the head's last call, they are not
-the head's. Where nothing is recorded, as in an evaluation, the number alone counts, as long as the head lives.
+Plain logits do not record their origin. Known are the number of their classes and, if autograd records, the tensors
+that they depend on. If backward from the logits would not reach the weight of the head's last call, another module made
+them. Without recorded operations, as in an evaluation, only the number counts, as long as the head exists.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-#: how many classes this rank has of a head -> heads.
+#: number of local classes -> heads with that number.
 _HEADS: dict[int, list[PartOfClasses]] = {}
 _OF_MODULE: weakref.WeakKeyDictionary[Any, PartOfClasses] = weakref.WeakKeyDictionary()
 
@@ -23,18 +23,19 @@ class PartOfClasses:
 
     Args:
         module: a column-parallel layer of 1-D ``mesh`` whose output is plain.
-        mesh: its mesh.
-        what: the text of an error about its output.
+        mesh: mesh of the layer.
+        what: the message of an error about its output.
     """
 
     def __init__(self, module: Any, mesh: DeviceMesh, what: str) -> None:
         self._mesh, self.what = mesh, what
-        #: None before the first call, and where nothing was recorded of it.
+        #: head or copy -> weak reference to the weight of its last call; None before the first call, and if autograd
+        #: did not record it.
         self._weights: weakref.WeakKeyDictionary[Any, Callable[[], Any] | None] = weakref.WeakKeyDictionary()
         self._weights[module] = None
 
     def noting(self, forward: Callable[..., Any], module: Any) -> Callable[..., Any]:
-        """``forward(module, ...)`` of the head, and of its copies, that notes the weight in each call."""
+        """Return ``forward(module, ...)`` of the head and its copies, extended to store the weight of each call."""
         platform = self._mesh.platform
         name, own, records = platform.kind_of(module).weight, platform.own_parameters, platform.requires_grad
         last: tuple[Any, Any, bool] = (weakref.ref(module), _nothing, False)
@@ -58,7 +59,7 @@ class PartOfClasses:
         return bool(self._weights)
 
     def may_give(self, logits: Any) -> bool:
-        """Return whether plain logits may be the output of the head, or computed of it; of None nothing is known."""
+        """Return whether plain logits may be the output of the head, or depend on it. Return True for None."""
         if logits is None:
             return True
         weights = [ref and ref() for ref in self._weights.values()]
@@ -66,17 +67,17 @@ class PartOfClasses:
 
 
 def _nothing() -> None:
-    """Stand in for a dead weak reference."""
+    """Return None, as a dead weak reference does."""
 
 
 def part_of_classes(module: Any) -> PartOfClasses | None:
-    """Return the part of the classes that is remembered for a module."""
+    """Return the `PartOfClasses` that is registered for a module, or None."""
     return _OF_MODULE.get(module)
 
 
 def remember_part_of_classes(module: Any, path: str, features: int, own: int, mesh: DeviceMesh) -> None:
-    """Remember a module whose plain output has ``own`` of its ``features``, with no layer next to it that takes
-    these."""
+    """Register a module whose plain output has ``own`` of its ``features``, without a following layer that expects
+    them."""
     what = (
         f"the logits have {own} classes, which is this rank's part of the {features} that {path!r} gives: its "
         f"ColwiseParallel shards them over {mesh}, and its output is plain. Give {path!r} "
@@ -88,10 +89,11 @@ def remember_part_of_classes(module: Any, path: str, features: int, own: int, me
 
 
 def refuse_part_of_classes(count: int, logits: Any = None) -> None:
-    """Refuse plain logits of ``count`` classes in a loss; None where only their number is known.
+    """Raise for plain logits in a loss that have ``count`` local classes of a head. ``logits`` is None if only their
+    number is known.
 
     Raises:
-        ValueError: on each rank, when this is its part of the classes of a head.
+        ValueError: on each rank, when ``count`` is its number of classes of a head.
     """
     heads = _HEADS.get(count)
     if not heads:

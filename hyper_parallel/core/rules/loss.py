@@ -1,7 +1,7 @@
 """Classification losses. Samples and classes can be sharded; sharded classes are never gathered.
 
-`vocab_parallel` computes losses of sharded classes. Where each rank has all classes of its samples, the native
-operation does.
+`vocab_parallel` computes losses of sharded classes. If each rank has all classes of its samples, the native operation
+is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hyper_parallel.core.rules.vocab_parallel import vocab_parallel_of
 
 
 def class_dim(logits: tuple[int, ...]) -> int:
-    """The dimension of the classes: 1, or 0 of a single sample."""
+    """Return the dimension of the classes: 1, or 0 for a single sample."""
     return min(1, len(logits) - 1)
 
 
@@ -28,7 +28,7 @@ def class_dim(logits: tuple[int, ...]) -> int:
     loss=True,
 )
 def cross_entropy(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Cross entropy. The target holds classes, or probabilities when it has the shape of the logits."""
+    """Cross entropy. The target holds classes, or probabilities if it has the shape of the logits."""
     return _loss(shapes, static_args[0], _cross_entropy) if 0.0 <= static_args[2] <= 1.0 else None
 
 
@@ -44,8 +44,11 @@ def nll_loss(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def _loss(shapes: tuple, reduction: str, call: Any) -> OpSharding | None:
-    """A mean is the local sum divided by the global weight of the samples, so that its parts add up. Over sharded
-    classes the ranks combine their parts within the call."""
+    """Return the sharding of a loss.
+
+    A mean is the local sum divided by the global weight of the samples. So local results can be summed. For sharded
+    classes, the ranks combine their results within the call.
+    """
     logits, target, weight = (*shapes, None)[:3]
     if not logits or target is None or reduction not in ("none", "sum", "mean"):
         return None
@@ -80,18 +83,18 @@ def _cross_entropy(call: LocalCall) -> Any:
 def sharded_cross_entropy(
     platform: Any, operands: tuple, static_args: tuple, operand_layouts: tuple, dim: int | None = None
 ) -> Any:
-    """Cross entropy over sharded classes.
+    """Return the cross entropy over sharded classes.
 
     Args:
         platform: the platform of the tensors.
-        operands: local logits, target, and class weights or None (or left out).
-        static_args: reduction, ignore_index, label_smoothing, and the dtype of the result or None (or left out).
-        operand_layouts: layouts of the operands: all shard classes in the same way, and so they do samples.
-        dim: dimension of the classes; None: as the frameworks have it.
+        operands: local logits, target, and optionally class weights or None.
+        static_args: reduction, ignore_index, label_smoothing, and optionally the dtype of the result or None.
+        operand_layouts: layouts of the operands. All must shard classes equally, and samples too.
+        dim: dimension of the classes; None for the frameworks' default.
 
     Returns:
-        The local result: replicated over the mesh dimensions that shard the classes; unless the reduction is
-        ``"none"``, a part of a sum over those that shard samples.
+        The local result. It is replicated over the mesh dimensions that shard the classes. Unless the reduction is
+        ``"none"``, it is a summand over the mesh dimensions that shard samples.
     """
     x, target, weight = (*operands, None)[:3]
     reduction, ignore_index, smoothing, dtype = (*static_args, None)[:4]
@@ -123,7 +126,7 @@ def _nll_loss(call: LocalCall) -> Any:
     if reduction == "mean":
         dims = classes.mesh_dims if weight is not None else ()
         count = _total(platform, weights, call.operand_layouts[1], dims)
-    # Reduced over samples first: then one number travels.
+    # Reduce over samples first, so that one number is communicated.
     loss = functions.summed(_reduced(platform, loss, "none" if reduction == "none" else "sum", None), classes)
     return platform.to_dtype(loss if count is None else loss / count, x.dtype if dtype is None else dtype)
 
@@ -139,14 +142,14 @@ def _check_weight(platform: Any, weight: Any) -> None:
 def _reduced(platform: Any, loss: Any, reduction: str, count: Any) -> Any:
     if reduction == "none":
         return loss
-    # Not the sum of a tensor without elements: some backends leave it uninitialised.
+    # Some backends leave the sum of an empty tensor uninitialised, so do not use it.
     flat = loss.reshape((1, math.prod(platform.shape_of(loss))))
     total = platform.sum_along(flat, 1).reshape(())
     return total if reduction == "sum" else total / count
 
 
 def _total(platform: Any, weights: Any, layout: Any, more: tuple[int, ...] = ()) -> Any:
-    """The weight of all samples: summed over the mesh dimensions that shard them, and over ``more``."""
+    """Return the weight of all samples, summed over the mesh dimensions that shard them, and over ``more``."""
     total = platform.clone(_reduced(platform, platform.detach(weights), "sum", None))
     for mesh_dim, placement in enumerate(layout.placements):
         if placement.is_shard() or mesh_dim in more:
@@ -164,7 +167,7 @@ def _with_whole_classes(call: LocalCall) -> Any:
         return loss / math.prod(without(layout.shape, (class_dim(layout.shape),)))
     _, target, weight = (*call.operands, None)[:3]
     ignored = target == call.static_args[1]
-    # Neither the target nor the weight of a class has a gradient: this may happen outside autograd.
+    # Neither target nor class weight has a gradient, so this may run outside autograd.
     if weight is None:
         weights = platform.ones(platform.shape_of(target), loss)
     else:

@@ -1,4 +1,4 @@
-"""Plain targets and class weights of a loss of distributed logits, inside `loss_parallel` or the framework's own."""
+"""Conversion of plain targets and class weights for a loss of distributed logits, inside a loss-parallel context."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from hyper_parallel.core.rules.loss import class_dim
 
 
 def distribute_targets(operands: tuple) -> tuple:
-    """The operands of a loss with plain targets and class weights made DTensors, inside of a context that says so.
+    """Return the operands of a loss, with plain targets and class weights converted to DTensors inside a loss-parallel
+    context.
 
-    This happens before the plan is looked up, so no plan depends on the context. Plain logits stay as they are: they
-    must not meet DTensors. The framework is asked for a context of its own only where that matters. It does where an
-    operand is plain, or a target is distributed over the samples alone.
+    This happens before the plan is looked up, so no plan depends on the context. Plain logits stay plain, because they
+    must not be mixed with DTensors. The framework's loss-parallel context is queried only if necessary. That is for
+    plain operands, and for a target that is distributed over samples only.
     """
     logits = getattr(operands[0], "_layout", None)
     if logits is None or not logits.ndim:
@@ -42,9 +43,9 @@ def _is_plain(x: Any) -> bool:
 
 
 def _lifted_layout(logits: Layout, target: Any) -> Layout | None:
-    """Return the layout on the mesh of the logits for classes that are distributed over the data-parallel ranks alone.
+    """Return the layout on the mesh of the logits for a target that is distributed over data-parallel ranks only.
 
-    Ranks along the other mesh dimensions have the same classes, as they would have in a plain target.
+    Ranks along the other mesh dimensions have equal targets, as with a plain target.
     """
     layout = getattr(target, "_layout", None)
     if layout is None or layout.mesh is logits.mesh or not logits.mesh.contains(layout.mesh):
@@ -74,8 +75,10 @@ def _whole(logits: Layout, x: Any) -> Layout:
 
 
 def _sample_layout(logits: Layout, target: Any) -> Layout | None:
-    """Layout of a plain target: sharded like the samples of the logits if it has only those of this rank, otherwise
-    replicated."""
+    """Return the layout of a plain target.
+
+    It is sharded like the samples of the logits if it has only those of this rank, and replicated otherwise.
+    """
     if target is None or getattr(target, "_layout", None) is not None:
         return None
     shape = tuple(logits.mesh.platform.shape_of(target))

@@ -1,4 +1,4 @@
-"""Products of matrices: the inner dimension is contracted, so sharding it gives a partial sum."""
+"""Matrix products: the inner dimension is contracted, so that sharding it gives a partial sum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.core.rules.registry import rule
 
 @rule("linear", "x(*,in) weight(*,in) bias=None", repeatable=True, memory="fresh")
 def linear(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """``x @ weight.T + bias``; a 1-d weight is a single row whose dimension is dropped."""
+    """``x @ weight.T + bias``; a 1-d weight is a single row, whose dimension is dropped."""
     x, weight, bias = (*shapes, None)[:3]
     if not x or not weight or len(weight) > 2 or x[-1] != weight[-1]:
         return None
@@ -31,8 +31,10 @@ def linear(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 @rule("matmul", "x other | transpose_a=False transpose_b=False", repeatable=True, memory="fresh")
 def matmul(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """``a @ b`` as NumPy does it: vectors are promoted, batch dimensions broadcast. The flags swap the last two
-    dimensions of an operand that has two."""
+    """``a @ b`` as in NumPy: vectors are promoted, batch dimensions broadcast.
+
+    The flags transpose the last two dimensions of an operand that has two.
+    """
     a, b = shapes
     if not a or not b:
         return None
@@ -78,8 +80,10 @@ def addmm(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 @rule("einsum", "*xs | equation")
 def einsum(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """Sums of products. An equation such as ``"bij,bjk->bik"`` already names the dimensions. Diagonals (an index twice
-    in one operand) and dimensions that broadcast are left to gathered operands."""
+    """Sums of products, by an equation such as ``"bij,bjk->bik"``, which names the dimensions.
+
+    Diagonals (an index twice in one operand) and broadcast dimensions run on gathered operands.
+    """
     equation = static_args[0].replace(" ", "")
     if not re.fullmatch(r"[A-Za-z]*(,[A-Za-z]*)*(->[A-Za-z]*)?", equation):
         return None

@@ -1,12 +1,12 @@
-"""The possible shardings of an operation, said once for all meshes and placements.
+"""The possible shardings of an operation, independent of meshes and placements.
 
-A rule looks at the global shapes and static arguments of one canonical operation. It names the dimensions of operands
-and results with labels, as einsum does. Everything else follows and is worked out by `strategy`:
+A rule takes the global shapes and static arguments of one canonical operation. It names the dimensions of operands and
+results with labels, as einsum does. The `strategy` module derives everything else from them:
 
-* A label that a result has too can be sharded: every operand with the label is sharded there. An operand without it is
-  read replicated, through the view whose backward reduces: each rank computes a part of that operand's gradient only.
-* A label that no result has is contracted: sharding it makes the result partial (a sum, or as ``reduce`` says).
-* A dimension with the label ``None`` must be whole on every rank.
+* A label that a result also has can be sharded: every operand with the label is sharded there. An operand without the
+  label is read as replicated, through a view whose backward reduces. Each rank computes a summand of its gradient.
+* A label that no result has is contracted. Sharding it makes the result partial, with the reduction ``reduce``.
+* A dimension with the label ``None`` must be unsharded.
 * An operation that is a sum of products (``terms``) keeps a partial sum partial.
 
 Example, ``y = x @ w.T + b``::
@@ -30,14 +30,14 @@ Label = Hashable
 
 
 class LocalCall(NamedTuple):
-    """The call of an operation on this rank, as the function that replaces it gets it.
+    """The local call of an operation, as its replacement function receives it.
 
     Attributes:
         platform: the platform of the tensors.
         native: ``native(operands, static_args)`` runs the native operation.
-        operands: local tensors, and operands that are no tensors.
+        operands: local tensors, and operands that are not tensors.
         static_args: static arguments of the local call.
-        operand_layouts: the layouts of the operands; None for one that is no tensor.
+        operand_layouts: the layouts of the operands; None for an operand that is not a tensor.
         result_layouts: the layouts of the results.
     """
 
@@ -49,47 +49,48 @@ class LocalCall(NamedTuple):
     result_layouts: tuple
 
     def run(self) -> Any:
-        """The native operation on the local tensors."""
+        """Return the result of the native operation on the local tensors."""
         return self.native(self.operands, self.static_args)
 
 
 @dataclass(frozen=True)
 class OpSharding:
-    """Answer of a rule.
+    """Result of a rule.
 
     Attributes:
-        operands: for each operand the labels of its dimensions, or None for an operand that is no tensor.
+        operands: for each operand the labels of its dimensions, or None for an operand that is not a tensor.
         results: for each result the labels of its dimensions.
-        result_shapes: the global shape of each result; None for a size that only the data say (how many elements are
-            not zero). Such a dimension is whole, and ``call`` gives it the same size on all ranks.
-        terms: the operation as a sum of products: each term is a tuple of indices of operands in which it is linear,
-            as ``((0, 1), (2,))`` for ``x * w + b``. Empty when the operation is not linear in anything.
-        reduce: how a contracted label combines over ranks: ``"sum"``, ``"max"``, ``"min"``; ``"call"`` when ``call``
-            combines the ranks itself and returns a replicated result; None when no label may be contracted.
-        combined: labels whose contraction ``call`` combines itself, whatever ``reduce`` says of the others: the result
-            is replicated there (the classes of a cross entropy, whose samples add up). Of several results some may
-            have the label nevertheless, and are sharded (the places of elements among those that differ).
-        localize: ``localize(static_args, operand_layouts, result_layouts) -> static_args`` gives the static arguments
-            for the local call, where they speak of global sizes (the shape of a reshape). None: they stay.
-        call: ``call(local) -> result`` replaces the local call, a `LocalCall`, where it is not the native operation on
-            the locals (a masked embedding look-up). None: the native call.
-        native_if: ``native_if(operand_layouts)`` says whether the native operation is right for these layouts, so that
-            ``call`` is not needed; the same on all ranks. None: it never is.
-        unread: indices of operands of which only shape and dtype matter: a partial one counts as replicated, so that
-            it is not reduced for nothing, and no gradient flows to it.
-        nonempty: labels that may be sharded only if every rank then has at least one element of the dimension, because
-            the local operation fails for none (a largest element).
-        filled: labels of all results for which the local operation fails for no element, or has another gradient than
-            the other ranks have. They may be sharded all the same: a rank without an element computes with one, and
-            drops its results. See `filling`.
-        units: (label, number) for a dimension that consists of that many units which must not be cut: it may be sharded
-            over as many ranks as divide the number, or any number where all dimensions with the label have one size and
-            are single units (the features of attention heads; groups of channels).
-        unpack: (dim, sizes, result dim) for an operation that takes dimension ``dim`` of its only tensor operand, the
-            first, apart: where that is packed in parts of these sizes, every result is sharded along ``result dim``.
-        choices: (placements of the operands, placements of the results) for each way to run on one mesh dimension, in
-            place of labels or in addition to them; the ways on whole tensors are there too. Rules that users write have
-            these alone.
+        result_shapes: the global shape of each result; None for a size that depends on the data, such as the number of
+            nonzero elements. Such a dimension is unsharded, and ``call`` returns it with the same size on all ranks.
+        terms: the operation as a sum of products. Each term is a tuple of indices of operands in which it is linear,
+            such as ``((0, 1), (2,))`` for ``x * w + b``. Empty if the operation is not linear in any operand.
+        reduce: reduction over ranks for a contracted label: ``"sum"``, ``"max"``, ``"min"``. ``"call"`` if ``call``
+            itself communicates and returns a replicated result. None if no label may be contracted.
+        combined: labels that ``call`` itself reduces, unlike other labels, for which ``reduce`` applies. The result is
+            replicated there, such as over the classes of a cross entropy, whose samples are summed. If some of several
+            results have the label, they are sharded, such as the indices of `unique`.
+        localize: ``localize(static_args, operand_layouts, result_layouts) -> static_args`` returns the static arguments
+            of the local call, if they contain global sizes, such as the shape of a reshape. None to keep them.
+        call: ``call(local) -> result`` takes a `LocalCall` and replaces the native operation on local tensors, such as
+            by a masked embedding look-up. None for the native operation.
+        native_if: ``native_if(operand_layouts)`` returns whether the native operation is right for these layouts, so
+            that ``call`` is not needed. All ranks must get the same result. None for never.
+        unread: indices of operands of which only shape and dtype matter. A partial one counts as replicated, which
+            avoids an unnecessary reduction. They get no gradient.
+        nonempty: labels that may be sharded only if every rank then has at least one element of the dimension. The
+            local operation fails for empty tensors, such as a maximum.
+        filled: labels of all results for which the local operation fails for empty tensors, or has another gradient
+            graph than on other ranks. They may be sharded nevertheless: a rank without elements computes with a filler
+            element and drops its results (see `filling`).
+        units: (label, number) for a dimension that consists of this number of indivisible units, such as attention
+            heads or channel groups. The number of ranks must divide the number of units. If all dimensions with the
+            label have one size and units are single elements, any number of ranks is allowed.
+        unpack: (dim, sizes, result dim) for an operation that separates the parts of dimension ``dim`` of its only
+            tensor operand, the first. If the operand is packed with these sizes, every result is sharded along
+            ``result dim``.
+        choices: (placements of the operands, placements of the results) for each possible sharding on one mesh
+            dimension, in place of labels or in addition to them. Replicated operands are always possible. User-defined
+            rules have only these.
     """
 
     operands: tuple[tuple[Label | None, ...] | None, ...]

@@ -1,8 +1,8 @@
-"""Indices into a dimension of which each rank has a part: it takes, or writes, the elements of that part.
+"""Reading and writing by indices along a sharded dimension: each rank accesses the elements of its shard.
 
-An element taken elsewhere counts as zero, so that the results of all ranks add up. An element written elsewhere goes to
-a spare row behind the part, which is dropped. Either way all ranks compute the same, and the shapes do not depend on
-the data.
+An element that another rank holds is read as zero, so that the results of all ranks can be summed. It is written to a
+spare row after the shard, which is dropped. So all ranks compute the same operations, and shapes do not depend on the
+data.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from hyper_parallel.platform.indexing import FULL_SLICE, Place
 
 
 def whole_along(dims: Iterable[int]) -> Callable[[tuple], bool]:
-    """`OpSharding.native_if` of an operation that takes from operand 0, or writes to it, along ``dims``. It says
-    whether every rank has all of these dimensions."""
+    """Return the `OpSharding.native_if` of an operation that reads or writes operand 0 along ``dims``.
+
+    It returns whether every rank has all elements of these dimensions.
+    """
     dims = tuple(dims)
     return lambda layouts: not any(layouts[0].shard_mesh_dims(dim) for dim in dims)
 
 
 @dataclass(frozen=True)
 class Taking:
-    """Local call of an operation that index tensors control: ``native((x, *tensors), static_args)``. Elements that this
-    rank does not have are zeros.
+    """Local call that reads elements by index tensors: ``native((x, *tensors), static_args)``. Elements of other ranks
+    are zeros.
 
     Attributes:
-        dims: the dimension of x and the number of the tensor, for each.
-        behind: how many dimensions the result has behind those of the index tensors.
-        signed: whether the native operation may refuse indices that count from the end.
+        dims: (dimension of x, index of the tensor) for each index tensor.
+        behind: number of result dimensions after those of the index tensors.
+        signed: whether the native operation may reject negative indices.
     """
 
     dims: tuple[tuple[int, int], ...]
@@ -48,8 +50,10 @@ class Taking:
     signed: bool = False
 
     def take(self, call: LocalCall) -> Any:
-        """Take the elements in this rank's part, even if there are none: the result stays connected to x on every
-        rank."""
+        """Return the elements in this rank's shard.
+
+        A rank without elements reads a filler element, so that the result stays connected to x in the graph.
+        """
         platform = call.platform
         x, *tensors = call.operands
         layout = call.operand_layouts[0]
@@ -60,12 +64,12 @@ class Taking:
             size = layout.local_shape[dim]
             places, elsewhere, is_negative, unknown = _places(platform, tensors[number], layout, dim)
             if size == 0:
-                # An element to take, for the sake of backward, which may communicate.
+                # A filler element keeps x in the graph, because backward may communicate.
                 x, size = _between_zeros(platform, x, dim, 0, 1), 1
             places = platform.masked_fill(places, elsewhere, 0)
             if self.signed:
                 places = _either(platform, is_negative, places - size, places)
-            # An index that no rank has stays out of range: the native operation may refuse it.
+            # An index that is out of range globally stays out of range, so that the native operation can reject it.
             tensors[number] = platform.masked_fill(places, unknown, size + 1)
             absent = elsewhere if absent is None else absent | elsewhere
         found = call.native((x, *tensors), call.static_args)
@@ -74,19 +78,21 @@ class Taking:
 
 @dataclass(frozen=True)
 class Writing:
-    """A write to places that index tensors name: ``native((x, value, *tensors), static_args)``.
+    """Local call that writes elements by index tensors: ``native((x, value, *tensors), static_args)``.
 
     Attributes:
-        dims: the dimension of x and the number of the tensor, for each.
-        in_place: whether x is written.
+        dims: (dimension of x, index of the tensor) for each index tensor.
+        in_place: whether x is written in place.
     """
 
     dims: tuple[tuple[int, int], ...]
     in_place: bool
 
     def write(self, call: LocalCall) -> Any:
-        """Write the elements of this rank's part, even if there are none: the value stays part of the graph on every
-        rank."""
+        """Write the elements of this rank's shard.
+
+        A rank without elements writes to a spare row. So the value stays connected to the result in the graph.
+        """
         platform = call.platform
         x, value, *tensors = call.operands
         layout, new = call.operand_layouts[0], x
@@ -106,12 +112,12 @@ class Writing:
 
 @dataclass(frozen=True)
 class Cut:
-    """Local call that reads or writes the elements that ints and slices select. These may cut the tensor's shards.
+    """Local call that reads or writes elements selected by ints and slices. The selection may cut through shards.
 
     Attributes:
-        ranges: for each dimension of x the global indices that are taken.
-        dims: dimensions of x that some are taken of.
-        kept: for each dimension of ``x[index]`` the one of x, None where the index adds one.
+        ranges: for each dimension of x, the selected global indices.
+        dims: dimensions of x of which only some elements are selected.
+        kept: for each dimension of ``x[index]``, the dimension of x, or None for a new dimension.
     """
 
     ranges: tuple[range, ...]
@@ -120,18 +126,20 @@ class Cut:
 
     @staticmethod
     def of(region: tuple[Place, ...], labels: Labels) -> Cut | None:
-        """The region of x, where ``labels`` are None for the dimensions that are cut. None where no dimension is cut,
-        or a step is negative."""
+        """Return the `Cut` for a region of x, or None if no dimension is cut or a step is negative.
+
+        ``labels`` are those of x, with None for cut dimensions.
+        """
         dims = tuple(dim for dim, label in enumerate(labels) if label is None)
         ranges = [place.picked for place in region if place.dim is not None]
         if not dims or any(picked is None or picked.step < 1 for picked in ranges):
-            return None  # the native operation words the error for an int that is out of range
+            return None  # the native operation raises the error for an int that is out of range
         kept = tuple(place.dim for place in region if place.dim is None or place.is_slice)
         return Cut(tuple(ranges), dims, kept)  # type: ignore[arg-type]
 
     def write(self, call: LocalCall) -> Any:
-        """Write the elements of this rank's shard, even if there are none: the value stays part of the graph on every
-        rank."""
+        """Write the elements of this rank's shard. A rank without elements writes an empty slice, so that the value
+        stays in the graph."""
         x, value = call.operands[:2]
         layout = call.operand_layouts[0]
         if call.operand_layouts[1] is not None:
@@ -151,8 +159,10 @@ class Cut:
         return call.native((x, value, *call.operands[2:]), (tuple(index), *call.static_args[1:]))
 
     def take(self, call: LocalCall) -> Any:
-        """``x[index]``, the same on all ranks that share the dimensions that are cut: the sum of the ranks' elements,
-        and zeros. In memory it has the order of the single device's view."""
+        """Return ``x[index]``, replicated over the ranks that share the cut dimensions.
+
+        It is the sum of the ranks' elements, padded with zeros. Its strides are those of the single device's view.
+        """
         platform = call.platform
         (x,), layout, result = call.operands, call.operand_layouts[0], call.result_layouts[0]
         strides = strides_of(x, layout)
@@ -163,7 +173,7 @@ class Cut:
             if layout.local_shape[dim] == 0:
                 x = _between_zeros(platform, x, dim, 0, 1)
         index = tuple(
-            ("slice", 0, 1, None)  # an element that does not count, for the sake of backward, which may communicate
+            ("slice", 0, 1, None)  # a filler element keeps x in the graph, because backward may communicate
             if dim in without
             else self._own_slice(layout, dim)
             if dim in cut
@@ -180,7 +190,7 @@ class Cut:
             if kept in own:
                 first, last = (0, 1) if kept in without else own[kept]
                 y = _between_zeros(platform, y, at, first, len(self.ranges[kept]) - last)
-        if without:  # last: MindSpore loses gradients of gradients through views of computed values
+        if without:  # at the end, because MindSpore loses gradients of gradients through views of computed values
             y = platform.masked_fill(y, platform.zeros((1,) * result.ndim, y) == 0, 0)
         split = {mesh_dim for dim in cut for mesh_dim in layout.shard_mesh_dims(dim)}
         parts = (Partial() if mesh_dim in split else p for mesh_dim, p in enumerate(result.placements))
@@ -194,7 +204,7 @@ class Cut:
         return platform.with_strides(y, spaced_strides(result.shape, strides, result.local_shape), behind)
 
     def _own(self, layout: Layout, dim: int) -> tuple[int, int]:
-        """Return this rank's range of the selected elements along a cut dimension: from, to."""
+        """Return (first, last) of this rank's range among the selected elements along a cut dimension."""
         picked, start = self.ranges[dim], layout.local_offset[dim]
         first, last = (
             min(max(-(-(edge - picked.start) // picked.step), 0), len(picked))
@@ -203,14 +213,14 @@ class Cut:
         return first, last
 
     def _own_slice(self, layout: Layout, dim: int) -> tuple:
-        """Return the same range as a slice of this rank's part of x."""
+        """Return the elements of `_own` as a slice of this rank's shard of x."""
         first, last = self._own(layout, dim)
         own = self.ranges[dim][first:last]
         begin = own.start - layout.local_offset[dim] if own else 0
         return ("slice", begin, begin + (own[-1] - own.start + 1 if own else 0), own.step)
 
     def _shape_for_x(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the value with a dimension for each of x."""
+        """Return the shape of the value with one dimension for each dimension of x."""
         sizes = [1] * len(self.ranges)
         for dim, size in zip(reversed(self.kept), reversed(shape), strict=False):
             if dim is not None:
@@ -219,15 +229,17 @@ class Cut:
 
 
 def _between_zeros(platform: Any, x: Any, dim: int, before: int, after: int) -> Any:
-    """``x`` with so many zeros before and after along a dimension."""
+    """Return ``x`` with ``before`` and ``after`` zeros added along a dimension."""
     shape = platform.shape_of(x)
     first, last = ([platform.zeros(replaced(shape, dim, n), x)] if n else [] for n in (before, after))
     return platform.cat([*first, x, *last], dim) if first or last else x
 
 
 def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, Any, Any, Any]:
-    """Resolve an index into a sharded dimension. Returns places in this rank's part, and masks: elements outside of
-    it, indices from the end, indices that no rank has."""
+    """Return local positions and masks for an index tensor along a sharded dimension.
+
+    The masks are elements outside of this rank's shard, negative indices, and indices that are out of range globally.
+    """
     size, whole = layout.local_shape[dim], layout.shape[dim]
     is_negative = index < 0
     index = _either(platform, is_negative, index + whole, index)
@@ -236,5 +248,5 @@ def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, A
 
 
 def _either(platform: Any, where: Any, x: Any, y: Any) -> Any:
-    """Select ``x`` where the mask ``where`` is true, else ``y``, of whole numbers."""
+    """Return ``x`` where the mask ``where`` is true, else ``y``, for integer tensors."""
     return platform.masked_fill(y, where, 0) + platform.masked_fill(x, where == False, 0)  # noqa: E712

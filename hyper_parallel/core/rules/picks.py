@@ -1,12 +1,12 @@
-"""Elements that ranks pick of their parts of a tensor, in the order in which one device picks them.
+"""Selection of elements whose number depends on the data, in the order of a single device.
 
-How many elements are not zero, or True, only the data say. Each rank counts those of its part. The counts are
-exchanged, so every rank knows how many there are and where its own go. The picked elements are then gathered, padded to
-the largest count, and nothing else: never the tensor itself.
+Each rank counts the selected elements of its shard, such as nonzero ones. The counts are exchanged, so every rank knows
+the total and the positions of its elements. Then only the selected elements are gathered, padded to the largest count,
+never the tensor itself.
 
-One device picks in row-major order. A part that is cut along a later dimension then consists of *segments*. There is
-one for each index of the dimensions before the last cut. So many counts are exchanged: one where dimension 0 alone is
-sharded.
+A single device selects in row-major order. A shard that is split along a later dimension then consists of *segments*.
+There is one for each index of the dimensions before the last split dimension. One count per segment is exchanged; there
+is one segment if only dimension 0 is sharded.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ if TYPE_CHECKING:
 
 
 class Picks:
-    """The number of elements that each rank picks of its part, and their places. All but the own count is the same on
-    all ranks.
+    """The number of elements that each rank selects from its shard, and their positions. All ranks know all counts.
 
     Args:
-        layout: of the tensor that elements are picked from. Only its shards count, one mesh dimension of more than one
-            rank at least.
-        like: a local tensor on the device of the part.
-        count: how many this rank picks, if that is known.
-        mask: gives a local tensor that is True where an element is picked and broadcasts to the part. Asked where there
-            are segments, or no ``count``. None: the picked elements of each rank stay together.
+        layout: layout of the tensor to select from. At least one mesh dimension of more than one rank must shard it.
+        like: a local tensor on the device of the shard.
+        count: number of elements that this rank selects, if it is known.
+        mask: returns a local tensor that is True for selected elements and broadcasts to the shard. It is called if
+            there are segments, or no ``count``. With None, the selected elements of each rank stay consecutive.
 
     Attributes:
-        total: how many all ranks pick.
-        own_count: how many this rank picks.
+        total: number of elements that all ranks select.
+        own_count: number of elements that this rank selects.
     """
 
     def __init__(self, layout: Layout, like: Any, count: int | None, mask: Callable[[], Any] | None) -> None:
@@ -52,7 +50,7 @@ class Picks:
         self._peers = list(itertools.product(*(range(mesh.shape[d]) for d in self._mesh_dims)))
         self._me = self._peers.index(tuple(self._coordinate))
         depth = max((p.dim for p in layout.placements if isinstance(p, Shard)), default=0)
-        firsts = []  # the place of each segment's first element in the whole tensor
+        firsts = []  # the global flat index of each segment's first element
         for peer in self._peers:
             for mesh_dim, index in zip(self._mesh_dims, peer, strict=True):
                 coordinate[mesh_dim] = index
@@ -68,7 +66,7 @@ class Picks:
         if own is None:
             own = self._platform.places(np.full((len(firsts[self._me]),), count, np.int64), like)
         by_peer = self._exchanged(own, max(map(len, firsts)))
-        #: For each segment of each rank, rank by rank: how many are picked there.
+        #: Number of selected elements in each segment, rank by rank.
         self._counts = np.concatenate([row[: len(each)] for row, each in zip(by_peer, firsts, strict=True)])
         self._starts = np.empty_like(self._counts)
         self._starts[self._order] = _exclusive_sums(self._counts[self._order])
@@ -76,7 +74,7 @@ class Picks:
         self.total, self.own_count = int(self._counts.sum()), int(self._by_peer[self._me])
 
     def _exchanged(self, counts: Any, segments: int) -> np.ndarray:
-        """The counts of all peers, a row each."""
+        """Return the counts of all peers, one row each."""
         platform, mesh = self._platform, self._mesh
         missing = segments - platform.shape_of(counts)[0]
         if missing:
@@ -89,15 +87,15 @@ class Picks:
 
     @property
     def own(self) -> np.ndarray:
-        """The places of this rank's elements among all, in the order in which this rank picks them."""
+        """The positions of this rank's elements among all selected ones, in the local order."""
         mine = slice(*self._edges[self._me : self._me + 2])
         return _runs(self._starts[mine], self._counts[mine])
 
     def gathered(self, picked: Any, dim: int = 0) -> Any:
-        """Gather the picked elements of all ranks along dimension ``dim``, in the order of the whole tensor.
-        Differentiable.
+        """Return the selected elements of all ranks along dimension ``dim``, in the order of the global tensor. It is
+        differentiable.
 
-        Elements picked in segments are picked along dimension 0.
+        Elements in several segments must be selected along dimension 0.
         """
         platform = self._platform
         by_peer = self._by_peer.reshape([self._mesh.shape[d] for d in self._mesh_dims])
@@ -115,7 +113,8 @@ class Picks:
 
 
 def _first_places(layout: Layout, coordinate: list[int], depth: int) -> np.ndarray:
-    """The place of the first element of each segment of the part of the rank at ``coordinate``."""
+    """Return the global flat index of the first element of each segment, for the shard of the rank at
+    ``coordinate``."""
     boxes = [
         ranges_of(size, layout.shard_mesh_dims(dim), layout.placements, layout.mesh.shape, coordinate)[0]
         for dim, size in enumerate(layout.shape[: depth + 1])
@@ -128,7 +127,7 @@ def _first_places(layout: Layout, coordinate: list[int], depth: int) -> np.ndarr
 
 
 def _counted(layout: Layout, mask: Callable[[], Any], depth: int, like: Any, platform: Any) -> Any:
-    """The number of picked elements in each segment of this rank's part."""
+    """Return the number of selected elements in each segment of this rank's shard."""
     shape = tuple(layout.local_shape)
     segments = math.prod(shape[:depth])
     nothing = platform.places(np.zeros((segments,), np.int64), like)
@@ -143,5 +142,5 @@ def _exclusive_sums(counts: np.ndarray) -> np.ndarray:
 
 
 def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """``starts[0], starts[0] + 1, ...`` of each of ``counts[0], ...`` numbers, one after the other."""
+    """Return the concatenated ranges ``starts[i], starts[i] + 1, ...`` of ``counts[i]`` numbers each."""
     return np.repeat(starts - _exclusive_sums(counts), counts) + np.arange(int(counts.sum()))

@@ -1,12 +1,12 @@
-"""Random numbers on a mesh: every rank's generator is in the same state, and each draws the numbers of a single device.
+"""Random numbers on a mesh: all generators are in one state, and each rank draws the numbers of a single device.
 
-A sharded tensor takes its part of the numbers drawn for the whole tensor. So initialisation and dropout do not depend
-on the number of ranks. This needs equal generator states over the mesh. `synchronize` ensures that once per mesh,
-before its first random operation. It gives every rank the state of the first one.
+A sharded tensor takes its shard of the numbers that are drawn for the full tensor. So initialisation and dropout do not
+depend on the number of ranks. This requires equal generator states over the mesh. `synchronize` ensures them once per
+mesh, before its first random operation. It copies the state of the first rank.
 
-After that a program may draw on one rank alone, and the other ranks cannot know it. So ranks that hold the same part of
-a tensor do not rely on their generators. They get the numbers that the first of them has drawn (`take_part`).
-Operations that draw inside their kernel start from its state (`run_alike`).
+Later, a program may draw on one rank only, and other ranks cannot know it. So ranks that hold the same shard do not
+rely on their generators. They use the numbers of the first of them (`take_part`). Operations that draw inside their
+kernel start from its state (`run_alike`).
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from hyper_parallel.core.rules import counter
 from hyper_parallel.core.rules.batch_parts import BATCH_PART, Place, own_place, place_of, refuse_part
 
 _SYNCHRONIZED: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
-#: Meshes along which ranks compute the same with a tensor on another mesh outside of them: under data parallelism a
-#: batch is shared by data-parallel ranks, and tensor-parallel ones have the same part of it.
+#: Meshes along which ranks do the same computation on a tensor that is distributed over another mesh. Under data
+#: parallelism, a batch is distributed over data-parallel ranks, and tensor-parallel ranks hold the same shard of it.
 BESIDE: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("hyper_parallel_meshes_beside", default=())
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, parallel_rng: str = "single_device") -> None:
     """Seed the framework's default generator. Call it with the same seed on every rank of the mesh.
 
-    Distributed random numbers and dropout are then those of a single device with this seed. With different seeds, ranks
-    that hold the same part of a tensor still draw the same numbers: those of the first of them.
+    Distributed random numbers and dropout then equal those of a single device with this seed. With different seeds,
+    ranks that hold the same shard still get equal numbers: those of the first of them.
 
     Args:
-        seed: an int that the framework takes.
-        device_mesh: the mesh whose ranks call it; None is the one entered with ``with mesh:``.
-        parallel_rng: how tensors on the mesh and on its slices are drawn from now on. ``"single_device"``: each rank
-            draws all numbers and keeps its part. ``"counter"``: each rank draws its part only, by a counter-based
-            generator. The numbers are others than those of a single device, and depend neither on placements nor on the
-            number of ranks. Uniform and normal numbers and dropout of single elements are drawn so. Other random
-            operations draw as in ``"single_device"``.
+        seed: an int that the framework accepts.
+        device_mesh: the mesh whose ranks call it; None for the mesh entered with ``with mesh:``.
+        parallel_rng: method for drawing tensors on the mesh and on its slices from now on. With ``"single_device"``,
+            each rank draws all numbers and keeps its shard. With ``"counter"``, each rank draws only its shard, by a
+            counter-based generator. These numbers differ from those of a single device, but depend neither on
+            placements nor on the number of ranks. It applies to uniform and normal numbers and to dropout of single
+            elements. Other random operations still use ``"single_device"``.
 
     Raises:
         TypeError: when ``seed`` is not an int; for ``"counter"`` on a platform without such a generator.
@@ -69,8 +69,10 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, parallel_rn
 
 
 def synchronize(mesh: DeviceMesh) -> None:
-    """Give every rank of the mesh the generator state of its first rank. Only the first call on a mesh does so. Inside
-    `check_ranks` the others compare the states."""
+    """Give every rank of the mesh the generator state of its first rank, in the first call on a mesh.
+
+    Inside `check_ranks`, later calls compare the states.
+    """
     mesh = _and_beside(mesh)
     if mesh in _SYNCHRONIZED or mesh.get_coordinate() is None:
         if CHECKS:
@@ -80,9 +82,9 @@ def synchronize(mesh: DeviceMesh) -> None:
 
 
 def share_draws(module: Any, mesh: DeviceMesh) -> None:
-    """Let code that a plan leaves plain draw the same numbers on all ranks of a mesh: those of the first.
+    """Make code that a plan leaves plain draw the first rank's numbers on all ranks of a mesh.
 
-    All ranks of the mesh call it. Ranks of other meshes go on with generators of their own.
+    All ranks of the mesh must call it. Ranks of other meshes keep their generators.
 
     Args:
         module: model that the ranks share.
@@ -95,12 +97,13 @@ def share_draws(module: Any, mesh: DeviceMesh) -> None:
 
 
 def keep_states(members: Sequence[int] | None = None) -> None:
-    """Let ranks continue with the present states of their generators, as after a checkpoint was loaded. No existing
-    mesh is given the state of its first rank.
+    """Let ranks keep the current states of their generators, as after loading a checkpoint.
+
+    No existing mesh copies the state of its first rank any more.
 
     Args:
-        members: the ranks that call this; None is all of the world. Meshes with other ranks too are left as they are:
-            those ranks would wait for a state that is never sent.
+        members: the ranks that call this; None for all ranks of the world. Meshes that contain other ranks are
+            unchanged, because those ranks would wait for a state that is never sent.
     """
     for mesh in MESHES.values():
         if members is None or set(mesh.ranks.flat) <= set(members):
@@ -108,7 +111,7 @@ def keep_states(members: Sequence[int] | None = None) -> None:
 
 
 def share_state(mesh: DeviceMesh) -> None:
-    """Give every rank of the mesh the generator state of its first rank, now."""
+    """Give every rank of the mesh the generator state of its first rank."""
     mesh = _and_beside(mesh)
     if mesh.get_coordinate() is not None:
         platform = mesh.platform
@@ -122,22 +125,21 @@ def _and_beside(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def is_held_alike(layout: Layout) -> bool:
-    """Return whether several ranks hold the same part of a tensor, or summands of it."""
+    """Return whether several ranks hold the same shard of a tensor, or summands of it."""
     return any(size > 1 and not p.is_shard() for size, p in zip(layout.mesh.shape, layout.placements, strict=True))
 
 
 def take_part(drawn: Any, layout: Layout, shared: bool = True, place: Place | None = None) -> Any:
-    """This rank's part of the plain tensor ``drawn`` for the whole tensor of ``layout``: a new tensor.
+    """Return this rank's shard of the plain tensor ``drawn`` for the full tensor of ``layout``, as a new tensor.
 
-    Ranks that hold the same part of the tensor, or summands of it, get the first one's numbers. That takes one
-    broadcast for each such mesh dimension. None is needed where all are known to have drawn the same (``shared`` is
-    false).
+    Ranks that hold the same shard, or summands of the tensor, get the first rank's numbers. That takes one broadcast
+    for each such mesh dimension. It is skipped if all are known to have drawn equal numbers (``shared`` is false).
 
     Args:
-        drawn: a plain tensor.
-        layout: of the tensor.
-        shared: see above.
-        place: where the part lies in ``drawn``; None where that is the tensor of ``layout``.
+        drawn: plain tensor of random numbers.
+        layout: layout of the tensor.
+        shared: whether ranks with the same shard must use the numbers of the first of them.
+        place: position of the shard in ``drawn``; None if ``drawn`` is the tensor of ``layout``.
     """
     mesh, platform = layout.mesh, layout.mesh.platform
     shape, ranges = place or own_place(layout)
@@ -160,7 +162,7 @@ def draw(
     shared: bool = True,
     by_counter: Callable[[Callable[..., Any]], Any] | None = None,
 ) -> Any:
-    """See `platform.contract.Core.draw`."""
+    """Return this rank's shard of random numbers for a tensor (see `platform.contract.Core.draw`)."""
     platform, place = layout.mesh.platform, place_of(layout, "a draw")
     if shared:
         synchronize(layout.mesh)
@@ -174,17 +176,19 @@ def draw(
 
 
 def run_alike(run: Callable[[], Any], mesh: DeviceMesh, changed: Callable[[], bool], name: str) -> Any:
-    """``run()``, the same local computation on every rank. Where it has drawn random numbers, ranks whose generators
-    were in another state than the first one's run it again. They start from that state.
+    """Return the result of ``run()``, a local computation that must be equal on all ranks.
+
+    If it draws random numbers, ranks with another generator state than the first rank repeat it. They start from the
+    first rank's state.
 
     Args:
-        run: gives the result.
-        mesh: of the ranks.
-        changed: whether it has written into its operands, and so cannot run again.
-        name: of the operation, for the error.
+        run: function that returns the result.
+        mesh: mesh of the ranks.
+        changed: function that returns whether ``run`` has written into its operands, so that it cannot run again.
+        name: name of the operation, for the error.
 
     Raises:
-        ValueError: on all ranks, when it has drawn and has written.
+        ValueError: on all ranks, when ``run`` draws random numbers and writes into operands.
     """
     platform = mesh.platform
     if not platform.watches_draws or all(size == 1 for size in mesh.shape):
@@ -210,7 +214,7 @@ def run_alike(run: Callable[[], Any], mesh: DeviceMesh, changed: Callable[[], bo
 
 
 def of_first_rank(value: Any, mesh: DeviceMesh) -> Any:
-    """The picklable ``value`` that the first rank of the mesh gives, on all of its ranks."""
+    """Return the picklable ``value`` of the first rank of the mesh, on all of its ranks."""
     for mesh_dim in range(mesh.ndim):
         if mesh.shape[mesh_dim] > 1:
             value = all_gather_object(value, mesh, mesh_dim)[0]
@@ -218,7 +222,7 @@ def of_first_rank(value: Any, mesh: DeviceMesh) -> Any:
 
 
 def check_generators(mesh: DeviceMesh) -> None:
-    """Compare the states of the generators of a mesh whose states were made the same. Call it only while a check is on.
+    """Compare the generator states of a mesh that were synchronised before. Call it only while a check is active.
 
     Raises:
         RankMismatchError: on all ranks, when they differ.

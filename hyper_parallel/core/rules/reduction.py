@@ -1,8 +1,8 @@
 """Reductions over dimensions.
 
-Where a reduced dimension is sharded, `mean`, `amax`, `amin` and `vector_norm` are not the native operation on the
-locals. A mean of means is wrong for uneven shards. Elements that tie share a gradient. Norms combine as the norm of the
-norms.
+If a reduced dimension is sharded, `mean`, `amax`, `amin` and `vector_norm` replace the native operation on local
+tensors. A mean of means would be wrong for uneven shards. Elements that tie must share a gradient. Norms are combined
+by the norm of the local norms.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def sum_(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("mean", f"{_TAKES} dtype=None", repeatable=True, memory="fresh")
 def mean(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Mean: over a sharded dimension the local sum divided by the global count."""
+    """Mean. Over a sharded dimension, it is the local sum divided by the global count."""
     return _reduction(shapes[0], static_args[0], static_args[1], terms=((0,),), reduce="sum", call=_mean)
 
 
@@ -48,7 +48,7 @@ def _mean(call: LocalCall) -> Any:
         return call.run()
     x = call.operands[0]
     if local == 0:
-        # The mean of no elements is NaN. Their sum is 0, and x is part of its graph: backward of x may communicate.
+        # The mean of an empty tensor is NaN. Its sum is 0, and keeps x in the graph, because backward may communicate.
         for dim in reduced:
             x = call.platform.sum_along(x, dim)
         kept = [
@@ -62,13 +62,13 @@ def _mean(call: LocalCall) -> Any:
 
 @rule("amax", f"{_TAKES} nans=None")
 def amax(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Largest element. A rank without elements has none, so it cannot take part."""
+    """Largest element. Every rank needs at least one element."""
     return _extreme(shapes[0], static_args, "max")
 
 
 @rule("amin", f"{_TAKES} nans=None")
 def amin(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Smallest element; see `amax`."""
+    """Smallest element (see `amax`)."""
     return _extreme(shapes[0], static_args, "min")
 
 
@@ -91,9 +91,11 @@ def _extreme_of_part(
     dims: list[int],
     call: LocalCall,
 ) -> Any:
-    """The extreme value of this rank's elements, which `ReduceExtreme` compares with those of other ranks. Two more
-    facts are needed. One is whether there is NaN among them, where a kernel does not say so itself. The other is how
-    many tie for the value: all that do share the gradient evenly, whichever rank they are on."""
+    """Return the extreme value of this rank's elements, which `ReduceExtreme` compares over ranks.
+
+    NaN is propagated explicitly if the kernel does not do so. The result also stores how many elements tie for the
+    value. All of them share the gradient evenly, on any rank.
+    """
     platform = call.platform
     (x,), y = call.operands, call.run()
     if not platform.is_floating_point(x):
@@ -111,7 +113,7 @@ def _extreme_of_part(
         for dim in () if keepdim else dims:
             found = platform.unsqueeze(found, dim)
         ones = platform.ones(platform.shape_of(plain), plain)
-        # Whether NaNs tie with each other, or the gradient is NaN where there is one.
+        # With "whole", NaNs tie with each other. Otherwise the gradient of a NaN result is NaN.
         others = differs(plain, found) if "whole" in call.static_args[2:] else plain != found
         ties = platform.masked_fill(ones, others, 0.0)
         for dim in dims:
@@ -126,13 +128,13 @@ def _only(x: tuple[int, ...], dims: Any) -> tuple[str, ...]:
 
 @rule("reduce_whole", _TAKES)
 def reduce_whole(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """A reduction whose results for parts do not combine: argmax, var, all. The dims reduced must be whole."""
+    """Reductions whose local results cannot be combined: argmax, var, all. The reduced dimensions are unsharded."""
     return _reduce_whole(shapes[0], static_args, results=1)
 
 
 @rule("reduce_pair", _TAKES)
 def reduce_pair(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Like `reduce_whole`, with two results: values and indices, variance and mean."""
+    """Reductions like `reduce_whole` with two results: values and indices, variance and mean."""
     return _reduce_whole(shapes[0], static_args, results=2)
 
 
@@ -145,13 +147,15 @@ def _reduce_whole(x: tuple[int, ...], static_args: tuple, results: int) -> OpSha
 
 @rule("vector_norm", "x | p=2.0 dims=None keepdim=False dtype=None")
 def vector_norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """The p-norm. For p = 0 and 1 the norms of the parts add up. Otherwise the norms of all parts are gathered, and the
-    result is the norm of these. So no value overflows that would not on one device: the native operation raises the
-    same values to a power."""
+    """The p-norm.
+
+    For p = 0 and 1, the local norms are summed. Otherwise all local norms are gathered, and the result is the norm of
+    these. The native operation raises the same values to a power, so no value overflows that would not on one device.
+    """
     x, (p, dims, keepdim) = shapes[0], static_args[:3]
     if p in (0, 1):
         return _reduction(x, dims, keepdim, reduce="sum")
-    # The norm of no elements is 0, which for some p is no neutral element, and for others has no second derivative.
+    # The norm of an empty tensor is 0. For some p it is not neutral, and for others it has no second derivative.
     nonempty = _only(x, axes(dims, len(x))) if p != 2 else ()
     return _reduction(x, dims, keepdim, reduce="call", call=_norm_of_norms, nonempty=nonempty)
 
@@ -163,7 +167,7 @@ def _norm_of_norms(call: LocalCall) -> Any:
     split = [mesh_dim for dim in reduced for mesh_dim in layout.shard_mesh_dims(dim)]
     if not split:
         return norm
-    # One norm per part in a new leading dimension, sharded as the reduced dimensions were.
+    # One norm per shard in a new leading dimension, which is sharded like the reduced dimensions.
     parts = math.prod(layout.mesh.shape[mesh_dim] for mesh_dim in split)
     gathered = tuple(p.with_dim(p.dim + 1) if isinstance(p, Shard) else p for p in result.placements)
     scattered = tuple(Shard(0) if i in split else p for i, p in enumerate(gathered))
@@ -173,6 +177,5 @@ def _norm_of_norms(call: LocalCall) -> Any:
         get_layout(layout.mesh, scattered, shape),
         get_layout(layout.mesh, gathered, shape),
     )
-    # A framework's call may have a dtype besides. It is left out: the norms have it, and those of complex numbers are
-    # real.
+    # The call may have a dtype argument. It is omitted, because the norms have that dtype, and complex norms are real.
     return call.native((norms,), (call.static_args[0], (0,), False, *(None for _ in call.static_args[3:])))

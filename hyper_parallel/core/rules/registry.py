@@ -1,4 +1,4 @@
-"""The table of canonical operations, and how a rule gets into it."""
+"""The table of canonical operations, and the decorator that adds a rule to it."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ Rule: TypeAlias = Callable[[tuple, tuple], "OpSharding | None"]
 
 @dataclass(frozen=True)
 class CanonicalOp:
-    """One operation, whatever the frameworks call it.
+    """An operation with its sharding rule, independent of its name in any framework.
 
     Attributes:
-        name: its name. One that ends in an underscore writes its result over the first operand.
-        rule: its sharding rule.
-        signature: its operands and static arguments, in order, with their dimensions and defaults.
-        elementwise: whether operands broadcast and the static arguments make no difference to the plan, which is then
-            kept under the layouts alone. Python scalars are operands too.
-        repeatable: whether operands and static arguments follow from the arguments of the native call, and from no mode
-            of this library: then `call_cache` remembers calls. Always so for element-wise operations.
-        gathers: whether it is meant to run on gathered operands, so that no warning is given.
-        loss: whether its targets and class weights may be plain tensors inside `loss_parallel`.
-        memory: where the result lies in memory on a single device.
+        name: name of the operation. A trailing underscore means that the result overwrites the first operand.
+        rule: sharding rule of the operation.
+        signature: operands and static arguments, in order, with their dimensions and defaults.
+        elementwise: whether operands broadcast and the plan does not depend on static arguments. It is then cached by
+            layouts only. Python scalars are operands too.
+        repeatable: whether operands and static arguments follow from the arguments of the native call, and not from a
+            mode of this library. `call_cache` then caches calls. It is always true for element-wise operations.
+        gathers: whether the operation is meant to run on gathered operands, without a warning.
+        loss: whether targets and class weights may be plain tensors inside `loss_parallel`.
+        memory: placement of the result in memory on a single device.
 
             * ``"shared"``: in the memory of the first operand;
-            * ``"viewable"``: there where the strides allow it, otherwise in new memory;
-            * ``"contiguous"``: it is the first operand itself if that is contiguous, otherwise a copy;
-            * ``"ordered"``: in new memory, its dimensions in the order of those of the operands;
+            * ``"viewable"``: in the memory of the first operand if its strides allow it, otherwise in new memory;
+            * ``"contiguous"``: the first operand itself if it is contiguous, otherwise a copy;
+            * ``"ordered"``: in new memory, with the dimensions in the memory order of the operands;
             * ``"fresh"``: in new memory, contiguous;
-            * ``""``: in new memory, in an order that is not known.
-        view_index: of a view: ``view_index(static_args, shape, result_shapes)`` gives the index (as `encode_index`
-            makes it) of each result in the first operand, of the given shape. Where the view had to move data, a write
-            to it is written there. ``(...,)`` if the result has all elements, maybe in another shape. None where these
-            static arguments give no view. Views without this function cannot be written to after moving.
-        view_strides: of a view whose strides do not follow from `view_index`: ``view_strides(static_args, shape,
-            strides, result_shape)`` gives those of the result, from shape and strides of the first operand; None where
-            the result has to be a copy.
+            * ``""``: in new memory, in an unknown order.
+        view_index: for a view, ``view_index(static_args, shape, result_shapes)`` returns the index of each result in
+            the first operand, which has ``shape``. Indices are encoded by `encode_index`. If the view had to move data,
+            a write to it is copied to this index. ``(...,)`` means that the result has all elements, in any shape. None
+            means that these static arguments give no view. Views without this function cannot be written to after data
+            moved.
+        view_strides: for a view whose strides do not follow from `view_index`, ``view_strides(static_args, shape,
+            strides, result_shape)`` returns the strides of the result. ``shape`` and ``strides`` are those of the first
+            operand. None means that the result must be a copy.
     """
 
     name: str
@@ -61,13 +62,14 @@ class CanonicalOp:
         return self.memory in ("shared", "viewable", "contiguous")
 
 
-#: Name -> canonical operation. Filled by the modules of this package.
+#: Name -> canonical operation. The modules of this package fill it.
 OPERATIONS: dict[str, CanonicalOp] = {}
 
 
 def rule(name: str, takes: str = "x", **facts: Any) -> Callable[[Rule], Rule]:
-    """Register the decorated function as the rule of the canonical operation ``name``, which takes the arguments of the
-    text: see `signature`. `CanonicalOp` has the other facts.
+    """Register the decorated function as the rule of the canonical operation ``name``.
+
+    ``takes`` is the text of its `Signature`. The other arguments are attributes of `CanonicalOp`.
 
     Raises:
         ValueError: when the operation has a rule already.

@@ -1,4 +1,4 @@
-"""Operations that need all of their operands on every rank."""
+"""Operations that need unsharded operands on every rank."""
 
 from __future__ import annotations
 
@@ -10,5 +10,8 @@ from hyper_parallel.core.rules.registry import rule
 
 @rule("replicate", "*xs", gathers=True)
 def replicate(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """Results that are no tensors, or of unknown number and type (``item``, ``tolist``): there is nothing to say."""
+    """Results that are not tensors, or have an unknown number or type (``item``, ``tolist``).
+
+    Such an operation has no sharding, so the rule returns None.
+    """
     return None

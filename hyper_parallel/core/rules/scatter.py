@@ -1,7 +1,7 @@
-"""Writing or adding elements at places that index tensors name, into a copy; and taking them out by flat index.
+"""Writing or adding elements by index tensors, into a copy; and reading elements by flat index.
 
-Dimensions along which an index runs are whole, except in writes by square brackets. An *added* source may be sharded
-along the index: each rank adds its share, and the result is a partial sum.
+Dimensions along which an index selects are unsharded, except in writes with square brackets. An *added* source may be
+sharded along the index. Each rank then adds its share, and the result is a partial sum.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.own_part import Writing, whole_along
 from hyper_parallel.core.rules.registry import rule
 
-#: How written elements combine with the old ones -> operands 0 and 2 as terms.
+#: Combination of written elements with old ones -> `OpSharding.terms` of operands 0 and 2.
 _TERMS = {"add": ((0,), (2,)), "replace": ((0,), (2,))}
 
 
 def _written(shapes: tuple, labels: Labels, index: Labels, source: Labels | None, how: str) -> OpSharding:
-    """The answer for x, an index and a source, which is None where a number is written."""
+    """Return the sharding for x, an index and a source. The source is None if a number is written."""
     terms = _TERMS.get(how, ()) if source is not None else ()
     if how != "add" or not terms:  # only sums can be split along the index
         index = tuple(label if label in labels else None for label in index)
@@ -35,13 +35,16 @@ def _written(shapes: tuple, labels: Labels, index: Labels, source: Labels | None
 
 @rule("scatter", "x index source=None | dim how='replace'")
 def scatter(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index[i][j]][j] = source[i][j]`` for dim 0, or added. Where the index is shorter than x or the source, it
-    goes with their beginnings. Then shards would not match."""
+    """``x[index[i][j]][j] = source[i][j]`` for dim 0, or added.
+
+    A shorter index applies to the start of x and of the source. Their shards would then not match, so such dimensions
+    are unsharded.
+    """
     x, index, source = (*shapes, None)[:3]
     dim, how = static_args[:2]
     dim = axis(dim, len(x))
     if len(index) != len(x) or (source is not None and len(source) != len(x)):
-        return None  # without elements an index may have any shape
+        return None  # an empty index may have any shape
     if any(n > m for d, (n, m) in enumerate(zip(index, x, strict=True)) if d != dim):
         return None
     sizes = zip(x, index, index if source is None else source, strict=True)
@@ -53,13 +56,13 @@ def scatter(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("index_write", "x index(n) source=None | dim how='replace'")
 def index_write(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[:, index] = source`` for dim 1, or added, or combined in another way."""
+    """``x[:, index] = source`` for dim 1, or added, or combined otherwise."""
     x, index, source = (*shapes, None)[:3]
     dim, how = static_args[:2]
     dim = axis(dim, len(x))
     labels = whole(named(x), (dim,))
     if not x or len(index) != 1 or not source:
-        # One element, or one value for all places: without dimensions of its own.
+        # A 0-d x, or one value for all positions, has no dimensions to shard.
         own = None if source is None else (None,) * len(source)
         return _written(shapes, labels, (None,) * len(index), own, how) if not x or not source else None
     if replaced(source, dim) != replaced(x, dim) or source[dim] != index[0]:
@@ -69,14 +72,16 @@ def index_write(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("setitem", "x value *tensors | index")
 def setitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """A copy with ``x[index] = value``; see `setitem_`."""
+    """Copy of x with ``x[index] = value`` (see `setitem_`)."""
     return assigned(shapes, static_args, in_place=False)
 
 
 @rule("index_add", "x value *tensors | index")
 def index_add(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index] += value``, each time that an element is named. Dimensions along index tensors may be sharded, as in
-    `setitem_`."""
+    """``x[index] += value``, repeated for elements that are indexed several times.
+
+    Dimensions along index tensors may be sharded, as in `setitem_`.
+    """
     x, value = shapes[:2]
     found = analyse(x, static_args[0], shapes[2:])
     if found is None or value is None or len(value) > len(found.shape):
@@ -101,7 +106,7 @@ def index_add(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("take", "x index")
 def take(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """``x.reshape(-1)[index]``: x is whole, the index need not be."""
+    """``x.reshape(-1)[index]``: x is unsharded, the index may be sharded."""
     x, index = shapes
     labels = named(index, "t")
     return OpSharding(((None,) * len(x), labels), (labels,), (tuple(index),), terms=((0,),))

@@ -1,4 +1,4 @@
-"""Looking elements up in tables that every rank has, and counting them."""
+"""Look-up of elements in replicated tables, and counting of elements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hyper_parallel.core.rules.registry import rule
 
 @rule("by_table", "x table=None", memory="ordered")
 def by_table(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """A result for each element of x, which depends on it and on whole tables: bucketize, isin."""
+    """One result for each element of x, which depends on it and on replicated tables: bucketize, isin."""
     x, labels = shapes[0], named(shapes[0])
     tables = (None if table is None else (None,) * len(table) for table in shapes[1:])
     return OpSharding((labels, *tables), (labels,), (tuple(x),))
@@ -19,8 +19,11 @@ def by_table(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 @rule("searchsorted", "sequences values sorters=None")
 def searchsorted(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """The place of each value in its sequence, which must be whole. One sequence serves all values. Several sequences
-    are in the last dimension, and each serves the values at the same leading index."""
+    """Position of each value in its sequence, which is unsharded.
+
+    One sequence serves all values. Several sequences are in the last dimension, and each serves the values at the same
+    leading index.
+    """
     sequences, values = shapes[:2]
     count = len(sequences) - 1
     if values is None or (count and (count != len(values) - 1 or sequences[:-1] != values[:-1])):
@@ -33,7 +36,7 @@ def searchsorted(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 @rule("count", "x weights=None | bins", memory="fresh")
 def count(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """The number of elements of x, or their weight, in each bin: the results of the shards add up."""
+    """Number of elements of x, or their weight, in each bin. The results of the shards are summed."""
     x, weights = (*shapes, None)[:2]
     labels = named(x)
     if weights is not None and tuple(weights) != tuple(x):

@@ -1,7 +1,7 @@
-"""Elements that the data choose: those at a mask, those that are not zero, those that differ.
+"""Selection of elements by their values: at a mask, nonzero, or unique.
 
-Each rank looks at its part, however it is sharded. The total is known once the ranks have exchanged how many each
-finds. Then the found elements alone are gathered, and every rank has the result. See `operations.picks`.
+Each rank selects from its shard, for any sharding. The ranks exchange their counts, so that the total is known. Then
+only the selected elements are gathered, and every rank has the result (see `rules.picks`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hyper_parallel.core.rules.registry import rule
 
 
 def _common(layouts: tuple, operands: tuple, labels: Labels, shape: tuple[int, ...]) -> Layout:
-    """The layout of a tensor with ``labels`` and ``shape``, if operands of these labels have the ``layouts``."""
+    """Return the layout of a tensor with ``labels`` and ``shape``, sharded like operands with these labels and
+    ``layouts``."""
     mesh = next(layout.mesh for layout in layouts if layout is not None)
     placements: list[Placement] = [Replicate()] * mesh.ndim
     for layout, own in zip(layouts, operands, strict=True):
@@ -35,13 +36,13 @@ def _is_cut(layout: Layout) -> bool:
 
 
 def _by_mask(shape: tuple, labels: Labels, operands: tuple, results: Labels, sizes: tuple) -> OpSharding:
-    """The answer for an operation that takes the elements, or rows, of operand 0 at a mask, operand 1.
+    """Return the sharding for an operation that selects elements, or rows, of operand 0 by a mask, operand 1.
 
     Args:
-        shape, labels: of the tensor that the elements are taken from: both operands, broadcast.
+        shape, labels: shape and labels of the tensor to select from: both operands, broadcast.
         operands: labels of the operands.
-        results: of the result.
-        sizes: of the result, None for the first.
+        results: labels of the result.
+        sizes: sizes of the result, None for the first.
     """
 
     def run(call: LocalCall) -> Any:
@@ -66,7 +67,7 @@ def _by_mask(shape: tuple, labels: Labels, operands: tuple, results: Labels, siz
 
 @rule("masked_select", "x mask")
 def masked_select(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """The elements at a mask, in one dimension; both operands broadcast."""
+    """Elements at a mask, in one dimension. Both operands broadcast."""
     together = broadcast(shapes)
     if together is None:
         return None
@@ -75,7 +76,8 @@ def masked_select(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 
 def rows_at_mask(shapes: tuple) -> OpSharding | None:
-    """The answer for ``x[mask]``, a mask over the first dimensions of x, which become one; the others stay sharded."""
+    """Return the sharding for ``x[mask]`` with a mask over the first dimensions of x, which become one. The other
+    dimensions stay sharded."""
     x, mask = shapes
     count = len(mask)
     if tuple(x[:count]) != tuple(mask) or not count:
@@ -87,8 +89,10 @@ def rows_at_mask(shapes: tuple) -> OpSharding | None:
 
 @rule("masked_scatter", "x mask source")
 def masked_scatter(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """A copy of x with the elements of the source, in a row, at the places of the mask. x and the mask are broadcast.
-    Each rank, which has the whole source, takes its part of it, behind the parts of the ranks before."""
+    """Copy of x with consecutive elements of the source at the positions of the mask. x and the mask broadcast.
+
+    Each rank has the full source, and reads its elements after those of the preceding ranks.
+    """
     x, mask, source = shapes
     together = broadcast((x, mask))
     if together is None:
@@ -121,7 +125,7 @@ def masked_scatter(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 @rule("nonzero")
 def nonzero(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """The places of elements that are not zero, as rows of indices."""
+    """Positions of nonzero elements, as rows of indices."""
     x, labels = tuple(shapes[0]), named(shapes[0])
 
     def run(call: LocalCall) -> Any:
@@ -143,10 +147,10 @@ def nonzero(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 
 def _differing(x: tuple, labels: Labels, static_args: tuple) -> OpSharding:
-    """The answer for operations that give the elements (or slices along a dimension) that differ. If asked, they also
-    give for each element its place among them, and how often each occurs.
+    """Return the sharding for operations that select unique elements, or unique slices along a dimension.
 
-    The elements that ranks find are compared once more: some are the first of their kind on several ranks.
+    Optionally they also return the index of each element among the unique ones, and the counts. The results of all
+    ranks are compared again, because several ranks may find equal elements.
     """
     dim, with_places, with_counts = static_args[:3]
     along = 0 if dim is None else axis(dim, len(x))
@@ -190,7 +194,7 @@ _DIFFERING = "x | dim=None places=False counts=False"
 
 @rule("unique", _DIFFERING)
 def unique(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """The elements that differ, in ascending order, or the slices along a dimension; the other dimensions are whole."""
+    """Unique elements in ascending order, or unique slices along a dimension. The other dimensions are unsharded."""
     x, dim = tuple(shapes[0]), static_args[0]
     labels = named(x)
     if dim is not None:
@@ -200,8 +204,10 @@ def unique(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("unique_in_order", _DIFFERING)
 def unique_in_order(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Select elements that differ from the one before, or from all before, in order. All dimensions are whole, but
-    for the one along which elements are compared."""
+    """Elements that differ from the previous one, or from all previous ones, in order.
+
+    All dimensions are unsharded, except the one along which elements are compared.
+    """
     x = tuple(shapes[0])
     along = axis(static_args[0] or 0, len(x))
     return _differing(x, whole(named(x), set(range(len(x))) - {along}), static_args)

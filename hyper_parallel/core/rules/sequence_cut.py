@@ -1,7 +1,7 @@
-"""Positions of a sequence that each rank holds, and the way in which attention over such a cut runs.
+"""Positions of a sharded sequence that each rank holds, and the method of attention over it.
 
-A sequence that is cut is `Shard` of its dimension. The positions are those of the shards. With
-`sequence_order` a program says that it has put the sequence in another order before the cut, for balance.
+The sequence dimension has the placement `Shard`, and positions are those of the shards. With `sequence_order`, a
+program declares that it has reordered the sequence before sharding, for load balance.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.layouts.layout import Layout
 
-#: (start, length) of positions, in the order in which a rank holds them.
+#: (start, length) ranges of positions, in the order in which a rank holds them.
 Ranges = tuple[tuple[int, int], ...]
 
-#: The ways in which attention over a sequence that is cut can run.
+#: The methods of attention over a sharded sequence.
 METHODS = ("gather", "exchange", "ring")
 
 _METHOD: ContextVar[str | None] = ContextVar("hyper_parallel_attention_method", default=None)
-#: The way where `attention_method` says none; in a list, because threads share it.
+#: The method outside `attention_method`. It is in a list because threads share it.
 DEFAULT_METHOD: list[str | None] = [None]
 _ORDERS: ContextVar[tuple[tuple[Any, tuple[Ranges, ...]], ...]] = ContextVar(
     "hyper_parallel_sequence_orders", default=()
@@ -30,7 +30,7 @@ _ORDERS: ContextVar[tuple[tuple[Any, tuple[Ranges, ...]], ...]] = ContextVar(
 
 
 def natural_ranges(length: int, ranks: int) -> tuple[Ranges, ...]:
-    """Consecutive positions for each rank.
+    """Return consecutive positions for each rank.
 
     Example:
         >>> natural_ranges(5, 2)
@@ -41,8 +41,9 @@ def natural_ranges(length: int, ranks: int) -> tuple[Ranges, ...]:
 
 
 def balanced_ranges(length: int, ranks: int) -> tuple[Ranges, ...]:
-    """A piece of the beginning and one of the end for each rank: under a causal mask all have as much to do.
-    Each rank holds as many positions as without balance.
+    """Return a range from the start and a range from the end of the sequence for each rank.
+
+    This balances the work under a causal mask. Each rank holds as many positions as without balancing.
 
     Example:
         >>> balanced_ranges(8, 2)
@@ -58,13 +59,14 @@ def balanced_ranges(length: int, ranks: int) -> tuple[Ranges, ...]:
 
 
 def sizes_of(ranges: Sequence[Ranges]) -> tuple[int, ...]:
-    """How many positions each rank holds."""
+    """Return the number of positions on each rank."""
     return tuple(sum(n for _, n in own) for own in ranges)
 
 
 @contextmanager
 def attention_method(method: str | None) -> Iterator[None]:
-    """Inside, attention over a sequence that is cut runs in this way, one of `METHODS`. None lets each call choose."""
+    """Context manager that selects the method of attention over a sharded sequence, one of `METHODS`. With None, each
+    call chooses."""
     token = _METHOD.set(method)
     try:
         yield
@@ -73,18 +75,19 @@ def attention_method(method: str | None) -> Iterator[None]:
 
 
 def chosen_method() -> str | None:
-    """The way of `attention_method`."""
+    """Return the method that `attention_method` selected, or None."""
     return _METHOD.get()
 
 
 def current_method() -> str | None:
-    """The way that the program asks for."""
+    """Return the method that the program requests, or None."""
     return _METHOD.get() or DEFAULT_METHOD[0]
 
 
 @contextmanager
 def sequence_order(mesh: Any, ranges: tuple[Ranges, ...]) -> Iterator[None]:
-    """Inside, shards along the sequence on the 1-D ``mesh`` hold these positions, where their sizes say so."""
+    """Context manager that declares the positions of shards along the sequence on the 1-D ``mesh``. It applies to
+    shards of matching sizes."""
     token = _ORDERS.set((*_ORDERS.get(), (mesh, ranges)))
     try:
         yield
@@ -93,26 +96,26 @@ def sequence_order(mesh: Any, ranges: tuple[Ranges, ...]) -> Iterator[None]:
 
 
 def orders() -> tuple[tuple[Any, tuple[Ranges, ...]], ...]:
-    """The orders of all `sequence_order` around, the outermost first."""
+    """Return the orders of all enclosing `sequence_order` contexts, the outermost first."""
     return _ORDERS.get()
 
 
 def order_on(mesh: Any) -> tuple[Ranges, ...] | None:
-    """The positions of the ranks inside of `sequence_order` of the 1-D ``mesh``; None outside."""
+    """Return the positions of the ranks that `sequence_order` declares for the 1-D ``mesh``, or None."""
     return next((order for of_mesh, order in reversed(_ORDERS.get()) if of_mesh is mesh), None)
 
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """A sequence of ``length`` positions, cut along some mesh dimensions.
+    """A sequence of ``length`` positions, sharded along some mesh dimensions.
 
     Attributes:
-        layout: of a tensor with that sequence.
+        layout: layout of a tensor with that sequence.
         dim: the dimension of the sequence.
-        mesh_dims: those that cut it.
-        ranges: the positions of each rank of the mesh dimension, where there is one; else of this rank alone.
+        mesh_dims: mesh dimensions that shard the sequence.
+        ranges: the positions of each rank, if one mesh dimension shards the sequence; else only those of this rank.
         own: the positions of this rank.
-        natural: whether the shards one after the other are the sequence.
+        natural: whether the shards in rank order are the sequence.
     """
 
     layout: Layout
@@ -124,7 +127,7 @@ class SequenceCut:
 
     @classmethod
     def of(cls, layout: Layout, dim: int) -> SequenceCut:
-        """The cut of dimension ``dim`` of a tensor of this layout."""
+        """Return the sharded sequence in dimension ``dim`` of a tensor of this layout."""
         mesh = layout.mesh
         mesh_dims = tuple(d for d in layout.shard_mesh_dims(dim) if mesh.shape[d] > 1)
         length = layout.shape[dim]
@@ -142,26 +145,26 @@ class SequenceCut:
 
     @property
     def length(self) -> int:
-        """How many positions there are."""
+        """Number of positions."""
         return self.layout.shape[self.dim]
 
     @property
     def in_rank_order(self) -> Ranges:
-        """The positions of all ranks, as they lie one after the other."""
+        """The positions of all ranks, concatenated in rank order."""
         if self.natural:
             return ((0, self.length),)
         return tuple(piece for own in self.ranges for piece in own)
 
 
 def _is_along(mesh: Any, mesh_dim: int, one: Any) -> bool:
-    """Return whether the 1-D mesh ``one`` has the ranks that ``mesh`` has along ``mesh_dim`` here."""
+    """Return whether the 1-D mesh ``one`` has the same ranks as ``mesh`` along ``mesh_dim``, for this rank."""
     return tuple(mesh.ranks_along(mesh_dim)) == tuple(one.ranks_along(0))
 
 
 def moved(x: Any, dim: int, before: Ranges, after: Ranges, platform: Any) -> Any:
-    """The tensor ``x`` with the positions ``before`` along ``dim``, in the order ``after``; differentiable.
+    """Return ``x``, whose positions along ``dim`` are ``before``, reordered to ``after``. It is differentiable.
 
-    Each piece of ``after`` lies in one of ``before``.
+    Each range of ``after`` must be inside a range of ``before``.
     """
     if before == after:
         return x
@@ -179,13 +182,14 @@ def moved(x: Any, dim: int, before: Ranges, after: Ranges, platform: Any) -> Any
 
 
 def in_order(ranges: Ranges) -> Ranges:
-    """The pieces by their positions."""
+    """Return the nonempty ranges, sorted by position."""
     return tuple(sorted(piece for piece in ranges if piece[1]))
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Queries and keys that see each other: all, or with ``causal`` those up to the own place."""
+    """A slice of queries and a slice of keys that they see. With ``causal``, each query sees only keys up to its
+    position."""
 
     query: int
     queries: int
@@ -195,9 +199,9 @@ class Pair:
 
 
 def pairs(own: Ranges, held: Ranges, causal: bool) -> list[Pair]:
-    """Slices of queries at positions ``own`` and of keys at positions ``held`` that see each other, as few as possible.
+    """Return pairs of slices of queries at positions ``own`` and of keys at positions ``held``, as few as possible.
 
-    Each piece of ``own`` is one of ``held``, or they have no position in common, unless all see all.
+    With ``causal``, each range of ``own`` must equal a range of ``held``, or have no position in common with any.
 
     Example:
         >>> pairs(((2, 2),), ((0, 2), (2, 2)), True)
@@ -206,7 +210,7 @@ def pairs(own: Ranges, held: Ranges, causal: bool) -> list[Pair]:
     count = sum(n for _, n in own)
     if not causal:
         own, held = (((0, sum(n for _, n in x)),) for x in (own, held))
-    elif count and own == held == tuple(sorted(own)):  # in order, so that places compare as positions do
+    elif count and own == held == tuple(sorted(own)):  # sorted, so that local indices compare like positions
         return [Pair(0, count, 0, count, True)]
     found: list[Pair] = []
     query = 0
@@ -223,7 +227,7 @@ def pairs(own: Ranges, held: Ranges, causal: bool) -> list[Pair]:
 
 
 def _add(found: list[Pair], pair: Pair) -> None:
-    """Add a pair, joined with the last one where that has the same queries and the keys before."""
+    """Add a pair, merged with the last one if that has the same queries and the preceding keys."""
     last = found[-1] if found else None
     if last is not None and not last.causal and last.query == pair.query and last.key + last.keys == pair.key:
         found[-1] = Pair(pair.query, pair.queries, last.key, last.keys + pair.keys, False)
@@ -232,7 +236,7 @@ def _add(found: list[Pair], pair: Pair) -> None:
 
 
 def _merged(found: list[Pair]) -> list[Pair]:
-    """The pairs, with those joined that have the same keys and neighbouring queries."""
+    """Return the pairs, merging those with the same keys and adjacent queries."""
     merged: list[Pair] = []
     for pair in found:
         last = merged[-1] if merged else None

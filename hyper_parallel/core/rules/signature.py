@@ -1,20 +1,20 @@
-"""Arguments of an operation as text that a program reads: the operands, then after a bar the static arguments.
+"""Text that describes the arguments of an operation: the operands and, after a bar, the static arguments.
 
     "x(*,in) weight(out,in) bias(out)=None"
     "x index | dim how='replace'"
     "*xs | dim=0"
 
 A word is the name of an argument. Its dimensions may follow in parentheses, and the default after an equals sign. A
-star before an operand stands for any number of tensors. The order is the one in which a native function takes them,
-unless the row of the op table says otherwise, in the same words and these more:
+star before an operand means any number of tensors. Native functions take the arguments in this order, unless the entry
+of the op table has a text with another order. That text may also contain the following words:
 
-* ``name/other`` has another spelling of the argument;
-* ``name:=value`` is no argument of the native function, and has this value;
+* ``name/other`` adds another spelling of the argument;
+* ``name:=value`` is not an argument of the native function, and has this value;
 * ``*name``, the last one, takes the rest of ``f(x, 2, 3)`` or of ``f(x, (2, 3))``;
-* ``+name`` is handed to the native call, behind the static arguments of the signature;
-* ``-name`` is no operand, in a text of an operation of any number of operands;
-* ``...`` at the end: the native call is made again as it was, with other operands;
-* ``form: ...`` at the beginning names the `FORMS` in which the function takes its static arguments.
+* ``+name`` is passed to the native call, after the static arguments of the signature;
+* ``-name`` is not an operand, in the text of an operation with any number of operands;
+* ``...`` at the end repeats the native call with its original arguments and other operands;
+* ``form: ...`` at the start names the entry of `FORMS` for the static arguments of the function.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from hyper_parallel.platform.arguments import dims_of, ints
 
 __all__ = ["FORMS", "MEANINGS", "REQUIRED", "Argument", "Form", "Signature", "form", "read_arguments", "value_of"]
 
-#: The default of an argument that must be given.
+#: The default of a required argument.
 REQUIRED: Any = object()
 _WORD = re.compile(r"(?P<mark>[*+-]?)(?P<names>[\w/]+)(?P<dims>\([\w,*]*\))?(?P<equals>:?=)?(?P<value>.*)")
 
 
 class Argument(NamedTuple):
-    """One argument.
+    """One argument of an operation.
 
     Attributes:
-        name: its name.
-        spellings: its name, and others.
-        default: its value where it is not given; `REQUIRED` if it must be.
-        dims: names of its dimensions, if they are said; the first may be ``*``, for any number.
-        mark: one of ``*+-``, or nothing.
+        name: name of the argument.
+        spellings: all names of the argument.
+        default: the default value, or `REQUIRED`.
+        dims: names of the dimensions, or None; the first may be ``*``, for any number.
+        mark: one of ``*+-``, or an empty string.
         fixed: whether the native function does not take it.
     """
 
@@ -61,7 +61,7 @@ class Argument(NamedTuple):
 
 
 def read_arguments(text: str) -> tuple[Argument, ...]:
-    """The arguments that a text names, in order."""
+    """Return the arguments in a text, in order."""
     return tuple(map(_read, text.split()))
 
 
@@ -81,8 +81,8 @@ class Signature:
     """The arguments of a canonical operation.
 
     Attributes:
-        text: as it was written.
-        operands, static: its arguments.
+        text: the text of the signature.
+        operands, static: operands and static arguments.
     """
 
     text: str
@@ -92,18 +92,19 @@ class Signature:
     @staticmethod
     @functools.cache
     def of(text: str) -> Signature:
-        """The signature that ``text`` says."""
+        """Return the signature of ``text``."""
         return Signature(text, *map(read_arguments, text.partition("|")[::2]))
 
     @property
     def several(self) -> bool:
-        """Return whether there may be any number of operands."""
+        """Return whether the number of operands is arbitrary."""
         return any(operand.mark for operand in self.operands)
 
 
 # ------------------------------------------------------------------------------------------- values of arguments
 def value_of(name: str, more: Mapping[str, Callable[[Any], Any]]) -> Callable[[Any], Any] | None:
-    """The function that converts the value of the argument ``name``, of those in ``more`` or of all backends."""
+    """Return the function that converts the value of the argument ``name``, from ``more`` or from the common
+    conversions."""
     return more.get(name) or _CONVERSIONS.get(name)
 
 
@@ -120,7 +121,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("order", "sizes", "tiles"), ints),
 }
 
-#: For the documentation: what static arguments mean whose name does not say all.
+#: Descriptions of static arguments, for the documentation.
 MEANINGS: dict[str, str] = {
     "bins": "number of bins",
     "channels": "whether whole channels are dropped",
@@ -155,16 +156,16 @@ MEANINGS: dict[str, str] = {
 }
 
 
-# ------------------------------------------------------------------------------------------- other forms of them
+# ------------------------------------------------------------ other forms of static arguments
 @dataclass(frozen=True)
 class Form:
-    """Another form in which functions take the static arguments of an operation. ``flatten`` has the first and last
-    dimension that it joins, ``reshape`` the shape.
+    """An alternative form of the static arguments of an operation. For example, ``flatten`` takes the first and last
+    joined dimension, ``reshape`` the shape.
 
     Attributes:
-        takes: the arguments.
-        make: ``make(shapes, *static)`` gives the static arguments of the operation, from the global shapes of the
-            operands; None for values that it does not cover.
+        takes: the arguments of this form.
+        make: ``make(shapes, *static)`` returns the static arguments of the operation, from the global shapes of the
+            operands, or None for unsupported values.
     """
 
     takes: Signature
@@ -175,7 +176,7 @@ FORMS: dict[str, Form] = {}
 
 
 def form(name: str, takes: str) -> Callable[[Callable[..., tuple | None]], Callable[..., tuple | None]]:
-    """Register the decorated function as the form ``name``; see `Form`."""
+    """Register the decorated function as `Form.make` of the form ``name``."""
 
     def register(make: Callable[..., tuple | None]) -> Callable[..., tuple | None]:
         assert name not in FORMS, f"{name} is there twice"

@@ -1,4 +1,4 @@
-"""Softmax and its logarithms: the dimension that they normalise may be sharded too, and stays so."""
+"""Softmax and its logarithms. The normalised dimension may be sharded, too, and stays sharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TAKES = "x | dim=-1 dtype=None"
 
 def _along(function: Callable[[VocabParallel, Any, Classes], Any]) -> Callable[[tuple, tuple], OpSharding | None]:
     def softmax(shapes: tuple, static_args: tuple) -> OpSharding | None:
-        """A softmax or log-softmax along one dimension, which may be sharded."""
+        """Softmax or log-softmax along one dimension, which may be sharded."""
         x, dim = shapes[0], static_args[0]
         if not x:
             return unary((), (), ())
@@ -41,7 +41,7 @@ rule("log_softmax", _TAKES, repeatable=True)(_along(VocabParallel.log_softmax))
 
 @rule("logsumexp", "x | dims=None keepdim=False")
 def logsumexp(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Logarithm of the sum of exponentials, over one dimension, which may be sharded, or several whole ones."""
+    """Logarithm of the sum of exponentials, over one dimension, which may be sharded, or several unsharded ones."""
     x, (dims, keepdim) = shapes[0], static_args[:2]
     reduced = axes(dims, len(x))
     labels = named(x) if len(reduced) == 1 else whole(named(x), reduced)

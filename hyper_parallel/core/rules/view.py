@@ -1,4 +1,4 @@
-"""Operations that only rearrange elements. All of them are linear, so partial sums stay partial."""
+"""Operations that rearrange elements. All of them are linear, so partial sums stay partial."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RESHAPED: dict[str, Any] = {"repeatable": True, "view_index": all_elements, "vi
 
 
 def _local_shape(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
-    """The first static argument is the shape of the result."""
+    """Return the static arguments of a local call, the first of which is the shape of the result."""
     return (tuple(result_layouts[0].local_shape), *static_args[1:])
 
 
@@ -38,10 +38,12 @@ def _local_shape(static_args: tuple, operand_layouts: tuple, result_layouts: tup
 @rule("view", _TAKES, memory="shared", **_RESHAPED)
 @rule("reshape", _TAKES, memory="viewable", **_RESHAPED)
 def reshape(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Rule of a tensor in another shape. Dimensions fall into groups with the same number of elements before and
-    after. For example, ``(4, 8, 6) -> (32, 2, 3)`` falls into ``4, 8 -> 32`` and ``6 -> 2, 3``. Sharding the outermost
-    dimension of a group cuts it into contiguous pieces on both sides. For that, the number of shards must divide both
-    sizes. The other dimensions of a group must be whole."""
+    """Tensor in another shape.
+
+    Dimensions form groups with the same number of elements before and after. In ``(4, 8, 6) -> (32, 2, 3)``, the groups
+    are ``4, 8 -> 32`` and ``6 -> 2, 3``. Sharding the outermost dimension of a group splits it into contiguous ranges
+    on both sides. For that, the number of shards must divide both sizes. The other dimensions of a group are unsharded.
+    """
     x = shapes[0]
     shape = _filled(static_args[0], math.prod(x))
     if shape is None or math.prod(shape) != math.prod(x):
@@ -53,13 +55,13 @@ def reshape(shapes: tuple, static_args: tuple) -> OpSharding | None:
     for i, j in pairs:
         before[i] = after[j] = f"d{i}"
         if 0 < shape[j] < x[i] and x[i] % shape[j] == 0:
-            # (3 * heads * size) -> (3, heads, size), where query, key and value are packed: sharded by heads.
+            # (3 * heads * size) -> (3, heads, size), with packed query, key and value, is sharded by heads.
             unpack.append((i, (x[i] // shape[j],) * shape[j], j + 1))
     return unary(tuple(before), tuple(after), shape, terms=_LINEAR, localize=_local_shape, unpack=tuple(unpack))
 
 
 def _filled(shape: tuple[int, ...], count: int) -> tuple[int, ...] | None:
-    """``shape`` with its -1 replaced by the number that gives ``count`` elements."""
+    """Return ``shape`` with its -1 replaced by the size that gives ``count`` elements."""
     if -1 not in shape:
         return tuple(shape)
     known = -math.prod(shape)
@@ -69,7 +71,7 @@ def _filled(shape: tuple[int, ...], count: int) -> tuple[int, ...] | None:
 
 
 def _same_leading(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    # Without elements the groups are not determined; leading dimensions that stay the same keep their meaning.
+    # Groups of an empty tensor are ambiguous. Leading dimensions of equal size are assumed to be the same.
     pairs: list[tuple[int, int]] = []
     for i, (size, other) in enumerate(zip(x, shape, strict=False)):
         if size != other:
@@ -79,8 +81,10 @@ def _same_leading(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int,
 
 
 def _outermost_pairs(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The outermost dimensions, before and after, of each group. Dimensions of size 1 belong to no group. Those in
-    front that stay, as of a batch of one sample, keep their meaning."""
+    """Return the outermost dimensions, before and after, of each group.
+
+    Dimensions of size 1 belong to no group. Unchanged leading ones, such as a batch of one sample, keep their meaning.
+    """
     before = [i for i, size in enumerate(x) if size != 1]
     after = [j for j, size in enumerate(shape) if size != 1]
     pairs = [(i, j) for i, j in _same_leading(x, shape) if x[i] == 1]
@@ -97,7 +101,7 @@ def _outermost_pairs(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[i
 
 @rule("permute", "x | *order", repeatable=True, memory="shared", view_strides=permuted_strides)
 def permute(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Dimensions in another order."""
+    """Permutation of dimensions."""
     x = shapes[0]
     order = tuple(axis(d, len(x)) for d in static_args[0])
     if sorted(order) != list(range(len(x))):
@@ -108,7 +112,7 @@ def permute(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("expand", _TAKES, repeatable=True, memory="shared", view_strides=expanded_strides)
 def expand(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Dimensions of size 1 are stretched and new ones added in front; these are whole."""
+    """Expansion of dimensions of size 1, with new leading dimensions. Both kinds of dimensions are unsharded."""
     x, wanted = shapes[0], static_args[0]
     new = len(wanted) - len(x)
     if new < 0 or -1 in wanted[:new]:
@@ -122,8 +126,11 @@ def expand(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("squeeze", "x | removed=None", memory="shared", **_RESHAPED)
 def squeeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Drop dimensions of size 1. The local call gets them as a tuple, possibly an empty one: a shard of a larger
-    dimension may happen to have size 1."""
+    """Removal of dimensions of size 1.
+
+    The local call gets them as a tuple, possibly an empty one. Otherwise it would drop a larger dimension whose shard
+    has size 1.
+    """
     x, dims = shapes[0], static_args[0]
     if isinstance(dims, int):
         dims = (dims,)
@@ -141,7 +148,7 @@ def squeeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("unsqueeze", "x | dim", memory="shared", **_RESHAPED)
 def unsqueeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Add a dimension of size 1."""
+    """New dimension of size 1."""
     x = shapes[0]
     dim, labels = axis(static_args[0], len(x) + 1), named(x)
     return unary(labels, (*labels[:dim], None, *labels[dim:]), (*x[:dim], 1, *x[dim:]), terms=_LINEAR)
@@ -149,8 +156,7 @@ def unsqueeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("repeat", "x | *tiles")
 def repeat(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """The whole tensor several times, as tiles. Dimensions that are not repeated can be sharded. New dimensions come in
-    front."""
+    """Repetition of the tensor as tiles, with new leading dimensions. Unrepeated dimensions can be sharded."""
     x, repeats = shapes[0], static_args[0]
     new = len(repeats) - len(x)
     if new < 0 or any(count < 0 for count in repeats):
@@ -163,7 +169,7 @@ def repeat(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("repeat_interleave", "x | repeats repeated_dim/dim=None")
 def repeat_interleave(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Every element along a dimension ``repeats`` times in a row, so that shards stay contiguous."""
+    """Repetition of every element along a dimension ``repeats`` times in a row, so that shards stay contiguous."""
     x, (repeats, dim) = shapes[0], static_args[:2]
     if not isinstance(repeats, int) or repeats < 0 or dim is None or not x:
         return None
@@ -173,9 +179,11 @@ def repeat_interleave(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("pad", "x | pairs mode='constant'")
 def pad(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Elements added (or, if negative, cut off) before and after; such dimensions must be whole. The added elements may
-    be a constant, which is no partial sum: not linear. Where they are copies of existing elements, there must be
-    some."""
+    """Padding with elements (or cropping, if negative) before and after. Such dimensions are unsharded.
+
+    The added elements may be a constant, which is not a partial sum, so the operation is not linear. If they are copies
+    of existing elements, a rank without elements computes with a filler element.
+    """
     x, pads = shapes[0], static_args[0]
     copies = len(static_args) > 1 and static_args[1] != "constant"
     if len(pads) != len(x):
@@ -194,7 +202,7 @@ def _strides_of_windows(static_args: tuple, shape: Shape, strides: Strides, resu
 
 @rule("windows", "x | dim size step", repeatable=True, memory="shared", view_strides=_strides_of_windows)
 def windows(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Windows that slide along a dimension, which is whole, and become the last dimension (torch: ``unfold``)."""
+    """Windows that slide along an unsharded dimension, and become the last dimension (torch: ``unfold``)."""
     x, (dim, size, step) = shapes[0], static_args[:3]
     dim, length = axis(dim, len(x)), x[axis(dim, len(x))] if x else 1
     if size < 0 or size > length or step <= 0:
@@ -210,7 +218,7 @@ def _strides_in_pairs(static_args: tuple, shape: Shape, strides: Strides, result
 
 @rule("real_pairs", repeatable=True, memory="shared", view_strides=_strides_in_pairs)
 def real_pairs(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """Complex numbers as pairs of real ones, in a new last dimension."""
+    """Complex numbers as pairs of real numbers, in a new last dimension."""
     x, labels = shapes[0], named(shapes[0])
     return unary(labels, (*labels, None), (*x, 2), terms=_LINEAR)
 
@@ -221,7 +229,7 @@ def _strides_of_pairs(static_args: tuple, shape: Shape, strides: Strides, result
 
 @rule("complex_pairs", repeatable=True, memory="shared", view_strides=_strides_of_pairs)
 def complex_pairs(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """Pairs of real numbers, in the last dimension, as complex ones."""
+    """Pairs of real numbers, in the last dimension, as complex numbers."""
     x = shapes[0]
     if not x or x[-1] != 2:
         return None

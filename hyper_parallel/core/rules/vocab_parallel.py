@@ -1,8 +1,8 @@
-"""Cross entropy over sharded classes: the logits are never gathered.
+"""Cross entropy over sharded classes, without gathering the logits, as in Megatron.
 
-Written by hand, as in Megatron. For each sample, all ranks need its largest logit, the sum of the exponentials and the
-logit of the target. Three numbers for each sample, in two all-reduces, because all sums travel together. Backward needs
-nothing else. It is made of functions like these and of steps of `transitions`, so gradients of gradients are right.
+For each sample, all ranks need the largest logit, the sum of the exponentials and the logit of the target. These are
+three numbers for each sample, in two all-reduces, because all sums share one. Backward needs no further communication.
+It consists of similar functions and of steps of `transitions`, so gradients of gradients are right.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
@@ -22,19 +22,20 @@ from hyper_parallel.platform.contract.autograd import named
 
 @dataclass(frozen=True)
 class ClassStatistics:
-    """Cross entropy of each sample, and the statistics for its gradient. All are plain tensors, with a class dimension
-    of size
-    1. All but the first two are the same on all ranks that share the classes.
+    """Cross entropy of each sample, and the statistics for its gradient.
+
+    All are plain tensors with a class dimension of size 1. All but the first two are equal on all ranks that share the
+    classes.
 
     Attributes:
-        rows: the targets as indices into this rank's classes, 0 for those of other ranks.
-        elsewhere: which targets are of other ranks.
+        rows: targets as indices into this rank's classes, 0 for targets of other ranks.
+        elsewhere: mask of targets of other ranks.
         largest: the largest logit.
         exponentials: the sum of exp(logit - largest).
-        loss: of each sample.
-        kept: 1 for a sample that counts, 0 for an ignored one, not a number for a target that is no class.
-        weights: the class weight of the target, 0 for an ignored one.
-        whole: the factor of the probabilities in the gradient.
+        loss: loss of each sample.
+        kept: 1 for a sample that counts, 0 for an ignored one, NaN for an invalid target.
+        weights: the class weight of the target, 0 for an ignored sample.
+        whole: factor of the probabilities in the gradient.
     """
 
     rows: Any
@@ -48,7 +49,7 @@ class ClassStatistics:
 
 
 class VocabParallel(ClassSoftmax):
-    """All functions over sharded classes, on one platform. Get it with `vocab_parallel_of`."""
+    """All functions over sharded classes, on one platform. Instances come from `vocab_parallel_of`."""
 
     def __init__(self, platform: Platform) -> None:
         super().__init__(platform)
@@ -61,22 +62,22 @@ class VocabParallel(ClassSoftmax):
     def cross_entropy(
         self, x: Any, target: Any, weight: Any, classes: Classes, ignore_index: int, smoothing: float
     ) -> tuple[Any, Any]:
-        """Cross entropy of each sample.
+        """Return the cross entropy of each sample, and the weights that a mean divides by.
 
         Args:
             x: logits.
-            target: class of each sample, the same on all ranks that share the classes.
-            weight: weights of this rank's classes, or None for ones; has no gradient.
+            target: class of each sample, equal on all ranks that share the classes.
+            weight: weights of this rank's classes, or None for ones. They get no gradient.
             classes: the dimension.
-            ignore_index: class that does not count.
-            smoothing: between 0 and 1: how much of the target is spread over all classes.
+            ignore_index: label of ignored samples.
+            smoothing: share of the target that is distributed over all classes, between 0 and 1.
 
         Returns:
             The losses, of the shape of ``target``, and the weights that a mean divides by.
 
         Raises:
-            IndexError: for a target that is no class, where looking costs nothing (on CPU). Elsewhere the losses of
-                such samples are not a number.
+            IndexError: for an invalid target on the CPU, where the check is cheap. On other devices, the losses of such
+                samples are NaN.
         """
         platform, shape = self.platform, self.platform.shape_of(target)
         if not classes.sample_count:
@@ -94,15 +95,16 @@ class VocabParallel(ClassSoftmax):
     def cross_entropy_of_probabilities(
         self, x: Any, target: Any, weight: Any, classes: Classes, smoothing: float
     ) -> Any:
-        """Cross entropy of each sample with probabilities as target, of the shape of ``x`` without its classes.
+        """Return the cross entropy of each sample for probabilities as target, with the shape of ``x`` without its
+        classes.
 
         Args:
             x: logits.
-            target: this rank's classes of the probabilities; may need a gradient, which costs one all-reduce in
+            target: this rank's shard of the probabilities. It may require a gradient, which costs one all-reduce in
                 backward.
-            weight: as for `cross_entropy`, but may need a gradient too.
+            weight: as in `cross_entropy`, but it may require a gradient.
             classes: the dimension.
-            smoothing: as for `cross_entropy`.
+            smoothing: as in `cross_entropy`.
         """
         platform = self.platform
         shape = [n for d, n in enumerate(platform.shape_of(x)) if d != classes.dim]
@@ -118,9 +120,12 @@ class VocabParallel(ClassSoftmax):
         return (loss if classes.size else self._noting(loss, logits)).reshape(shape)
 
     def nll(self, x: Any, target: Any, weight: Any, classes: Classes, ignore_index: int) -> tuple[Any, Any]:
-        """This rank's part of the negative log-likelihood of each sample, and of the weights that a mean divides by.
-        Both are to be summed over the ranks that share the classes (see `summed`). The weights are only with a
-        ``weight``. Arguments and errors are those of `cross_entropy`, with log-probabilities for ``x``."""
+        """Return this rank's summand of the negative log-likelihood of each sample, and of the weights that a mean
+        divides by.
+
+        The caller sums the losses over the ranks that share the classes (see `summed`). The weights are summed too if
+        there is a ``weight``. Arguments and errors are those of `cross_entropy`, with log-probabilities for ``x``.
+        """
         platform, shape = self.platform, self.platform.shape_of(target)
         if not classes.sample_count:
             nothing = platform.sum_along(x, classes.dim).reshape(shape)
@@ -180,7 +185,7 @@ class VocabParallel(ClassSoftmax):
         )
 
     def _check(self, target: Any, classes: Classes, ignore_index: int) -> tuple[Any, Any]:
-        """Return two masks with a class dimension: ignored samples, and samples whose target is no class."""
+        """Return two masks with a class dimension: ignored samples, and samples with an invalid target."""
         ignored = target == ignore_index
         wrong = ((target < 0) | (target >= classes.total)) & (target != ignore_index)
         if self._looks() and bool(wrong.any()):
@@ -191,21 +196,23 @@ class VocabParallel(ClassSoftmax):
         return self.platform.unsqueeze(ignored, classes.dim), self.platform.unsqueeze(wrong, classes.dim)
 
     def _looks(self) -> bool:
-        """Return whether targets are checked by their values: on the CPU alone.
+        """Return whether the values of targets are checked, which is the case only on the CPU.
 
-        Reading a value makes the host wait for an accelerator. There a wrong target makes the loss NaN instead.
+        Reading a value makes the host wait for an accelerator. There, a wrong target makes the loss NaN instead.
         """
         return self.platform.device_type == "cpu"
 
     def _rows(self, target: Any, classes: Classes) -> tuple[Any, Any]:
-        """Targets as indices into this rank's classes, 0 for those of other ranks, and which are of other ranks."""
+        """Return targets as indices into this rank's classes, 0 for targets of other ranks, and a mask of the
+        latter."""
         rows = target - classes.offset
         elsewhere = (rows < 0) | (rows >= classes.size)
         rows = self.platform.masked_fill(rows, elsewhere, 0)
         return self.platform.unsqueeze(rows, classes.dim), self.platform.unsqueeze(elsewhere, classes.dim)
 
     def _weights_of(self, rows: Any, elsewhere: Any, weight: Any, like: Any, classes: Classes) -> Any:
-        """Weights of the targets among this rank's classes, 0 for others; ones without weights."""
+        """Return the weights of targets among this rank's classes, and 0 for other targets. Without weights, return
+        ones."""
         platform = self.platform
         if weight is None:
             return platform.ones(platform.shape_of(rows), like)
@@ -219,7 +226,7 @@ class VocabParallel(ClassSoftmax):
         return self.platform.sum_along(x if weight is None else x * self._beside(weight, x, classes), classes.dim)
 
     def _beside(self, weight: Any, x: Any, classes: Classes) -> Any:
-        """``weight`` in the shape and dtype in which it multiplies ``x``."""
+        """Return ``weight`` in the shape and dtype in which it multiplies ``x``."""
         shape = [1] * len(self.platform.shape_of(x))
         shape[classes.dim] = self.platform.shape_of(weight)[0]
         return self.platform.to_dtype(weight, x.dtype).reshape(shape)
@@ -233,7 +240,10 @@ class VocabParallel(ClassSoftmax):
         return self.platform.detach(here.loss)
 
     def _of_classes_cotangent(self, ctx: Any, g: Any) -> Any:
-        """Probability * whole - weight of the target at the target - share of smoothing, times the cotangent."""
+        """Return the cotangent of the logits.
+
+        It is probability * whole - weight at the target - share of smoothing, times the cotangent of the loss.
+        """
         platform, here, classes, smoothing = self.platform, ctx.here, ctx.classes, ctx.smoothing
         x, *weight = ctx.saved_tensors
         g = self._for_parts(g, classes)
@@ -274,7 +284,7 @@ class VocabParallel(ClassSoftmax):
         return self.platform.to_dtype((p * mass - soft) * g, x.dtype)
 
     def _composed(self, x: Any, target: Any, weight: Any, classes: Classes, smoothing: float) -> Any:
-        """Compute the loss by way of log_softmax, for gradients with respect to target and weight."""
+        """Return the loss computed from log_softmax, for gradients of target and weight."""
         log_probabilities = self.log_softmax(x, classes)
         soft = self._soft_target(target, weight, log_probabilities, classes, smoothing)
         return self.summed(-self.platform.sum_along(log_probabilities * soft, classes.dim), classes)
@@ -284,5 +294,5 @@ _FUNCTIONS: Table = Table(VocabParallel)
 
 
 def vocab_parallel_of(platform: Platform) -> VocabParallel:
-    """The `VocabParallel` of a platform, made once."""
+    """Return the cached `VocabParallel` of a platform."""
     return _FUNCTIONS[platform]
