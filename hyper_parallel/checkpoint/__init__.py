@@ -1,7 +1,8 @@
-"""Checkpoints: saved once, loaded anywhere, on any mesh, with any placements, on any framework.
+"""Checkpoints that can be loaded on any mesh, with any placements, by any framework.
 
-A checkpoint is a directory with files of tensors in the format of safetensors and an index in JSON. The index says
-where each rectangle of each tensor is stored. Mesh, placements, framework and number of ranks mean nothing for loading.
+A checkpoint is a directory of tensor files in the format of safetensors, with an index in JSON. The index says where
+each rectangle of each tensor is stored. Loading does not depend on the mesh, placements, framework or number of ranks
+of the save.
 """
 
 from hyper_parallel.checkpoint.directories import latest

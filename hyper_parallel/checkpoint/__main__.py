@@ -15,8 +15,8 @@ from hyper_parallel.platform.terminal import printable
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "python -m hyper_parallel.checkpoint") -> int:
-    """Run the command, called ``name``; returns its exit status: 1 when the checkpoint cannot be read or the files not
-    be written."""
+    """Run the command; return its exit status. The status is 1 if the checkpoint cannot be read, or files cannot be
+    written. ``name`` is the command's name in messages."""
     parser = Parser(prog=name, description="Looks into a checkpoint, without any framework.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("show", help="list tensors and values")

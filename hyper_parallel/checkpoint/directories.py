@@ -1,4 +1,4 @@
-"""Checkpoints in a directory: which is the newest, which belong to one run, and how a new one takes its place."""
+"""Checkpoints in a directory: the newest one, those of one run, and how a new checkpoint replaces an old one."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from hyper_parallel.platform.terminal import printable
 
 __all__ = ["Draft", "checkpoints_in", "latest", "locate", "remove_old", "run_of", "set_run"]
 
-#: Endings of hidden directories: of one that is being replaced, and of one through which ranks talk.
+#: Endings of hidden directories: of a checkpoint that is being replaced, and of a directory through which ranks
+#: communicate.
 _REPLACED, _EXCHANGE = ".replaced", ".ranks"
-#: directory -> the run of this process whose checkpoints are there: that of a checkpoint it has loaded, or a new one.
+#: directory -> the run of this process that saves there: the run of a checkpoint that it has loaded, or a new one.
 _RUNS: dict[Path, str] = {}
 
 
 def run_of(directory: Path) -> str:
-    """Return the name of this process's run among those whose checkpoints are in ``directory``."""
+    """Return the identifier of this process's run for checkpoints in ``directory``."""
     return _RUNS.setdefault(directory.resolve(), uuid.uuid4().hex)
 
 
 def set_run(directory: Path, run: str) -> None:
-    """Note that this process continues a run."""
+    """Record that this process continues a run."""
     _RUNS[directory.resolve()] = run
 
 
 def checkpoints_in(directory: Path) -> list[tuple[Path, Index]]:
-    """The whole checkpoints in a directory, the oldest first. Damaged ones are left out."""
+    """Return the complete checkpoints in a directory, the oldest first. Damaged ones are left out."""
     found = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        # Among hidden directories, one that was being replaced counts until the new one has its name.
+        # A hidden checkpoint that is being replaced counts until the new one has its name.
         if path.name.startswith(".") and not _is_in_use(path):
             continue
         try:
@@ -50,27 +51,27 @@ def checkpoints_in(directory: Path) -> list[tuple[Path, Index]]:
 
 
 def _is_in_use(path: Path) -> bool:
-    """Return whether a hidden directory stands for a checkpoint that was being replaced."""
+    """Return whether a hidden directory holds a checkpoint that was being replaced and has no successor yet."""
     hidden = parse(path)
     return hidden is not None and hidden.ending == _REPLACED and not (path.parent / hidden.name).exists()
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return a key that tells a checkpoint from another one that takes its place; None where there is nothing."""
+    """Return a key that changes when another checkpoint replaces this one; None if there is none."""
     return disk.stamp(path / INDEX) or disk.stamp(path)
 
 
 def latest(directory: str | os.PathLike[str], run: str | None = None) -> Path | None:
-    """The newest whole checkpoint in a directory, None where there is none.
+    """Return the newest complete checkpoint in a directory; None if there is none.
 
-    Left out are those that were never completed, and those whose index or size says that they are damaged.
+    Incomplete checkpoints, and those whose index or file sizes show damage, are left out.
 
     Args:
-        directory: that `save` wrote checkpoints in, as ``"run/step-100"``.
-        run: of which run, where checkpoints of several are there.
+        directory: directory in which `save` wrote checkpoints, such as ``"run"`` for ``"run/step-100"``.
+        run: identifier of the run, needed if there are checkpoints of several runs.
 
     Raises:
-        ValueError: when checkpoints of several runs are there and ``run`` does not say which.
+        ValueError: if there are checkpoints of several runs and ``run`` is None.
 
     Example:
         >>> import tempfile
@@ -96,10 +97,10 @@ def latest(directory: str | os.PathLike[str], run: str | None = None) -> Path | 
 
 
 def locate(path: Path) -> Path:
-    """The place of the checkpoint of that name: at the path, or next to it, where a crash came while another one took
-    its place.
+    """Return the directory of the checkpoint at ``path``. That is a hidden directory if a crash interrupted its
+    replacement.
 
-    Raises:
+    CheckpointError: for the draft of an interrupted save.
         CheckpointError: for the remains of an interrupted save.
     """
     if path.name.startswith(".") and path.name.endswith(DRAFT):
@@ -114,8 +115,8 @@ class Draft:
     """A checkpoint that is being written next to its final place.
 
     Args:
-        path: its final name.
-        token: that no other draft has; the same on all ranks.
+        path: final path of the checkpoint.
+        token: token that no other draft has; the same on all ranks.
     """
 
     def __init__(self, path: Path, token: str) -> None:
@@ -126,11 +127,11 @@ class Draft:
         self._before: tuple[int, int] | None = None
 
     def open(self, exchange: bool, overwrite: bool) -> None:
-        """Make the directories, on one rank, and remove those of saves whose writers have ended.
+        """Create the directories, on one rank, and remove directories of saves whose writers have ended.
 
         Args:
-            exchange: whether to make the one through which ranks talk, too.
-            overwrite: whether to replace the checkpoint that is at the path now.
+            exchange: whether to create the directory through which ranks communicate, too.
+            overwrite: whether to replace the checkpoint that exists at the path now.
         """
         self._before = _stamp(self.path) if overwrite else None
         disk.make_directory(self.directory)
@@ -139,24 +140,24 @@ class Draft:
         writers.remove_abandoned(self.path.parent, self._now(), DRAFT, _EXCHANGE)
 
     def _now(self) -> float:
-        """Return the time of the file system, by the directory that this save has just made."""
+        """Return the time of the file system, read from the directory that this save has just created."""
         return self.directory.stat().st_mtime
 
     def check(self) -> None:
-        """Raise CheckpointError where this rank does not see the directory that another one has made."""
+        """Raise CheckpointError if this rank does not see the directory that another rank has created."""
         if not self.directory.is_dir():
             raise CheckpointError(
                 f"{self.path.parent} is not the same directory on this rank: save to a file system that all ranks share"
             )
 
     def publish(self, files: Mapping[str, int]) -> None:
-        """Give the complete draft its name, on one rank: all of it is on the disk.
+        """Rename the complete draft to its final name, on one rank. All data is on disk then.
 
         Args:
-            files: of the checkpoint, with the sizes that were written.
+            files: files of the checkpoint, with the sizes that were written.
 
         Raises:
-            CheckpointError: where a file is gone, or another save has put something under the name meanwhile.
+            CheckpointError: if a file is missing, or another save has used the name meanwhile.
         """
         disk.sync_directory(self.directory)
         now = self._now()
@@ -177,7 +178,7 @@ class Draft:
         writers.remove_abandoned(self.path.parent, now, _REPLACED, name=self.path.name)
 
     def _replace(self) -> None:
-        """Give the draft the name of the checkpoint that was there when this save began."""
+        """Replace the checkpoint that existed at the start of this save."""
         self._check_is_before(self.path)
         disk.rename(self.path, self._replaced)
         try:
@@ -188,12 +189,12 @@ class Draft:
             raise
 
     def _check_is_before(self, place: Path) -> None:
-        """Raise CheckpointError unless ``place`` has the checkpoint that is to be replaced."""
+        """Raise CheckpointError unless ``place`` still holds the checkpoint that shall be replaced."""
         if _stamp(place) != self._before:
             raise self._late()
 
     def _late(self) -> CheckpointError:
-        """Say who has saved under the name of this checkpoint while it was written."""
+        """Return the error that tells who has saved under this checkpoint's name while it was written."""
         place = self.path if self.path.exists() else self._replaced
         try:
             index = read_index(place)
@@ -209,23 +210,24 @@ class Draft:
         return writers.others_in(self.path.parent, self._token, DRAFT)
 
     def discard(self, exchange: bool) -> None:
-        """Remove the written files, on one rank; ``exchange``: also the directory through which ranks talk."""
+        """Remove the written files, on one rank. With ``exchange`` also remove the directory through which ranks
+        communicate."""
         for directory in (self.directory, self.exchange) if exchange else (self.directory,):
             if directory.exists():
                 disk.remove_tree(directory)
 
 
 def remove_old(path: Path, run: str, keep: int) -> None:
-    """Remove the checkpoints of a run but for the newest ``keep``, of which ``path`` is one, just saved."""
+    """Remove the older checkpoints of a run, except the newest ``keep``, which include the just saved ``path``."""
     directory = path.parent
     stamps = {place: _stamp(place) for place in directory.iterdir()}
     older = [place for place, index in checkpoints_in(directory) if index.run == run and place != path]
     for place in older[: max(len(older) - keep + 1, 0)]:
-        # First the name: a half-removed checkpoint must not be found.
+        # Rename first, so that a half-removed checkpoint is never found.
         hidden = place.with_name(hidden_name(place.name, new_token(), DRAFT))
         with suppress(FileNotFoundError):  # another save of the run has removed it
             disk.rename(place, hidden)
             if _stamp(hidden) == stamps.get(place):
                 disk.remove_tree(hidden)
             else:
-                disk.rename(hidden, place)  # another save has replaced it since it was looked at
+                disk.rename(hidden, place)  # another save has replaced it meanwhile

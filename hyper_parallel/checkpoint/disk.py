@@ -1,4 +1,4 @@
-"""Everything that a save does to the disk, a function each: a crash may come between any two."""
+"""All operations of a save on the disk, one function each. Tests simulate crashes between any two of them."""
 
 from __future__ import annotations
 
@@ -41,31 +41,32 @@ __all__ = [
     "sync_directory",
 ]
 
-#: Called before each step with its kind ("make", "open", "write", "sync", "rename", "remove", "barrier") and the file
-#: or directory. None outside of tests, which let a rank die there, or the disk be full.
+#: Function that is called before each step with its kind ("make", "open", "write", "sync", "rename", "remove",
+#: "barrier") and the file or directory. None except in tests, which simulate a dying rank or a full disk.
 watcher: Callable[[str, Path], None] | None = None
 
 
 def step(kind: str, path: Path) -> None:
-    """The next step is about to be done."""
+    """Notify `watcher` that a step is about to start."""
     if watcher is not None:
         watcher(kind, path)
 
 
 def make_directory(path: Path) -> None:
-    """Make a missing directory, with those above it. All these names are on the disk when it returns."""
+    """Create a missing directory, with its parents. All these names are on disk when it returns."""
     if not path.parent.is_dir():
         make_directory(path.parent)
     step("make", path)
-    path.mkdir(exist_ok=not path.name.startswith("."))  # those above may be made by another program meanwhile
+    path.mkdir(exist_ok=not path.name.startswith("."))  # another program may create the parents meanwhile
     sync_directory(path.parent)
 
 
-#: Bytes of a file from which on it is written past the cache of the system, where that can be done.
+#: Minimum bytes of a file that is written past the cache of the system, if that is supported.
 DIRECT_FROM = 32 << 20
-#: Bytes that are read or written by one call. A system reads ahead of calls of this size, and not of much larger ones.
+#: Bytes that are read or written by one call. A system reads ahead for calls of this size, but not for much larger
+#: ones.
 BLOCK = 8 << 20
-#: Bytes that a processor copies at once.
+#: Bytes that a processor copies at a time.
 _LINE = 64
 #: Blocks, and their places in memory and in the file, must be multiples of this.
 ALIGNMENT = 4096
@@ -78,7 +79,8 @@ def address_of(data: memoryview) -> int:
 
 @functools.cache
 def _fallocate() -> Callable[..., int] | None:
-    """Linux' own; `os.posix_fallocate` writes into every block where a file system cannot do it."""
+    """Return Linux's call, or None. `os.posix_fallocate` would write into every block on a file system without
+    support."""
     try:
         found = ctypes.CDLL(None, use_errno=True).fallocate64
     except (AttributeError, OSError, TypeError):
@@ -88,14 +90,14 @@ def _fallocate() -> Callable[..., int] | None:
 
 
 def reserve(file: int, size: int) -> None:
-    """Have the system choose the place of a file's bytes at once: in few pieces, and not while they are written.
+    """Ask the system to allocate a file's blocks at once: in few pieces, and before they are written.
 
     Args:
         file: descriptor of a file that is open for writing.
-        size: bytes that it will have. Where its file system has no such call, nothing happens.
+        size: bytes that the file will have. If its file system has no such call, nothing happens.
 
     Raises:
-        OSError: when there is no room for them.
+        OSError: if the disk has too little space.
     """
     fallocate = _fallocate()
     if fallocate is not None and fallocate(file, 0, 0, size) and ctypes.get_errno() in (errno.ENOSPC, errno.EDQUOT):
@@ -103,15 +105,15 @@ def reserve(file: int, size: int) -> None:
 
 
 class NewFile:
-    """A file that is not there yet: a context manager, at the end of which its bytes are on the disk.
+    """A new file, as a context manager. At the end of the block its bytes are on disk.
 
     Args:
-        path: of the file.
-        size: bytes that will be written, where that is known. A large file gets its space at once. It is written past
-            the cache of the system, which would only add a copy.
+        path: path of the file.
+        size: bytes that will be written, if known. Space for a large file is allocated at once. A large file is written
+            past the cache of the system, which would only add a copy.
 
     Raises:
-        CheckpointError: when it cannot be written; names the file.
+        CheckpointError: if the file cannot be written. The message names the file.
     """
 
     def __init__(self, path: Path, size: int = 0) -> None:
@@ -147,7 +149,7 @@ class NewFile:
             return
         with memoryview(self._block) as block:
             if len(left) >= BLOCK and (address_of(left) - self._filled) % ALIGNMENT == 0:
-                # It lies in memory as it will in the file: written from there.
+                # The data has the same alignment in memory as in the file, so it is written without a copy.
                 head = -self._filled % ALIGNMENT
                 block[self._filled : self._filled + head] = left[:head]
                 self._put(block[: self._filled + head])
@@ -169,12 +171,12 @@ class NewFile:
             try:
                 count = os.write(self._file, left)
             except OSError as error:
-                # A file system that takes the flag, and then no such write.
+                # The file system accepts the flag, but then rejects such a write.
                 if error.errno != errno.EINVAL or self._block is None or not self._set_direct(False):
                     raise
                 continue
             if count % ALIGNMENT and self._block is not None:
-                self._set_direct(False)  # the rest does not begin at an aligned place
+                self._set_direct(False)  # the rest does not start at an aligned place
             left = left[count:]
 
     def _set_direct(self, on: bool) -> bool:
@@ -182,7 +184,7 @@ class NewFile:
         flag = getattr(os, "O_DIRECT", 0)
         if not flag:
             return False
-        import fcntl  # where there is such a flag, there is this
+        import fcntl  # exists wherever the flag exists
 
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         if bool(flags & flag) is on:
@@ -214,7 +216,7 @@ class NewFile:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a directory or a file, which is whole, its name. No other one may have that name already."""
+    """Rename a complete file or directory to its final name, which must be free."""
     step("rename", old)
     if new.exists():
         raise FileExistsError(f"{new} is there already")
@@ -222,7 +224,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def stamp(path: Path) -> tuple[int, int] | None:
-    """Return a key that tells a file or directory from another one in its place; None where there is nothing."""
+    """Return a key that changes when another file or directory takes this name; None if there is none."""
     try:
         found = os.stat(path)
     except OSError:
@@ -231,10 +233,10 @@ def stamp(path: Path) -> tuple[int, int] | None:
 
 
 def open_file(path: Path) -> int:
-    """Open a regular file for reading, without waiting for a writer, as a pipe would; returns the descriptor.
+    """Open a regular file for reading; return the descriptor. It does not block on a pipe without a writer.
 
     Raises:
-        OSError: where there is none.
+        OSError: if there is no regular file.
     """
     opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     kind = os.fstat(opened).st_mode
@@ -249,14 +251,14 @@ def read_at(path: Path, file: int, start: int, memory: memoryview, entry: str) -
     """Fill memory with bytes of a file.
 
     Args:
-        path: of the file, for messages.
-        file: its descriptor.
-        start: where in the file.
+        path: path of the file, for messages.
+        file: descriptor of the file.
+        start: offset in the file.
         memory: the memory to fill.
-        entry: that is read, for messages.
+        entry: name of the entry, for messages.
 
     Raises:
-        CheckpointError: when the file ends before, or the disk does not give them.
+        CheckpointError: if the file ends too early, or cannot be read.
     """
     try:
         while memory:
@@ -270,14 +272,14 @@ def read_at(path: Path, file: int, start: int, memory: memoryview, entry: str) -
 
 @contextmanager
 def reading(path: Path, entry: str) -> Iterator[None]:
-    """Turn errors of the system into those of the library.
+    """Convert errors of the system into CheckpointError, in a block.
 
     Args:
-        path: of the file that is read, for messages.
-        entry: that is read, for messages.
+        path: path of the file, for messages.
+        entry: name of the entry, for messages.
 
     Raises:
-        CheckpointError: when the disk does not give the data that is read inside.
+        CheckpointError: if data cannot be read inside the block.
     """
     try:
         yield
@@ -290,10 +292,10 @@ def _unreadable(path: Path, entry: str, error: OSError) -> CheckpointError:
 
 
 def memory_for(start: int, nbytes: int) -> memoryview:
-    """Return new memory for bytes of a file, of which the first is ``start``: its address is equal to it modulo 64.
+    """Return new memory for bytes of a file from offset ``start``. Its address and ``start`` are equal modulo 64.
 
-    Memory that begins a few bytes later in its own page takes up to three times as long to fill. This
-    was measured on 2026-11-29 at 7c6fead4.
+    Memory that starts a few bytes later in its page takes up to three times as long to fill. This was measured on
+    2026-11-29 at 7c6fead4.
     """
     memory = np.empty(nbytes + _LINE, np.uint8)
     skipped = (start - memory.ctypes.data) % _LINE
@@ -301,13 +303,14 @@ def memory_for(start: int, nbytes: int) -> memoryview:
 
 
 def read_text(file: FileIO, size: int) -> bytes:
-    """Return the next bytes of a file in which text is expected.
+    """Return the next bytes of a file that should contain text.
 
-    Of one that begins with a zero it is that alone: a file with a hole may be larger than the disk, and so than memory.
+    If the first byte is zero, only that byte is returned. A file with a hole may be larger than the disk, and than
+    memory.
 
     Args:
         file: open for reading.
-        size: how many bytes.
+        size: number of bytes.
     """
     text = file.read(min(size, 1))
     while len(text) < size and text[:1] != b"\0" and (more := file.read(size - len(text))):
@@ -316,17 +319,17 @@ def read_text(file: FileIO, size: int) -> bytes:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the text that is in a regular file, as `read_text` does.
+    """Return the text of a regular file, read by `read_text`.
 
     Raises:
-        OSError: where there is none, or it cannot be read.
+        OSError: if there is no regular file, or it cannot be read.
     """
     with FileIO(open_file(path), "rb") as file:
         return read_text(file, os.fstat(file.fileno()).st_size)
 
 
 def sync_directory(path: Path) -> None:
-    """Have the names in a directory on the disk."""
+    """Wait until the names in a directory are on disk."""
     step("sync", path)
     directory = os.open(path, os.O_RDONLY)
     try:
@@ -336,7 +339,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory with all that is in it, or a file, as far as possible."""
+    """Remove a directory with its contents, or a file, as far as possible."""
     step("remove", path)
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
@@ -345,16 +348,17 @@ def remove_tree(path: Path) -> None:
             path.unlink()
 
 
-#: Seconds to wait for a program that gives names in a directory, which takes milliseconds where it is well.
+#: Seconds to wait for a program that is renaming files in a directory, which normally takes milliseconds.
 _PATIENCE = 5.0
 
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[bool]:
-    """Keep out the other threads and processes that call this for the same directory.
+    """Hold a lock on a directory, which other threads and processes that call this wait for. Yield whether it was
+    obtained.
 
-    It is no promise: other machines need not see the lock. There is no endless wait: False is given where another one
-    keeps it.
+    The lock gives no guarantee, because other machines may not see it. If another program keeps the lock, False is
+    yielded after some seconds.
     """
     try:
         import fcntl
@@ -374,7 +378,7 @@ def alone_in(directory: Path) -> Iterator[bool]:
                 alone = True
         yield alone
     finally:
-        # A child that was forked meanwhile has the file open too: closing it here would not give the lock back.
+        # A child that was forked meanwhile has the file open too, so closing the file here would not release the lock.
         with suppress(OSError):
             fcntl.flock(opened, fcntl.LOCK_UN)
         os.close(opened)

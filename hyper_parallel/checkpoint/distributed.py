@@ -1,6 +1,6 @@
-"""`hyper_parallel.checkpoint` under the names and keywords of ``torch.distributed.checkpoint``, on both frameworks.
+"""Functions of `hyper_parallel.checkpoint` with the names and keywords of ``torch.distributed.checkpoint``.
 
-The files are those of `hyper_parallel.checkpoint.save`.
+They work on both frameworks, and the files are those of `hyper_parallel.checkpoint.save`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CheckpointException = CheckpointError
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Object with a state of its own that may stand in a state dict, next to tensors and values.
+    """Object with a state of its own that a state dict may contain, next to tensors and values.
 
     Mirrors ``torch.distributed.checkpoint.stateful.Stateful``.
     """
@@ -31,7 +31,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the saved state."""
+        """Resume from the saved state."""
         ...
 
 
@@ -45,22 +45,23 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> os.PathLike[str]:
-    """`hyper_parallel.checkpoint.save`, which replaces a checkpoint that is there.
+    """Save with `hyper_parallel.checkpoint.save`, and replace an existing checkpoint.
 
     Args:
-        state_dict: see there.
-        checkpoint_id: the path.
-        storage_writer: only None is taken, and so of ``planner``.
-        planner: see there.
-        process_group: None is all of the world; a mesh is its ranks.
-        no_dist: only False is taken: the ranks that save are those of a mesh.
-        use_collectives: only True is taken; `async_save` uses none while it writes.
+        state_dict: the state to save.
+        checkpoint_id: path of the checkpoint.
+        storage_writer: must be None.
+        planner: must be None.
+        process_group: mesh of the ranks that save; None stands for all ranks of the world.
+        no_dist: must be False: the ranks that save are given by a mesh.
+        use_collectives: must be True; `async_save` uses no collectives while it writes.
 
     Returns:
-        The path, where torch has its metadata.
+        The path. Torch returns its metadata here.
 
     Raises:
-        TypeError, ValueError, CheckpointError: see there; ValueError for an argument that is not taken.
+        TypeError, ValueError, CheckpointError: as `hyper_parallel.checkpoint.save` raises; ValueError for an
+            unsupported argument.
 
     Example:
         >>> import tempfile, torch
@@ -91,22 +92,22 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> AsyncSave:
-    """`hyper_parallel.checkpoint.async_save`, which replaces a checkpoint that is there. It needs no process group of
-    CPUs.
+    """Save with `hyper_parallel.checkpoint.async_save`, and replace an existing checkpoint. It needs no process group
+    of CPUs.
 
     Args:
-        state_dict: see there.
-        checkpoint_id: the path.
-        storage_writer: as in `save`, and so are those after it.
-        planner: see there.
-        process_group: see there.
+        state_dict: the state to save.
+        checkpoint_id: path of the checkpoint.
+        storage_writer: must be None.
+        planner: must be None.
+        process_group: as in `save`.
         async_checkpointer_type: None or torch's ``AsyncCheckpointerType.THREAD``: a thread writes.
-        async_stager: only None is taken: all is copied into the memory of the host.
-        no_dist: see there.
-        use_collectives: see there.
+        async_stager: must be None: all data is copied into host memory.
+        no_dist: must be False.
+        use_collectives: must be True.
 
     Raises:
-        TypeError, ValueError, CheckpointError: as `save`.
+        TypeError, ValueError, CheckpointError: as `save` raises.
 
     Example:
         >>> import tempfile, torch
@@ -137,18 +138,19 @@ def load(
     process_group: DeviceMesh | None = None,
     no_dist: bool = False,
 ) -> None:
-    """`hyper_parallel.checkpoint.load`; the values that it returns are put into ``state_dict``.
+    """Load with `hyper_parallel.checkpoint.load`, and put the returned values into ``state_dict``.
 
     Args:
-        state_dict: see there.
-        checkpoint_id: the path.
-        storage_reader: only None is taken, and so of ``planner``.
-        planner: see there.
+        state_dict: the state to fill.
+        checkpoint_id: path of the checkpoint.
+        storage_reader: must be None.
+        planner: must be None.
         process_group: as in `save`.
-        no_dist: see there.
+        no_dist: must be False.
 
     Raises:
-        TypeError, ValueError, CheckpointError: see there; ValueError for an argument that is not taken.
+        TypeError, ValueError, CheckpointError: as `hyper_parallel.checkpoint.load` raises; ValueError for an
+            unsupported argument.
 
     Example: see `save`.
 
@@ -185,7 +187,7 @@ def _mesh(process_group: Any) -> DeviceMesh | None:
 
 
 def _put(state: Any, loaded: Any) -> None:
-    """Give containers the values that were loaded."""
+    """Replace values in containers by the loaded values."""
     for key in range(len(state)) if isinstance(state, list) else [*state]:
         if isinstance(state[key], (dict, list)) and type(state[key]) is type(loaded[key]):
             _put(state[key], loaded[key])

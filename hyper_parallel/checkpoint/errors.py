@@ -8,10 +8,11 @@ __all__ = ["CheckpointError"]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or an existing one is not whole: the message names the file and the entry.
+    """Error for a checkpoint that could not be written, or is damaged or incomplete. The message names the file and the
+    entry.
 
-    The same on all ranks. An error of the call itself is a ValueError or a TypeError. Control characters of names are
-    written out.
+    It is the same on all ranks. An error of the call itself is a ValueError or a TypeError. Control characters of names
+    are escaped.
     """
 
     def __init__(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: which rectangle of which tensor lies in which file, and all that is no tensor."""
+"""The index of a checkpoint: the file of each rectangle of each tensor, and all values that are no tensors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hyper_parallel.checkpoint.values import check
 
 __all__ = ["INDEX", "LATEST", "Index", "Part", "StoredTensor", "read_index", "seal"]
 
-#: Name of the file; a directory without it is no checkpoint.
+#: Name of the index file. A directory without it is no checkpoint.
 INDEX = "index.json"
-#: The latest time that an index may say, in the year 2116, and the largest size of a file or of a tensor's dimension.
+#: The latest time that an index may have, in the year 2116, and the largest size of a file or of a tensor's dimension.
 LATEST, _LARGEST = 1 << 62, 1 << 62
-#: Names of files and runs, which later saves and messages take over from the index.
+#: Allowed names of files and runs, because later saves and messages use the names of an index.
 _FILE, _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"), re.compile(r"[A-Za-z0-9_-]{1,64}")
-#: Indexes of version 1 have no checksum of their own.
+#: Indexes of version 1 have no checksum.
 _FORMAT, _VERSION = "hyper_parallel.checkpoint", 2
-#: How an index ends: with the SHA-256 of all before it.
+#: The end of an index: the SHA-256 of all text before it.
 _SEAL = re.compile(rb',"sum":"([0-9a-f]{64})"\}')
 _SEAL_LENGTH = 74
 
@@ -36,10 +36,10 @@ class Part(NamedTuple):
     """A rectangle of a tensor in a file.
 
     Attributes:
-        offsets: of its first element, per tensor dimension.
-        sizes: per tensor dimension.
+        offsets: offset of its first element, per tensor dimension.
+        sizes: size per tensor dimension.
         file: name of the file, in the directory of the checkpoint.
-        entry: name of the tensor in the file that is this rectangle.
+        entry: name of this rectangle in the file.
     """
 
     offsets: tuple[int, ...]
@@ -52,10 +52,10 @@ class StoredTensor(NamedTuple):
     """A tensor of a checkpoint.
 
     Attributes:
-        dtype: its usual name, such as ``"bfloat16"``.
+        dtype: common name of the dtype, such as ``"bfloat16"``.
         shape: global shape.
-        placement: how it was placed when it was saved, for people; it means nothing for loading.
-        parts: rectangles that do not meet and together are all of it.
+        placement: description of the placement in the save, for people. Loading ignores it.
+        parts: rectangles that tile the tensor.
     """
 
     dtype: str
@@ -65,7 +65,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Return the bytes of the full tensor."""
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
@@ -74,14 +74,14 @@ class Index:
     """Contents of the index.
 
     Attributes:
-        run: identifies the run that saved it.
-        time: nanoseconds since 1970 when it was saved; later than that of all checkpoints of the run before it.
+        run: identifier of the run that saved it.
+        time: time of the save in nanoseconds since 1970; later than all previous checkpoints of the run.
         files: name -> size in bytes.
-        tensors: by name.
-        aliases: further names of tensors, such as those of tied parameters -> the name in ``tensors``.
-        values: the nest that was saved, as JSON, with something that stands for each tensor, module and optimizer.
-        checksums: file -> entry -> CRC-32; empty where they were not asked for.
-        writer: the process that saved it, for people.
+        tensors: tensors by name.
+        aliases: further names of tensors, such as names of tied parameters -> the name in ``tensors``.
+        values: the saved nest, as JSON, with a placeholder for each tensor, module and optimizer.
+        checksums: file -> entry -> CRC-32; empty if they were not requested.
+        writer: name of the process that saved it, for people.
     """
 
     run: str
@@ -94,7 +94,7 @@ class Index:
     writer: str = ""
 
     def find(self, name: str) -> str | None:
-        """The name in ``tensors`` of a tensor that is called ``name``; None for none."""
+        """Return the key in ``tensors`` of a tensor named ``name``; None if there is no such tensor."""
         return name if name in self.tensors else self.aliases.get(name)
 
     def to_json(self) -> str:
@@ -116,26 +116,26 @@ class Index:
 
 
 def seal(content: str) -> str:
-    """The JSON of an index with its checksum at the end.
+    """Return the JSON of an index with its checksum at the end.
 
     Args:
-        content: a table without a checksum.
+        content: JSON of an index without a checksum.
     """
     body = content[:-1]
     return f'{body},"sum":"{hashlib.sha256(body.encode()).hexdigest()}"}}'
 
 
 def _is_whole(content: bytes) -> bool:
-    """Return whether an index is as it was sealed."""
+    """Return whether an index matches its checksum."""
     found = _SEAL.fullmatch(content, max(len(content) - _SEAL_LENGTH, 0))
     return found is not None and hashlib.sha256(content[: found.start()]).hexdigest().encode() == found[1]
 
 
 def read_index(directory: Path) -> Index:
-    """The index of a checkpoint.
+    """Return the index of a checkpoint.
 
     Raises:
-        CheckpointError: when there is none, or it is damaged, of another format, or of a later version.
+        CheckpointError: if there is no index, or it is damaged, of another format, or of a later version.
     """
     path = directory / INDEX
     try:
@@ -231,7 +231,7 @@ def _sizes(numbers: Any) -> tuple[int, ...]:
 
 
 def _check_parts(name: str, x: StoredTensor) -> None:
-    """Raise ValueError unless the parts make up the tensor."""
+    """Raise ValueError unless the parts tile the tensor."""
     for part in x.parts:
         fits = len(part.offsets) == len(part.sizes) == len(x.shape)
         if not fits or any(o + n > size for o, n, size in zip(part.offsets, part.sizes, x.shape, strict=True)):

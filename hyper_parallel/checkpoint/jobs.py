@@ -1,8 +1,8 @@
-"""Steps of each rank in a save. They are the same whether the caller waits or trains on meanwhile.
+"""Steps of each rank in a save. They are the same for `save` and `async_save`.
 
-`prepare`: all ranks take their nest apart, compare their parts, and work out which rank writes which. `write`: each
-writes its file and the first one the index, next to the place of the checkpoint. When all is on the disk, it gets its
-name.
+`prepare`: all ranks flatten their state, compare the results, and decide which rank writes which rectangles. `write`:
+each rank writes its file and the first rank the index, next to the place of the checkpoint. When all data is on disk,
+the draft is renamed to the checkpoint's name.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from hyper_parallel.platform.terminal import printable
 
 __all__ = ["Job", "prepare", "share", "write"]
 
-#: Bytes of a plain tensor up to which ranks compare its values.
+#: Maximum bytes of a plain tensor whose values ranks compare.
 COMPARED_UP_TO = 1 << 20
 
 
 @dataclass
 class Job:
-    """Parts that one rank writes, and the index of all."""
+    """Entries that one rank writes, and the common index."""
 
     draft: Draft
     index: Index
     entries: list[Entry]  # of this rank
-    own: list[dict[str, Any]]  # of all ranks, the values that each alone has
+    own: list[dict[str, Any]]  # of all ranks, values that each rank has for itself
     keep: int | None
     checksums: bool
 
@@ -66,21 +66,21 @@ def prepare(
     checksums: bool,
     exchange: bool,
 ) -> Job:
-    """Return the parts that this rank is to write, and the place for them.
+    """Return the entries that this rank has to write, and their draft.
 
     Args:
-        state: as in `save`; so are ``path``, ``keep``, ``overwrite`` and ``checksums``.
-        path: see there.
-        ranks: that save.
-        platform: of the tensors.
-        keep: see there.
-        overwrite: see there.
-        checksums: see there.
-        exchange: whether ranks will talk through files, parallel to the training: then all is copied, and the place for
-            these files made.
+        state: as in `save`.
+        path: as in `save`.
+        ranks: the ranks that save.
+        platform: platform of the tensors.
+        keep: as in `save`.
+        overwrite: as in `save`.
+        checksums: as in `save`.
+        exchange: whether ranks will communicate through files, in parallel to the training. Then all data is copied,
+            and the directory for these files is created.
 
     Raises:
-        ValueError, TypeError, CheckpointError: as `save`; nothing is left behind.
+        ValueError, TypeError, CheckpointError: as `save` raises. Incomplete files are removed.
     """
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ValueError(f"save(keep=...) takes how many checkpoints to keep, 1 or more, got {keep!r}")
@@ -130,7 +130,7 @@ def prepare(
 
 
 def _check_name(path: Path) -> None:
-    """Raise ValueError, on every rank, where names of drafts would be too long for the system."""
+    """Raise ValueError, on every rank, if the draft's name would be too long for the system."""
     if len(os.fsencode(path.name)) > LONGEST:
         raise ValueError(
             f"a checkpoint cannot be called {path.name[:40]!r}...: its name has {len(os.fsencode(path.name))} bytes, "
@@ -139,7 +139,7 @@ def _check_name(path: Path) -> None:
 
 
 def _check_place(path: Path, overwrite: bool) -> None:
-    """Raise ValueError where a file or directory at the place blocks the save."""
+    """Raise ValueError if a file or directory at the path blocks the save."""
     if not path.exists():
         return
     if not overwrite:
@@ -178,8 +178,8 @@ def _facts(flat: Flat, platform: Platform) -> dict[str, str]:
 
 
 def _place(layout: Any) -> str:
-    """The layout of a tensor as text: the same on all ranks that hold it, and on those of other slices of the same
-    mesh."""
+    """Return the layout of a tensor as text. It is equal on all ranks, even if they hold the tensor on different slices
+    of one root mesh."""
     if layout is None:
         return "plain"
     mesh = layout.mesh
@@ -194,7 +194,7 @@ def _leaves(values: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _difference(all_facts: list[dict[str, str]], ranks: Ranks) -> ValueError:
-    """The first difference between a rank and the first one: a saved value, or the order."""
+    """Return the error for the first difference between a rank and the first rank: a saved value, or the order."""
     first = all_facts[0]
     for rank, facts in zip(ranks.members, all_facts, strict=True):
         for name in {**first, **facts}:
@@ -271,10 +271,10 @@ def _copied(entry: Entry) -> Entry:
 
 # ---------------------------------------------------------------------- writing
 def write(job: Job, ranks: Ranks) -> None:
-    """Write this rank's file; the first rank also the index. The checkpoint has its name when this returns.
+    """Write this rank's file, and on the first rank the index. When it returns, the checkpoint has its name.
 
     Raises:
-        CheckpointError: on all ranks, when one could not; the checkpoint of before is there.
+        CheckpointError: on all ranks, if any rank could not write; a previous checkpoint still exists.
     """
     draft, is_first = job.draft, ranks.rank == ranks.members[0]
 
@@ -310,7 +310,7 @@ def write(job: Job, ranks: Ranks) -> None:
 def _remove_old(path: Path, run: str, keep: int) -> None:
     try:
         directories.remove_old(path, run, keep)
-    except OSError as error:  # the new one is there, and that was the task
+    except OSError as error:  # the new checkpoint is complete, so only warn
         warnings.warn(
             f"{printable(path)} is saved, and an older checkpoint could not be removed: {error}. Remove it by hand",
             stacklevel=2,
@@ -318,13 +318,13 @@ def _remove_old(path: Path, run: str, keep: int) -> None:
 
 
 def _time(directory: Path, run: str) -> int:
-    """Now, and later than all checkpoints that the run has in the directory, whatever clocks say."""
+    """Return the present time, but later than all checkpoints of the run in the directory, even if clocks are wrong."""
     before = (index.time for _, index in directories.checkpoints_in(directory) if index.run == run)
     return min(max(time.time_ns(), max(before, default=0) + 1), LATEST)
 
 
 def _with_own(values: Any, own: list[dict[str, Any]]) -> Any:
-    """Fill the values of the ranks into ``values``: each distinct value once, and its index for every rank."""
+    """Insert the values of each rank into ``values``: each distinct value once, and its index for every rank."""
     if isinstance(values, list):
         return [_with_own(value, own) for value in values]
     if not isinstance(values, dict):
@@ -340,20 +340,20 @@ def _with_own(values: Any, own: list[dict[str, Any]]) -> Any:
 def share(
     state: Any, what: str, ranks: Ranks, platform: Platform
 ) -> tuple[Flat, dict[str, list[tuple[Writer, Entry]]]]:
-    """All ranks take a nest apart and compare their parts.
+    """Flatten the state on all ranks, and compare the results.
 
     Args:
         state: as in `save`.
-        what: is done with it, for messages: "saving ...".
-        ranks: that do it.
-        platform: of the tensors.
+        what: description of the operation in messages, such as "saving ...".
+        ranks: the ranks that take part.
+        platform: platform of the tensors.
 
     Returns:
-        The nest, and for each tensor its pieces, which are the same on all ranks: the rank that writes it, where it
-        lies, and how that rank reads it.
+        The flat state, and for each tensor its pieces, which are the same on all ranks. A piece has the rank that
+        writes it, its rectangle, and an entry that reads it.
 
     Raises:
-        ValueError, TypeError: as `save`, on all ranks.
+        ValueError, TypeError: as `save` raises, on all ranks.
     """
     found: list[tuple[Flat, dict[str, str], dict[str, list[Writer]]]] = []
 

@@ -1,4 +1,4 @@
-"""`load`: fill a state from a checkpoint, each rank with its own parts."""
+"""`load`: fill a state from a checkpoint. Each rank reads its local shards."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ def load(
     verify: bool | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Any:
-    """Fill a training job from a checkpoint of `save`. All ranks of the world call it with the same arguments, or all
-    of ``mesh``.
+    """Fill a training job from a checkpoint of `save`. All ranks of the world, or of ``mesh``, call it with the same
+    arguments.
 
-    Modules, optimizers, tensors and DTensors are filled where they are: they stay the same objects, with their dtypes,
-    placements and ties. Mesh, placements, number of ranks and framework need not be those of the save. Each rank reads
-    the bytes of its own shards.
+    Modules, optimizers, tensors and DTensors are filled in place: they stay the same objects, with their dtypes,
+    placements and ties. Mesh, placements, number of ranks and framework may differ from those of the save. Each rank
+    reads only the bytes of its local shards.
 
     Args:
-        state: the nest that was saved, or a part of it by the same keys. A value other than a tensor, module, optimizer
-            or object with ``load_state_dict()`` only marks a value to return. An optimizer need not have stepped.
-        path: of the checkpoint.
-        strict: whether every tensor of ``state`` must be in the checkpoint, and every one that the checkpoint has
-            below a module or an optimizer in ``state``.
-        convert_dtypes: whether tensors that were saved in another dtype are converted; otherwise they are an error.
+        state: the saved nest, or a part of it with the same keys. A value other than a tensor, module, optimizer or
+            object with ``load_state_dict()`` only marks a value to return. An optimizer need not have stepped.
+        path: path of the checkpoint.
+        strict: whether every tensor of ``state`` must be in the checkpoint, and every tensor of the checkpoint below a
+            module or optimizer must be in ``state``.
+        convert_dtypes: whether to convert tensors that were saved in another dtype. Otherwise they raise an error.
         verify: whether to compare data with the checksums that `save` has stored, before anything is changed. Ranks
-            share the work. None compares the data of the entries that ``state`` asks for, where there are checksums.
-            True compares all data of the checkpoint; False compares none. The index has a checksum of its own, always
+            share the work. None compares the data of the entries that ``state`` asks for, if there are checksums. True
+            compares all data of the checkpoint; False compares none. The checksum of the index itself is always
             compared.
-        mesh: whose ranks load; None is all of the world.
+        mesh: mesh of the ranks that load; None stands for all ranks of the world.
 
     Returns:
-        The nest, with the numbers, strings and other values that were saved; modules, optimizers and tensors are those
-        of ``state``.
+        The nest, with the saved numbers, strings and other values; modules, optimizers and tensors are those of
+        ``state``.
 
     Raises:
-        TypeError: for something in ``state`` that a checkpoint does not take.
-        ValueError: where something is missing, unexpected, or of another shape or dtype: all of it is listed; with
-            ``verify=True`` for a checkpoint without checksums.
-        CheckpointError: where there is no checkpoint, or it is damaged.
+        TypeError: for a part of ``state`` that a checkpoint cannot store.
+        ValueError: if an entry is missing, unexpected, or of another shape or dtype. The message lists all such
+            entries. Also with ``verify=True`` for a checkpoint without checksums.
+        CheckpointError: if there is no checkpoint, or it is damaged.
 
-    Each is raised on all ranks, before anything is changed.
+    Every error is raised on all ranks, before anything is changed.
 
     Example:
         >>> import tempfile, torch
@@ -119,24 +119,24 @@ def load(
 def compare_sums(
     filling: Filling, files: Files, ranks: Ranks, what: str, verify: bool | None, asked: Sequence[str]
 ) -> None:
-    """Compare data with its checksums, on all ranks together.
+    """Compare data with its checksums. All ranks share the work.
 
     Args:
         filling: the tensors and objects to fill.
-        files: that it is filled from.
-        ranks: that load.
-        what: is done, for messages.
+        files: files from which the tensors are filled.
+        ranks: the ranks that load.
+        what: description of the operation in messages.
         verify: as in `load`.
-        asked: `Filling.digest` of each rank.
+        asked: result of `Filling.digest` on each rank.
 
     Raises:
-        ValueError, CheckpointError: as `load`, on all ranks.
+        ValueError, CheckpointError: as `load` raises, on all ranks.
     """
     index = filling.index
 
     def compare() -> None:
         wanted = [*index.tensors] if verify else [*dict.fromkeys(target.stored for target in filling.targets)]
-        # Ranks that fill different tensors, such as stages of a pipeline, compare their own.
+        # Ranks that fill different tensors, such as stages of a pipeline, each compare their own tensors.
         alike = verify or len({*asked}) == 1
         share = (ranks.members.index(ranks.rank), len(ranks.members)) if alike else (0, 1)
         files.compare((index.tensors[name] for name in wanted), *share)
@@ -148,12 +148,12 @@ def compare_sums(
 
 
 class Files:
-    """The files of a checkpoint, opened when they are needed.
+    """The files of a checkpoint, opened on demand.
 
     Args:
-        directory: of the checkpoint.
-        index: its index.
-        opened: those that are open already.
+        directory: directory of the checkpoint.
+        index: index of the checkpoint.
+        opened: files that are open already, by name.
     """
 
     def __init__(self, directory: Path, index: Index, opened: Mapping[str, TensorFile] | None = None) -> None:
@@ -161,7 +161,7 @@ class Files:
         self._open: dict[str, TensorFile] = dict(opened or {})
 
     def check(self, tensor: StoredTensor) -> None:
-        """Raise CheckpointError unless all parts of a tensor are there as the index says."""
+        """Raise CheckpointError unless the files have all parts of a tensor as the index describes them."""
         for part in tensor.parts:
             file = self._file(part.file)
             if file.kind(part.entry) != (tensor.dtype, part.sizes):
@@ -172,14 +172,14 @@ class Files:
                 )
 
     def compare(self, tensors: Iterable[StoredTensor], rank: int = 0, size: int = 1) -> None:
-        """Compare data with its checksums, where its file has some.
+        """Compare data with its checksums, for files that have checksums.
 
         Args:
-            tensors: the same on all ranks that share them.
-            rank, size: this one, and how many share the work.
+            tensors: the tensors, the same on all ranks that share the work.
+            rank, size: index of this rank, and number of ranks that share the work.
 
         Raises:
-            CheckpointError: where some is damaged.
+            CheckpointError: if any data is damaged.
         """
         sums = self._index.checksums
         parts = {(part.file, part.entry) for x in tensors for part in x.parts if part.file in sums}
@@ -199,13 +199,13 @@ class Files:
 
 
 def read_into(target: Target, there: StoredTensor, files: Any, platform: Platform) -> None:
-    """Fill a tensor of this rank, or its part of a DTensor.
+    """Fill a plain tensor, or this rank's shard of a DTensor.
 
     Args:
         target: the tensor to fill.
-        there: the tensor in the checkpoint.
-        files: has ``read(part, box, target)``, as `Files`.
-        platform: of the tensor.
+        there: its source in the checkpoint.
+        files: object with ``read(part, box, target)``, such as `Files`.
+        platform: platform of the tensor.
     """
     x, layout = target.tensor, layout_of(target.tensor)
     if layout is None:
@@ -239,13 +239,15 @@ def read_into(target: Target, there: StoredTensor, files: Any, platform: Platfor
 
 
 def _in_file(r: Rectangle, singleton: int, there: StoredTensor) -> Rectangle:
-    """A rectangle of a tensor, as one of the tensor in the checkpoint, which has `Target.singleton` or lacks it."""
+    """Return a rectangle of a tensor as a rectangle of its source in the checkpoint. `Target.singleton` is removed or
+    inserted."""
     fills = zip(r, (0, 1, 0), strict=True)
     return Rectangle(*(_with_dims_of(values, singleton, there, fill) for values, fill in fills))
 
 
 def _with_dims_of(values: tuple[int, ...], dim: int, there: StoredTensor, fill: int) -> tuple[int, ...]:
-    """A number for each dimension, without that for ``dim`` or with ``fill`` there, as many as ``there`` has."""
+    """Return ``values`` without the one for dimension ``dim``, or with ``fill`` inserted there, to match the rank of
+    ``there``."""
     if len(values) > len(there.shape):
         return (*values[:dim], *values[dim + 1 :])
     return (*values[:dim], fill, *values[dim:])
@@ -262,5 +264,5 @@ def _copy_overlap(r: Rectangle, local: np.ndarray, part: Part, files: Any) -> No
             return
         source.append(slice(first - part_offset, last - part_offset))
         target.append(slice(at + first - offset, at + last - offset))
-    place: Any = (*target, ...)  # a view also of a tensor without dimensions
+    place: Any = (*target, ...)  # a view, even for a 0-D tensor
     files.read(part, tuple(source), local[place])

@@ -1,4 +1,4 @@
-"""Suggestions for names that are missing: present names that are nearly the same."""
+"""Suggestions for missing names: similar names that exist."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 __all__ = ["near_name"]
 
-#: How similar two names are, as difflib computes it, for one to be named in the message about the other.
+#: Minimum similarity of a suggested name to the missing one, as difflib computes it.
 _NEAR = 0.8
 
 
 def near_name(name: str, names: Sequence[str]) -> str:
-    """Return the part of a message about the nearest name, which is that of `difflib.get_close_matches`.
+    """Return the part of a message that suggests the most similar name, as `difflib.get_close_matches` finds it.
 
-    That function compares each name in full that may be near enough. This one compares each that may be nearer than
-    those before it.
+    That function fully compares each name that may be similar enough. This one skips names that cannot be more similar
+    than the best so far.
 
     Args:
-        name: that is missing.
-        names: that are there.
+        name: the missing name.
+        names: the existing names.
     """
     matcher: difflib.SequenceMatcher[str] = difflib.SequenceMatcher()
     matcher.set_seq2(name)

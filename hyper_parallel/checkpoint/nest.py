@@ -1,7 +1,7 @@
-"""A nest of modules, optimizers, tensors and values, taken apart: tensors by name, and all else as JSON.
+"""Flattening of a nest of modules, optimizers, tensors and values: tensors by name, and all else as JSON.
 
-Names are paths: the keys of the dicts, then the path inside of a module, with dots between. An optimizer's tensors are
-named after the parameter: ``optimizer.model.layers.0.weight.exp_avg``.
+Names are paths: the keys of the dicts, then the path inside a module, joined by dots. An optimizer's tensors are named
+after the parameter: ``optimizer.model.layers.0.weight.exp_avg``.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from hyper_parallel.platform import Platform
 
 __all__ = ["Flat", "Kinds", "check_depth", "flatten", "joined", "layout_of"]
 
-#: Containers inside of each other, at most: the functions that take a nest apart call themselves for each, and Python
-#: has a limit.
+#: Maximum nesting depth of containers. The functions here are recursive, and Python limits recursion.
 DEEPEST = 100
 
 
 def joined(path: str, name: str) -> str:
-    """The path of something inside of something."""
+    """Return the path of a part named ``name`` at ``path``."""
     return f"{path}.{name}" if path and name else path or name
 
 
 def layout_of(x: Any) -> Any:
-    """The layout of a DTensor, None of a plain tensor."""
+    """Return the layout of a DTensor; None for a plain tensor."""
     return x._layout if isinstance(x, DTensor) else None
 
 
 def check_depth(state: Any) -> None:
-    """Raise ValueError for too many containers inside of each other, such as those of a list that has itself."""
+    """Raise ValueError for containers that are nested too deeply, such as a list that contains itself."""
     left = [(state, 0)]
     while left:
         x, depth = left.pop()
@@ -46,17 +45,17 @@ def check_depth(state: Any) -> None:
 
 
 class Kinds:
-    """Kinds of parts that a nest may have on one platform."""
+    """Classification of the parts of a nest on one platform."""
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
 
     def of(self, x: Any, path: str) -> str:
-        """``"value"``, ``"tensor"``, ``"module"``, ``"optimizer"``, ``"dict"``, ``"list"``, ``"tuple"``, or
-        ``"object"`` with the methods ``state_dict`` and ``load_state_dict``.
+        """Return the kind of a part: ``"value"``, ``"tensor"``, ``"module"``, ``"optimizer"``, ``"dict"``, ``"list"``,
+        ``"tuple"`` or ``"object"``. An ``"object"`` has the methods ``state_dict`` and ``load_state_dict``.
 
         Raises:
-            TypeError: for everything else.
+            TypeError: for any other object.
         """
         platform = self.platform
         if is_plain(x):
@@ -80,13 +79,13 @@ class Kinds:
         )
 
     def check_tensor(self, x: Any, path: str) -> None:
-        """Raise TypeError for a tensor of a class that computes in its own way."""
+        """Raise TypeError for a tensor subclass with operations of its own."""
         foreign = None if isinstance(x, DTensor) else self.platform.foreign_tensor(x)
         if foreign is not None:
             raise TypeError(f"{path or 'the state'} is {foreign}")
 
     def modules(self, x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-        """(path, module) of the modules in a nest."""
+        """Yield (path, module) for the modules in a nest."""
         kind = self.of(x, path)
         if kind == "module":
             yield path, x
@@ -98,10 +97,10 @@ class Kinds:
                 yield from self.modules(value, joined(path, str(i)))
 
     def parameter_names(self, state: Any) -> dict[int, str]:
-        """Identity of a tensor of the modules in a nest -> its name, of one with several names the first.
+        """Return id of a tensor -> its name, for the modules in a nest. A tensor with several names gets the first.
 
         Raises:
-            ValueError: inside of a unit's forward, and for a nest that is too deep.
+            ValueError: inside the forward of a `fully_shard` unit, and for a nest that is too deep.
         """
         check_depth(state)
         names: dict[int, str] = {}
@@ -118,13 +117,13 @@ class Kinds:
 
 
 class Flat:
-    """A nest taken apart.
+    """A flattened nest.
 
     Attributes:
-        tensors: by name.
+        tensors: tensors by name.
         aliases: further names of the same tensors -> the name in ``tensors``.
         values: the nest as JSON.
-        own: path -> the value that this rank alone has there, of objects with ``per_rank``.
+        own: path -> this rank's value, for objects with ``per_rank``.
     """
 
     def __init__(self) -> None:
@@ -138,7 +137,7 @@ class Flat:
         """Add a tensor.
 
         Raises:
-            ValueError: when another one has that name, or ``x`` is a sum that is still to be reduced.
+            ValueError: if another tensor has that name, or ``x`` has a pending sum (`Partial`).
         """
         first = self._names.setdefault(id(x), name)
         if name in self.tensors and self.tensors[name] is not x:
@@ -155,11 +154,11 @@ class Flat:
 
 
 def flatten(state: Any, platform: Platform) -> Flat:
-    """Take a nest apart.
+    """Flatten a nest.
 
     Raises:
-        TypeError: for something that a checkpoint does not take; names it.
-        ValueError: see `Flat.add` and `Kinds.parameter_names`.
+        TypeError: for a part that a checkpoint cannot store. The message names it.
+        ValueError: as `Flat.add` and `Kinds.parameter_names` raise.
     """
     flat, kinds = Flat(), Kinds(platform)
     names = kinds.parameter_names(state)

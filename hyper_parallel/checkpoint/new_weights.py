@@ -1,4 +1,4 @@
-"""Files of whole tensors that several ranks write together, and how they take the place of others: all or none."""
+"""Files of full tensors that several ranks write together. They replace the old files all at once, or not at all."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from hyper_parallel.checkpoint.writers import DRAFT, hidden_in, hidden_name, new
 
 __all__ = ["NewWeights"]
 
-#: Endings of hidden names: of files that are being written, and of old ones while their names go to new ones. Readers
-#: of Hugging Face know files by this ending.
+#: Endings of hidden names: of files that are being written, and of old files while new ones take over their names.
+#: Readers of Hugging Face recognize files by the second ending.
 _INCOMPLETE, _ASIDE = ".incomplete", ".safetensors"
-#: In the hidden name of an index of old weights whose files are set aside.
+#: Part of the hidden name of an index of old weights whose files are set aside.
 _OLD_INDEX = f"old-{INDEX}"
 
 
 class NewWeights:
-    """Files of whole tensors that several ranks write, under hidden names until they are complete.
+    """Files of full tensors that several ranks write, under hidden names until they are complete.
 
     Args:
-        directory: of the files.
-        contents: name of a file -> its entries.
-        checksums: whether the files say those of their data.
+        directory: directory of the files.
+        contents: file name -> entries of the file.
+        checksums: whether the files store checksums of their data.
 
     Attributes:
-        token: of this save, in hidden names; `make` gives it to the rank that calls it, and that one to the others.
+        token: token of this save in hidden names. `make` sets it on one rank, and the caller sets it on the other
+            ranks.
     """
 
     token = ""
@@ -51,10 +52,10 @@ class NewWeights:
         self._sizes: dict[str, int] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._open: dict[str, int] = {}
-        # Only the first rank writes headers; others need their length.
+        # Only the first rank writes headers, but all ranks need their lengths.
         save = secrets.token_hex(8)
         for name, entries in contents.items():
-            # Hugging Face's own reader wants to know the format of the writer; "pt" are the names and layouts of torch.
+            # Hugging Face's reader asks for the format; "pt" means the names and layouts of torch.
             metadata = {"format": "pt"} | (room_for(len(entries), save) if checksums else {})
             self._headers[name], places = header_of(entries, metadata)
             self._sizes[name] = places[-1]
@@ -64,7 +65,7 @@ class NewWeights:
         return self._directory / hidden_name(name, self.token, _INCOMPLETE)
 
     def make(self) -> str:
-        """Make the files with their headers, on one rank, and remove files whose writers have ended. Returns the
+        """Create the files with their headers, on one rank, and remove files whose writers have ended. Return the
         token."""
         self.token = new_token()
         for name, header in self._headers.items():
@@ -78,7 +79,7 @@ class NewWeights:
         return self
 
     def write(self, whole: Entry, r: Any, data: memoryview) -> None:
-        """Write a rectangle of a tensor where it belongs."""
+        """Write a rectangle of a tensor to its place in the file."""
         name, start = self._places[whole.name]
         path = self._hidden(name)
         try:
@@ -103,10 +104,10 @@ class NewWeights:
         self._open.clear()
 
     def compute_sums(self, rank: int, size: int) -> dict[str, int]:
-        """The checksums of the tensors that fall to one of several ranks, when all is written.
+        """Return the checksums of the tensors that this rank has to compute, when all data is written.
 
         Args:
-            rank, size: this one, and how many there are.
+            rank, size: index of this rank, and number of ranks.
         """
         if not self._checksums:
             return {}
@@ -132,15 +133,15 @@ class NewWeights:
                 os.fsync(file.fileno())
 
     def publish(self, sums: Mapping[str, int]) -> None:
-        """Give the files their names, on one rank, and remove those of other weights that were there.
+        """Rename the files to their visible names, on one rank, and remove the files of the old weights.
 
-        A reader at that time finds all of the old weights or all of the new ones. So does one after a crash in between.
+        During the call, and after a crash, a reader finds either all old weights or all new ones.
 
         Args:
-            sums: of all tensors, as `compute_sums` of all ranks gives them.
+            sums: checksums of all tensors, merged from `compute_sums` on all ranks.
 
         Raises:
-            CheckpointError: where a file is gone, or another program gives names there and does not end.
+            CheckpointError: if a file is missing, or another program keeps renaming files in the directory.
         """
         if self._checksums:
             self._write_sums(sums)
@@ -158,7 +159,7 @@ class NewWeights:
             self._set_aside(index)
             for name in self._contents:
                 self._rename(self._hidden(name), name)
-            # Readers take the index where there is one, and the single file where there is none.
+            # Readers use the index if it exists, and the single file otherwise.
             if len(self._contents) > 1:
                 self._rename(self._hidden(INDEX), INDEX)
             else:
@@ -172,11 +173,11 @@ class NewWeights:
         disk.sync_directory(self._directory)
 
     def _set_aside(self, index: Path) -> None:
-        """Let the index that is there name its files otherwise, where new ones are to have their names."""
+        """Rename old files that have the names of new ones, and let the present index refer to the new names."""
         try:
             content, names = read_weight_index(index)
         except CheckpointError:
-            return  # no reader finds weights by it
+            return  # no reader uses this index
         aside = {
             name: hidden_name(name.removesuffix(_ASIDE), self.token, _ASIDE)
             for name in sorted(names & self._contents.keys())
@@ -188,12 +189,12 @@ class NewWeights:
                 disk.step("rename", self._directory / name)
                 os.link(self._directory / name, self._directory / hidden)
         except OSError:
-            # The file system has no second names: readers find nothing until all is there.
+            # The file system has no hard links: readers find nothing until all new files are in place.
             self._unlink(self._directory / WEIGHTS)
             self._unlink(index)
             return
         content["weight_map"] = {entry: aside.get(str(name), name) for entry, name in content["weight_map"].items()}
-        # Not synced: it stands for milliseconds. Where the power fails in them readers find it whole, or damaged.
+        # The index is not synced, because it is used only for milliseconds. After a power failure it may be damaged.
         old = self._hidden(_OLD_INDEX)
         old.write_text(json.dumps(content, indent=2))
         self._rename(old, INDEX)
@@ -214,7 +215,7 @@ class NewWeights:
         return writers.others_in(self._directory, self.token, _INCOMPLETE)
 
     def discard(self) -> None:
-        """Remove incomplete files, on one rank."""
+        """Remove incomplete files of this save, on one rank."""
         for hidden in hidden_in(self._directory, _INCOMPLETE):
             if hidden.token == self.token:
                 with suppress(OSError):
@@ -226,7 +227,7 @@ def _read(path: Path, file: int, entry: str, start: int, memory: memoryview) -> 
 
 
 def _runs(whole: Entry, r: Any, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield contiguous runs of a rectangle with the bytes ``data``: (place in the tensor's data, bytes)."""
+    """Yield contiguous runs of a rectangle whose bytes are ``data``: (place in the tensor's data, bytes)."""
     shape, itemsize = whole.shape, whole.nbytes // math.prod(whole.shape)
     cut = max((d for d, n in enumerate(r.sizes) if n != shape[d]), default=0)
     length = math.prod(r.sizes[cut:]) * itemsize

@@ -12,7 +12,7 @@ __all__ = ["fill_optimizer"]
 
 
 def fill_optimizer(filling: Any, optimizer: Any, saved: dict[str, Any], path: str) -> None:
-    """Plan to fill the state of an optimizer, which may not have stepped yet. ``filling``: a `targets.Filling`."""
+    """Plan to fill the state of an optimizer, even one that has not stepped yet. ``filling`` is a `targets.Filling`."""
     platform = filling.platform
     now: OptimizerState = platform.optimizer_state(optimizer)
     groups = saved["groups"]
@@ -36,14 +36,14 @@ def fill_optimizer(filling: Any, optimizer: Any, saved: dict[str, Any], path: st
             name = names.get(id(p), str(count))
             count += 1
             row, new = next(rows), {}
-            # Without the module next to it, an optimizer's parameters have numbers for names.
+            # If the state has an optimizer without its module, the optimizer's parameters are named by numbers.
             source = name if name in known or (id(p) in names and not by_place.isdigit()) else by_place
             if source not in known:
                 filling.lacks(joined(path, name))
                 state.append(row)
                 continue
             if source not in saved["numbers"] and source not in moments and row.get("step", 0) == 0:
-                state.append(row)  # neither has stepped
+                state.append(row)  # neither optimizer has stepped
                 continue
             numbers = {n: decode(value) for n, value in saved["numbers"].get(source, {}).items()}
             for moment in moments.get(source, ()):
@@ -69,7 +69,7 @@ def fill_optimizer(filling: Any, optimizer: Any, saved: dict[str, Any], path: st
 
 
 def _first_moment(filling: Any, p: Any, stored: str, name: str) -> Any:
-    """State of an optimizer that has not stepped yet: it lies as its parameter does."""
+    """Return a new tensor to fill, for an optimizer that has not stepped yet. It is placed as its parameter is."""
     there, layout = filling.index.tensors[stored], layout_of(p)
     shape = there.shape
     if layout is not None and (shape == layout.shape or filling.singleton(p, tuple(layout.shape), there) is not None):

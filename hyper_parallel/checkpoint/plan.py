@@ -1,4 +1,5 @@
-"""Assignment of rectangles to writing ranks. It follows from layouts alone, so all ranks know it without asking."""
+"""Assignment of rectangles to writing ranks. It follows from layouts alone, so all ranks compute it without
+communication."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from hyper_parallel.core.layouts.rectangles import Rectangle, held_rectangles
 
 __all__ = ["Wanted", "Writer", "entry_name", "share_out"]
 
-#: Bytes of a rectangle from which on the ranks that hold it write a part each.
+#: Minimum bytes of a rectangle whose holders write a part each.
 SHARED_FROM = 1 << 20
 
 
@@ -21,8 +22,8 @@ class Wanted(NamedTuple):
     """A tensor that is to be saved.
 
     Attributes:
-        name: in the checkpoint.
-        layout: None for a plain tensor, which all ranks hold.
+        name: name in the checkpoint.
+        layout: layout of a DTensor; None for a plain tensor, which all ranks hold.
         shape: global shape.
         itemsize: bytes of an element.
     """
@@ -33,7 +34,7 @@ class Wanted(NamedTuple):
     itemsize: int
 
 
-#: Rectangles that some ranks hold, and these ranks.
+#: Rectangles, and the ranks that hold all of these.
 _Held = tuple[tuple[Rectangle, ...], list[int]]
 
 
@@ -45,15 +46,15 @@ class Writer(NamedTuple):
 
 
 def share_out(tensors: Iterable[Wanted], members: Sequence[int]) -> dict[str, list[Writer]]:
-    """Assign the parts of each tensor to ranks. One of the ranks that hold an element writes it. Ranks that hold the
-    same elements share them, so that all write about as many bytes.
+    """Assign the rectangles of each tensor to ranks. Exactly one of the ranks that hold an element writes it. Ranks
+    that hold the same elements divide them, so that all ranks write about equally many bytes.
 
     Args:
-        tensors: all of the checkpoint.
-        members: global ranks that write.
+        tensors: all tensors of the checkpoint.
+        members: global ranks of the writers.
 
     Raises:
-        ValueError: when none of them holds some part of a tensor.
+        ValueError: if no writer holds some rectangle of a tensor.
     """
     load = dict.fromkeys(members, 0)
     known: dict[Layout, list[_Held]] = {}
@@ -77,8 +78,8 @@ def share_out(tensors: Iterable[Wanted], members: Sequence[int]) -> dict[str, li
 
 
 def _holders(layout: Layout) -> list[tuple[tuple[Rectangle, ...], list[int]]]:
-    """Return rectangles with the ranks that hold them, in the order of the ranks' coordinates. Along dimensions of
-    the root that the mesh lacks, all ranks hold the same."""
+    """Return rectangles with the ranks that hold them, in the order of the ranks' coordinates. Along dimensions of the
+    root mesh that ``layout.mesh`` lacks, all ranks hold the same rectangles."""
     mesh = layout.mesh
     ranks = mesh.get_root_mesh().ranks
     by_part: dict[tuple[Rectangle, ...], list[int]] = {}
@@ -116,7 +117,7 @@ def _share(held: Sequence[Rectangle], ranks: Sequence[int], itemsize: int, load:
 
 
 def _cut(r: Rectangle, count: int) -> list[Rectangle]:
-    """At most ``count`` parts of about one size, along the first dimension that is long enough for that."""
+    """Return at most ``count`` rectangles of about equal size, cut along the first dimension that is long enough."""
     dim = next((d for d, n in enumerate(r.sizes) if n >= count), None)
     if dim is None:
         return [r]
@@ -132,7 +133,8 @@ def _cut(r: Rectangle, count: int) -> list[Rectangle]:
 
 
 def entry_name(name: str, shape: Sequence[int], r: Any) -> str:
-    """Return the name of a rectangle in its file: the name of the tensor, with an index where it is a part."""
+    """Return the name of a rectangle in its file: the name of the tensor, with an index unless the rectangle is all of
+    it."""
     if tuple(r.sizes) == tuple(shape):
         return name
     index = (":" if n == size else f"{o}:{o + n}" for o, n, size in zip(r.offsets, r.sizes, shape, strict=True))

@@ -1,6 +1,6 @@
-"""Weights as Hugging Face keeps them: files of whole tensors in the format of safetensors, one or several.
+"""Weights in Hugging Face's format: one or several safetensors files of full tensors.
 
-Each rank reads its own shards, and writes them into files that all ranks share: no rank has a whole tensor.
+Each rank reads its local shards, and writes its shards into files that all ranks share. No rank holds a full tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hyper_parallel.platform import Platform, get_platform
 
 __all__ = ["load_pretrained", "save_pretrained"]
 
-#: How often the files of a directory are opened anew when others have taken their place meanwhile.
+#: Maximum attempts to open the files of a directory while other saves replace them.
 _TRIES = 5
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -45,28 +45,28 @@ def load_pretrained(
     verify: bool | None = None,
     mesh: DeviceMesh | None = None,
 ) -> None:
-    """Fill a model with weights in files of whole tensors. All ranks of the world call it with the same arguments, or
-    all of ``mesh``.
+    """Fill a model with weights from files of full tensors. All ranks of the world, or of ``mesh``, call it with the
+    same arguments.
 
-    Parameters and buffers stay the same objects, with their placements and ties. Parameters on meta (on MindSpore: made
-    under ``no_init_parameters``) get memory for this rank's part of them, one after the other.
+    Parameters and buffers stay the same objects, with their placements and ties. Parameters on meta (on MindSpore:
+    created under ``no_init_parameters``) get memory for this rank's shard, one parameter at a time.
 
     Args:
-        model: a module of which some, all or no parameters are distributed, or a dict of names and tensors.
-        path: of a file in the format of safetensors, or of a directory with ``model.safetensors``, or with
-            ``model.safetensors.index.json`` and the files that it names.
-        rename: from names in the files to names in the model; None leaves a tensor out.
-        strict: whether the files must have every parameter and persistent buffer of the model, and nothing else.
-        convert_dtypes: whether tensors of another dtype than the model's are converted; otherwise they are an error.
-        verify: whether to compare data with checksums, as in `load`. Files of `save_pretrained` have some.
-        mesh: whose ranks load; None is all of the world.
+        model: a module with any number of distributed parameters, or a dict of names and tensors.
+        path: a safetensors file, or a directory with ``model.safetensors``, or a directory with
+            ``model.safetensors.index.json`` and the files that this index names.
+        rename: function from names in the files to names in the model; None skips a tensor.
+        strict: whether the files must have every parameter and persistent buffer of the model, and no other tensor.
+        convert_dtypes: whether to convert tensors of another dtype than the model's. Otherwise they raise an error.
+        verify: whether to compare data with checksums, as in `load`. Files of `save_pretrained` have checksums.
+        mesh: mesh of the ranks that load; None stands for all ranks of the world.
 
     Raises:
-        ValueError: where something is missing, unexpected, or of another shape or dtype: all of it is listed. Nothing
-            has been changed then.
-        CheckpointError: where there are no such files, or they are damaged.
+        ValueError: if a tensor is missing, unexpected, or of another shape or dtype. The message lists all such
+            tensors. Nothing has been changed then.
+        CheckpointError: if there are no such files, or they are damaged.
 
-    Each is raised on all ranks.
+    Every error is raised on all ranks.
 
     Example:
         >>> import tempfile, torch
@@ -78,7 +78,7 @@ def load_pretrained(
         >>> model.weight.is_meta
         False
 
-    Mirrors ``PreTrainedModel.from_pretrained``, for a model that is there.
+    Mirrors ``PreTrainedModel.from_pretrained``, for an existing model.
     """
     load_arranged(
         model, path, None, rename=rename, strict=strict, convert_dtypes=convert_dtypes, verify=verify, mesh=mesh
@@ -96,12 +96,12 @@ def load_arranged(
     verify: bool | None,
     mesh: DeviceMesh | None,
 ) -> None:
-    """`load_pretrained` of tensors of which several in the files can be one in the model.
+    """Load weights as `load_pretrained` does, but allow several tensors of the files to form one tensor of the model.
 
     Args:
-        model, path, rename, strict, convert_dtypes, verify, mesh: as there.
-        arrange: from the tensors in the files, by name, to those of the model, made of their parts. A part may have
-            dimensions of size 1 in front of those that it has in the file.
+        model, path, rename, strict, convert_dtypes, verify, mesh: as in `load_pretrained`.
+        arrange: function from the tensors of the files, by name, to the tensors of the model, composed of the same
+            parts. A part may have extra leading dimensions of size 1.
     """
     platform = get_platform()
     ranks = all_ranks(platform, mesh)
@@ -138,7 +138,7 @@ def load_arranged(
 
 
 class _WholeFiles(Files):
-    """Files of whole tensors, of which a part may have further dimensions in front."""
+    """Files of full tensors, whose parts may have extra leading dimensions."""
 
     def read(self, part: Part, box: tuple[slice, ...], target: np.ndarray) -> None:
         """Fill an array with a box of a part."""
@@ -147,7 +147,7 @@ class _WholeFiles(Files):
 
 
 def _read_names(path: Path, rename: Callable[[str], str | None] | None) -> tuple[Path, Index, dict[str, TensorFile]]:
-    """Return the directory of the files, their index, and the open files by their names."""
+    """Return the directory of the files, their index, and the open files by name."""
     directory, files = _open_files(path)
     index = Index("", 0, {}, {}, {}, {})
     of_name: dict[str, str] = {}
@@ -168,10 +168,10 @@ def _read_names(path: Path, rename: Callable[[str], str | None] | None) -> tuple
 
 
 def _open_files(path: Path) -> tuple[Path, dict[str, TensorFile]]:
-    """Open all files of one save, though another one may replace them meanwhile.
+    """Open all files of one save, even if another save replaces them meanwhile.
 
     Raises:
-        CheckpointError: where there are none, or they are damaged, or replaced faster than they are opened.
+        CheckpointError: if there are no files, or they are damaged, or replaced faster than they can be opened.
     """
     index = path / INDEX if path.is_dir() else path
     for _ in range(_TRIES):
@@ -181,7 +181,7 @@ def _open_files(path: Path) -> tuple[Path, dict[str, TensorFile]]:
             files = {name: TensorFile(directory / name) for name in names}
         except CheckpointError as error:
             failure = error
-        # A save gives its files names that the index of the moment has not: those of one index belong together.
+        # A save renames files that the present index does not name, so the files of one index belong together.
         if disk.stamp(index) == before:
             if failure is not None:
                 raise failure
@@ -221,29 +221,29 @@ def save_pretrained(
     checksums: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> Path:
-    """Write the weights of a model as files of whole tensors in the format of safetensors: ``model.safetensors``, or,
-    where that would be larger than ``max_shard_size``, several files and ``model.safetensors.index.json``. All ranks of
-    the world call it with the same arguments, or all of ``mesh``.
+    """Write the weights of a model as safetensors files of full tensors. There is one file, ``model.safetensors``, or,
+    beyond ``max_shard_size``, several files and ``model.safetensors.index.json``. All ranks of the world, or of
+    ``mesh``, call it with the same arguments.
 
-    Every rank writes its shards into the files, which all share; tensors are not gathered. Tied parameters are written
-    once, under their first name. On MindSpore the names are torch's, such as ``weight`` for ``gamma``.
+    Every rank writes its shards into the shared files, so tensors are not gathered. Tied parameters are written once,
+    under their first name. On MindSpore the names are torch's, such as ``weight`` for ``gamma``.
 
     Args:
         model: a module, or a dict of names and tensors or DTensors.
-        directory: on a file system that all ranks share; it is made. Weights that are there are replaced, all or none:
-            a reader meanwhile, or after a crash, finds the old ones or the new ones.
-        max_shard_size: of a file, in bytes, or as ``"5GB"``. A tensor that is larger has a file of its own.
-        checksums: whether the headers say checksums of the data, which `load_pretrained` compares.
-        mesh: whose ranks save; None is all of the world.
+        directory: directory on a file system that all ranks share; it is created. Existing weights are replaced at
+            once: a reader, even after a crash, finds either the old or the new ones.
+        max_shard_size: maximum size of a file, in bytes, or as ``"5GB"``. A larger tensor gets a file of its own.
+        checksums: whether the headers store checksums of the data, which `load_pretrained` compares.
+        mesh: mesh of the ranks that save; None stands for all ranks of the world.
 
     Returns:
         ``directory``.
 
     Raises:
-        ValueError: where ranks differ, a tensor is `Partial`, or has no values (meta).
-        CheckpointError: when it cannot be written, on any rank.
+        ValueError: if ranks differ, a tensor is `Partial`, or a tensor has no values (meta).
+        CheckpointError: if the files cannot be written, on any rank.
 
-    Each is raised on all ranks.
+    Every error is raised on all ranks.
 
     Example:
         >>> import tempfile, torch

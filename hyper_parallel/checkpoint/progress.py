@@ -1,4 +1,4 @@
-"""A bar on rank 0 for work that takes longer than two seconds."""
+"""A progress bar on rank 0 for work that takes longer than two seconds."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hyper_parallel.platform.terminal import printable
 
 __all__ = ["Progress"]
 
-#: Seconds after which it is shown, and between two changes of it.
+#: Seconds before the bar appears, and seconds between two updates.
 _AFTER, _EVERY = 2.0, 0.1
 _WIDTH = 30
 
 
 class Progress:
-    """Counts bytes; shows a bar where the error stream is a terminal. A context manager.
+    """Counter of bytes that shows a bar if the error stream is a terminal. It is a context manager.
 
     Args:
-        what: it is about.
-        total: bytes.
-        shown: whether this process shows it: rank 0.
+        what: title of the bar.
+        total: total number of bytes.
+        shown: whether this process shows the bar, as rank 0 does.
     """
 
     def __init__(self, what: str, total: int, shown: bool) -> None:

@@ -1,4 +1,4 @@
-"""Groups of ranks that are to draw the same random numbers, and the saved state with which each resumes."""
+"""Groups of ranks that must draw the same random numbers, and the saved state that each group resumes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["assign", "groups_alike", "groups_saved"]
 
 
 def groups_alike(ranks: Sequence[int]) -> list[int]:
-    """For each of the global ``ranks``, the index of the first one that must draw the same numbers: its group.
+    """Return, for each of the global ``ranks``, the index of the first rank in its group. Ranks of a group must draw
+    the same numbers.
 
-    The ranks of each mesh that a plan is for are a group, which several meshes make larger.
+    The ranks of a mesh with a plan form a group. Groups of several meshes that share ranks are merged.
     """
     place = {rank: i for i, rank in enumerate(ranks)}
     first = [*range(len(ranks))]
@@ -27,19 +28,19 @@ def groups_alike(ranks: Sequence[int]) -> list[int]:
 
 
 def groups_saved(states: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Groups of the ranks that have saved. A checkpoint of an older version does not say them: there, ranks of one
-    state are a group."""
+    """Return the group of each rank that saved. A checkpoint of an older version lacks groups: there, ranks with equal
+    states form one."""
     said = [_numbers(x) if "alike" not in x else tuple(x["alike"]) or i for i, x in enumerate(states)]
     return [said.index(x) for x in said]
 
 
 def assign(states: Sequence[Mapping[str, Any]], now: Sequence[int]) -> tuple[list[int | None], bool]:
-    """For each rank that loads: the index of the state that it goes on with, or None for a new seed. The second value
-    says whether random numbers go on as they would have without a load.
+    """Return, for each rank that loads, the index of the state to resume, or None for a new seed. The second value
+    reports whether random numbers are the same as in a run without interruption.
 
     Args:
-        states: of the ranks that saved.
-        now: `groups_alike` of those that load.
+        states: states of the ranks that saved.
+        now: `groups_alike` of the ranks that load.
     """
     saved, numbers = groups_saved(states), [_numbers(state) for state in states]
     if saved == [*now]:

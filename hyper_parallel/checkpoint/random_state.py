@@ -24,14 +24,14 @@ __all__ = ["RandomState"]
 class RandomState:
     """The states of the default generators of each rank: those of the framework, of NumPy and of Python.
 
-    Put one into the state that is saved and loaded. On the mesh on which it was saved each rank goes on with its own
-    numbers. The ranks of a plan (`parallelize_module`) get one state in any case: they compute the same, so they draw
-    the same. On another mesh, each such group of ranks goes on with the state of a group, if as many saved. All go on
-    with one state where all have saved that one. Otherwise the first ones go on with theirs. Each further one gets a
-    seed of its own, with a warning.
+    Add a `RandomState` to the state that is saved and loaded. After a load on the mesh of the save, each rank resumes
+    its own random numbers. The ranks of a plan (`parallelize_module`) form a group with one state, because they must
+    draw the same numbers. On another mesh, each group resumes the state of a saved group, if the number of groups is
+    equal. If all ranks have saved one state, all groups resume that state. Otherwise the first groups resume saved
+    states. Each further group gets a new seed, with a warning.
 
-    Draws by counter (`manual_seed`) go on too, since their keys come from these generators. The program has to ask for
-    draws by counter again. A warning says so where it does not, or where it did not when saving.
+    Draws by counter (`manual_seed`) resume too, because their keys come from these generators. The program has to ask
+    for draws by counter again. A warning reports a program that draws by counter only before or only after the load.
 
     Example:
         >>> import tempfile, torch
@@ -43,11 +43,11 @@ class RandomState:
         True
     """
 
-    #: Each rank has its own: see `save`.
+    #: Each rank has its own state, which `save` stores separately.
     per_rank = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The states now, as values that a checkpoint takes."""
+        """Return the present states, as values that a checkpoint can store."""
         platform = get_platform()
         return {
             "platform": platform.name,
@@ -60,7 +60,7 @@ class RandomState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put states back. Those of another framework's generators are left out, with a warning."""
+        """Restore the states. States of another framework's generators are skipped, with a warning."""
         platform = get_platform()
         device, host = (
             None if state["platform"] != platform.name or state[name] is None else _with_tensors(state[name], platform)
@@ -90,9 +90,9 @@ class RandomState:
         """Restore this rank's state from the states of all ranks that saved.
 
         Args:
-            states: of the ranks that saved.
-            rank: this one.
-            world_size: how many load.
+            states: states of the ranks that saved.
+            rank: index of this rank.
+            world_size: number of ranks that load.
         """
         members, platform = LOADING.get(), get_platform()
         now = groups_alike(range(world_size) if members is None else members)
@@ -123,7 +123,7 @@ def _are_known(members: Sequence[int] | None, world_size: int, platform: Platfor
 
 
 def _ranks_alike(platform: Platform) -> list[int]:
-    """The ranks that must draw the same numbers as this one, itself among them; none where there is no plan."""
+    """Return the ranks that must draw the same numbers as this rank, including itself; empty if there is no plan."""
     world = platform.world_size() if platform.world() is not None else 1
     first = groups_alike(range(world))
     own = first[platform.rank()] if world > 1 else 0

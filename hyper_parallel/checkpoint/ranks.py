@@ -1,4 +1,4 @@
-"""Communication of the ranks of a save or a load: they tell each other their progress and their errors."""
+"""Communication of the ranks of a save or a load, which exchange results and errors."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from hyper_parallel.platform.timeout import timeout_seconds
 __all__ = ["LOADING", "Alone", "Collective", "ThroughFiles", "Ranks", "all_ranks", "together"]
 
 T = TypeVar("T")
-#: The global ranks that load a checkpoint, while objects get their state; None outside of that.
+#: The global ranks that load a checkpoint, while objects get their state; None at any other time.
 LOADING: ContextVar[tuple[int, ...] | None] = ContextVar("hyper_parallel_loading", default=None)
-#: Seconds to wait for other ranks where the program has set no time-out: as torch does.
+#: Seconds to wait for other ranks if the program has set no timeout. Torch has the same default.
 _PATIENCE = 1800.0
-#: Errors of a call.
+#: Errors of a call, by their names.
 _OF_CALLS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
 class Ranks(Protocol):
-    """The ranks that take part.
+    """The ranks that take part in a save or a load.
 
     Attributes:
-        rank: this one, a global rank.
-        members: all of them, global ranks; the first does the tasks of one rank.
+        rank: this rank, as a global rank.
+        members: all participating global ranks; the first one does the tasks that one rank does for all.
     """
 
     rank: int
     members: tuple[int, ...]
 
     def gather(self, value: Any) -> list[Any]:
-        """A value of each rank (JSON can hold it), in the order of ``members``. All must call it."""
+        """Return a value of each rank, in the order of ``members``. JSON must support the value. All ranks must call
+        it."""
         ...
 
 
@@ -73,13 +74,13 @@ class Collective:
 
 
 class ThroughFiles:
-    """Communication of the same ranks by small files in a directory that all ranks see.
+    """Communication of ranks by small files in a directory that all ranks see.
 
-    An asynchronous save uses it from its own thread: collectives there would mix with those of the training.
+    An asynchronous save uses it in its thread, because collectives there would interleave with those of the training.
 
     Args:
-        directory: exists, and is empty.
-        ranks: this one, and all.
+        directory: directory that exists and is empty.
+        ranks: this rank, and all ranks.
     """
 
     def __init__(self, directory: Path, ranks: Ranks) -> None:
@@ -93,9 +94,9 @@ class ThroughFiles:
         return [self._read(self._directory / f"{self._step}.{rank}", rank) for rank in self.members]
 
     def leave(self) -> None:
-        """End the communication: the first rank removes the directory when all have read its files."""
+        """End the communication. The first rank removes the directory when all ranks have read its files."""
         if self.rank != self.members[0]:
-            with suppress(CheckpointError):  # the save has failed, which was said
+            with suppress(CheckpointError):  # the save has failed, and the error was raised already
                 self._tell(None)
             return
         if not self._lost:
@@ -108,7 +109,7 @@ class ThroughFiles:
         hidden = mine.with_name(f".{mine.name}")
         try:
             hidden.write_text(json.dumps(value))
-            hidden.rename(mine)  # others find all of it, or nothing
+            hidden.rename(mine)  # other ranks find the complete file, or none
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"the other ranks have given up an asynchronous save: rank {self.rank} was silent for too long"
@@ -134,7 +135,8 @@ class ThroughFiles:
 
 
 def all_ranks(platform: Platform, mesh: DeviceMesh | None) -> Ranks:
-    """Return the ranks of the mesh, or of the world for None. Without a process group that is this process alone."""
+    """Return the ranks of the mesh, or for None the ranks of the world. Without a process group that is this process
+    alone."""
     if mesh is not None:
         return Collective(mesh)
     if platform.world() is None or platform.world_size() == 1:
@@ -143,16 +145,16 @@ def all_ranks(platform: Platform, mesh: DeviceMesh | None) -> Ranks:
 
 
 def together(ranks: Ranks, what: str, action: Callable[[], T]) -> list[T]:
-    """Do something on each rank; returns the result of each, in the order of the ranks.
+    """Run ``action`` on each rank; return the results of all ranks, in the order of the ranks.
 
     Args:
-        ranks: that all call this.
-        what: it is, for the message: "writing ...".
-        action: gives a value that JSON can hold.
+        ranks: the ranks, all of which call this.
+        what: description of the action in messages, such as "writing ...".
+        action: function that returns a value that JSON supports.
 
     Raises:
-        ValueError, TypeError: on all ranks, where all ranks that failed raised it.
-        CheckpointError: on all ranks, where one failed otherwise.
+        ValueError, TypeError: on all ranks, if every failed rank raised this type.
+        CheckpointError: on all ranks, if a rank failed in another way.
     """
     failure: Exception | None = None
     mine: tuple[Any, list[str] | None]

@@ -1,4 +1,4 @@
-"""`StatefulDistributedSampler`: the order of the data, as a part of a checkpoint."""
+"""`StatefulDistributedSampler`: the order of the data, which a checkpoint can save."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _WORD = (1 << 64) - 1
 
 
 class StatefulDistributedSampler:
-    """Sampler of this data-parallel rank's samples, in order. It resumes where it was saved, also with another number
-    of ranks.
+    """Sampler of this data-parallel rank's samples, in order. It resumes at the saved position, even with another
+    number of ranks.
 
-    The order of an epoch follows from ``seed`` and the epoch alone. Its samples go to the ranks in turn. So the samples
-    used up to some moment are the same for any number of ranks. The state is one number. All ranks have the same state.
-    Ranks that hold parts of one replica (tensor parallelism) take the same samples.
+    The order of an epoch follows from ``seed`` and the epoch alone. Its samples are dealt to the ranks in turn. So the
+    samples used up to a given moment are the same for any number of ranks. The position in the order is one number,
+    which is equal on all ranks. Ranks that share one replica (tensor parallelism) draw the same samples.
 
-    An iteration goes on where the one before it ended, and begins the next epoch where that ended.
+    An iteration continues where the previous one ended. At the end of an epoch, the next iteration starts a new epoch.
 
     Args:
-        dataset: the dataset to sample, or how many samples it has.
-        num_replicas: how many data-parallel ranks there are.
-        rank: this one of them.
-        shuffle: whether the order is a random one.
-        seed: of the order; the same on all ranks.
-        drop_last: whether to leave out the rest at the end of an epoch. Otherwise samples from its beginning are added,
-            so that all ranks have as many.
-        mesh: of one dimension, over the data-parallel ranks, which says the number of replicas and the rank. With
-            neither these nor it, all ranks of the world are replicas.
+        dataset: the dataset to sample, or its number of samples.
+        num_replicas: number of data-parallel ranks.
+        rank: index of this rank among them.
+        shuffle: whether the order is random.
+        seed: seed of the order; the same on all ranks.
+        drop_last: whether to leave out the last incomplete round of an epoch. Otherwise samples from the epoch's start
+            are added, so that all ranks have equally many.
+        mesh: 1-D mesh over the data-parallel ranks, in place of ``num_replicas`` and ``rank``. Without any of these,
+            all ranks of the world are replicas.
 
     Raises:
-        ValueError: for numbers that make no sense.
+        ValueError: for invalid numbers.
 
     Example:
         >>> from hyper_parallel.checkpoint import StatefulDistributedSampler
@@ -76,12 +76,12 @@ class StatefulDistributedSampler:
         self.num_replicas, self.rank = num_replicas, rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
-        self._start = 0  # of all samples of the epoch, how many were used when this many replicas began
-        self._drawn = 0  # by this rank since then
+        self._start = 0  # samples of the epoch that were used before the present number of replicas started
+        self._drawn = 0  # samples that this rank has drawn since then
         self._used: int | None = None
 
     def __len__(self) -> int:
-        """The number of samples that an iteration would give if it began now."""
+        """Return the number of samples of an iteration that would start now."""
         left = self._left()
         return left if left else self._share(self.size)
 
@@ -95,17 +95,17 @@ class StatefulDistributedSampler:
             yield int(order[(first + i * self.num_replicas) % self.size])
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, unless it is the one that is under way."""
+        """Start an epoch, unless it is the present one."""
         if epoch != self.epoch:
             self.epoch, self._start, self._drawn, self._used = epoch, 0, 0, None
 
     def set_used(self, count: int) -> None:
-        """Set how many samples of this iteration the program has used. It is for a loader whose workers draw ahead.
+        """Set how many samples of this iteration the program has used. Call it for a loader whose workers draw ahead.
 
         `state_dict` then counts these samples. Without a call, it counts the drawn ones.
 
         Args:
-            count: samples of this rank since the iteration began.
+            count: number of samples of this rank since the iteration started.
         """
         if not 0 <= count <= self._drawn:
             raise ValueError(f"{count} samples cannot have been used: {self._drawn} were drawn in this iteration")
@@ -122,10 +122,10 @@ class StatefulDistributedSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with the order of the run that was saved.
+        """Resume at the saved position, with the order of the saved run.
 
         Raises:
-            ValueError: when that was of a data set of another size.
+            ValueError: if the saved data set has another size.
         """
         if state["size"] != self.size:
             raise ValueError(
@@ -136,7 +136,7 @@ class StatefulDistributedSampler:
         self._start, self._drawn, self._used = state["position"], 0, None
 
     def _position(self) -> int:
-        """Return how many samples of the epoch are used, if all ranks have used as many as this rank."""
+        """Return how many samples of the epoch are used, assuming that all ranks have used as many as this rank."""
         used = self._drawn if self._used is None else self._used
         return min(self._start + used * self.num_replicas, self.size)
 
@@ -149,6 +149,6 @@ class StatefulDistributedSampler:
     def _order(self) -> np.ndarray:
         if not self.shuffle:
             return np.arange(self.size)
-        # The raw words of the generator are the same in every release of NumPy, which shuffles need not be.
+        # NumPy guarantees the generator's raw words to be equal in every release, but not the results of its shuffles.
         words = np.random.Philox(key=np.array([self.seed & _WORD, self.epoch & _WORD], np.uint64)).random_raw(self.size)
         return np.argsort(words, kind="stable")

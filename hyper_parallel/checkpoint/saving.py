@@ -1,4 +1,4 @@
-"""`save` and `async_save`: the same job, done at once, or in a thread from copies in the memory of the host."""
+"""`save` and `async_save`: one job, which runs at once, or in a thread on copies in host memory."""
 
 from __future__ import annotations
 
@@ -27,34 +27,33 @@ def save(
     checksums: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> Path:
-    """Save a training job, or a part of it, into a directory. All ranks of the world call it with the same arguments,
-    or all of ``mesh``.
+    """Save a training job, or a part of it, into a directory. All ranks of the world, or of ``mesh``, call it with the
+    same arguments.
 
-    Every rank writes the shards that it alone holds, and ranks that hold the same share the work. The checkpoint
-    appears under its name when all of it is on the disk. Until then, and after a crash, the checkpoint of before is
-    there. It can be loaded on any mesh, by any number of ranks, with other placements, and on the other framework.
+    Every rank writes the shards that only it holds. Ranks that hold the same data share the work. The checkpoint gets
+    its name when all data is on disk. Until then, and after a crash, the previous checkpoint exists. A checkpoint can
+    be loaded on any mesh, with any number of ranks, any placements, and either framework.
 
     Args:
         state: a module, an optimizer, or a nest (dicts, lists, tuples) of these and of tensors, DTensors, numbers,
             strings, None, NumPy's arrays, and objects with ``state_dict()`` and ``load_state_dict()``, such as
             schedulers and samplers. All must be the same on all ranks, except objects with the attribute ``per_rank``,
             such as `RandomState`.
-        path: of a directory that does not exist yet, on a file system that all ranks share. Directories above it are
-            made.
-        keep: how many checkpoints of this run to keep in the directory above; older ones are removed. None keeps all.
-        overwrite: whether a checkpoint at ``path`` is replaced. Any other file or directory there never is.
+        path: directory that does not exist yet, on a file system that all ranks share. Parent directories are created.
+        keep: number of this run's checkpoints to keep in the parent directory; older ones are removed. None keeps all.
+        overwrite: whether to replace a checkpoint at ``path``. Any other file or directory there is never replaced.
         checksums: whether to store the CRC-32 of each piece of data, which `load` compares.
-        mesh: whose ranks save; None is all of the world.
+        mesh: mesh of the ranks that save; None stands for all ranks of the world.
 
     Returns:
         ``path``.
 
     Raises:
-        TypeError: for something that a checkpoint does not take.
-        ValueError: where ranks differ, ``path`` is there, a tensor is `Partial`, or has no values (meta).
-        CheckpointError: when it cannot be written, on any rank.
+        TypeError: for a part of ``state`` that a checkpoint cannot store.
+        ValueError: if ranks differ, ``path`` exists, a tensor is `Partial`, or a tensor has no values (meta).
+        CheckpointError: if the checkpoint cannot be written, on any rank.
 
-    Each is raised on all ranks.
+    Every error is raised on all ranks.
 
     Example:
         >>> import tempfile, torch
@@ -73,10 +72,10 @@ def save(
 
 
 class AsyncSave:
-    """A save that is under way, from `async_save`.
+    """Handle of a running save, which `async_save` returns.
 
-    Without a call of `result`, the next `save`, `async_save` or `load` raises its failure. At the end of the program a
-    warning tells it.
+    If `result` is never called, the next `save`, `async_save` or `load` raises the save's error. At the end of the
+    program a warning reports it.
     """
 
     def __init__(self, run: Callable[[], None], path: Path) -> None:
@@ -93,18 +92,18 @@ class AsyncSave:
         self._thread.start()
 
     def done(self) -> bool:
-        """Return whether the save has ended, well or not."""
+        """Return whether the save has ended, with or without success."""
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> Path:
-        """Wait for the end; returns the path of the checkpoint.
+        """Wait for the end of the save; return the path of the checkpoint.
 
         Args:
-            timeout: seconds to wait at most; None is as long as it takes.
+            timeout: maximum seconds to wait; None means no limit.
 
         Raises:
-            CheckpointError: when it could not be written, on all ranks.
-            TimeoutError: when it is still being written after so many seconds; it goes on.
+            CheckpointError: if the checkpoint could not be written, on all ranks.
+            TimeoutError: if the save still runs after ``timeout`` seconds; it continues.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -115,7 +114,7 @@ class AsyncSave:
         return self._path
 
 
-#: The pending save of this process, or one whose result has not been asked for.
+#: The pending save of this process, or a completed one whose result has not been asked for.
 _UNDER_WAY: list[AsyncSave] = []
 
 
@@ -128,20 +127,20 @@ def async_save(
     checksums: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> AsyncSave:
-    """Save as `save` does, but return when all is copied into the memory of the host. The rest happens parallel to the
-    training, without collectives. It first waits for the save before it.
+    """Save as `save` does, but return when all data is copied into host memory. Writing runs in parallel to the
+    training, without collectives. The call first waits for the previous save.
 
     Args:
         state: as in `save`; it may be changed as soon as this returns.
-        path: as in `save`, and so are the other arguments.
-        keep: see there.
-        overwrite: see there.
-        checksums: see there.
-        mesh: see there.
+        path: as in `save`.
+        keep: as in `save`.
+        overwrite: as in `save`.
+        checksums: as in `save`.
+        mesh: as in `save`.
 
     Raises:
-        TypeError, ValueError, CheckpointError: as `save`, for problems that are known before writing; also the error of
-            the save before it, unless its `AsyncSave.result` was asked for.
+        TypeError, ValueError, CheckpointError: as `save` raises, for problems that are found before writing. Also the
+            error of the previous save, unless its `AsyncSave.result` was called.
 
     Example:
         >>> import tempfile, torch
@@ -169,7 +168,7 @@ def async_save(
 
 
 def wait_for_saves() -> None:
-    """Return when the save that is under way has ended.
+    """Wait for the pending save.
 
     Raises:
         CheckpointError: the error of that save, unless its result was asked for.

@@ -1,4 +1,4 @@
-"""State dicts of models and optimizers, sharded or whole, on both frameworks, under the names of
+"""State dicts of models and optimizers, sharded or full, on both frameworks. Names are those of
 ``torch.distributed.checkpoint.state_dict``."""
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = [
 
 
 class IncompatibleKeys(NamedTuple):
-    """Keys that did not fit, with ``strict=False``.
+    """Keys that did not match, with ``strict=False``.
 
     Attributes:
-        missing_keys: of the model, which the state dict lacks.
-        unexpected_keys: of the state dict, which the model lacks.
+        missing_keys: keys of the model that the state dict lacks.
+        unexpected_keys: keys of the state dict that the model lacks.
 
     Mirrors the result of ``torch.nn.Module.load_state_dict``.
     """
@@ -41,12 +41,13 @@ class IncompatibleKeys(NamedTuple):
 def get_model_state_dict(
     model: Any, *, submodules: None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Parameters and persistent buffers of a model by torch's names. A tied tensor is there under each name.
+    """Return parameters and persistent buffers of a model by torch's names. A tied tensor appears under each of its
+    names.
 
     Args:
-        model: parallelised, fully sharded or neither.
-        submodules: as in torch, which is about to remove it; only None is taken.
-        options: with ``full_state_dict`` all ranks must call it.
+        model: model with distributed, fully sharded or plain parameters.
+        submodules: deprecated in torch; must be None.
+        options: options. With ``full_state_dict`` all ranks must call the function.
 
     Raises:
         ValueError: for ``submodules``.
@@ -70,17 +71,17 @@ def get_model_state_dict(
 def get_optimizer_state_dict(
     model: Any, optimizers: Any, *, submodules: None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """``{"state": {name of a parameter: its state}, "param_groups": [options and names]}`` of an optimizer, or of
-    several together.
+    """Return the state of one or several optimizers: ``{"state": {parameter name: state}, "param_groups": [options and
+    names]}``.
 
     Args:
-        model: whose parameters they step; the names are those of `get_model_state_dict`.
-        optimizers: one of the framework, or several.
-        submodules: as there.
-        options: as there; flat with ``flatten_optimizer_state_dict``.
+        model: model whose parameters are optimized; names are the keys of `get_model_state_dict`.
+        optimizers: an optimizer of the framework, or several.
+        submodules: deprecated in torch; must be None.
+        options: as in `get_model_state_dict`. With ``flatten_optimizer_state_dict`` the result is one flat dict.
 
     Raises:
-        ValueError: where a parameter of the optimizer is none of the model.
+        ValueError: if a parameter of the optimizer does not belong to the model.
 
     Example:
         >>> import torch
@@ -117,13 +118,13 @@ def get_optimizer_state_dict(
 def get_state_dict(
     model: Any, optimizers: Any, *, submodules: None = None, options: StateDictOptions | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`get_model_state_dict` and `get_optimizer_state_dict`.
+    """Return the results of `get_model_state_dict` and `get_optimizer_state_dict`.
 
     Args:
-        model: as there, and so are the others.
-        optimizers: see there.
-        submodules: see there.
-        options: see there.
+        model: as in these two functions.
+        optimizers: as in `get_optimizer_state_dict`.
+        submodules: deprecated in torch; must be None.
+        options: as in these two functions.
 
     Example:
         >>> import torch
@@ -144,19 +145,20 @@ def get_state_dict(
 def set_model_state_dict(
     model: Any, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> IncompatibleKeys:
-    """Give parameters and buffers the values of a state dict; they stay the same objects, placed as before.
+    """Copy the values of a state dict into parameters and buffers, which stay the same objects with the same
+    placements.
 
     Args:
         model: as in `get_model_state_dict`.
-        model_state_dict: whole plain tensors, or DTensors on the meshes of the model's, of any placements. With
+        model_state_dict: full plain tensors, or DTensors of any placements on the meshes of the model's tensors. With
             ``broadcast_from_rank0`` the state dicts of other ranks are ignored.
-        options: see there; all ranks must call it with the same ones.
+        options: options. All ranks must call the function with the same ones.
 
     Returns:
         The missing and the unexpected names; both empty unless ``strict=False``.
 
     Raises:
-        ValueError: where names or shapes do not fit, or a DTensor is on another mesh; nothing has been changed then.
+        ValueError: if names or shapes do not match, or a DTensor is on another mesh. Nothing has been changed then.
 
     Example:
         >>> import torch
@@ -206,17 +208,17 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Let an optimizer, which may not have stepped, or several, go on with the state of `get_optimizer_state_dict`.
+    """Load the state of `get_optimizer_state_dict` into one or several optimizers, even if they have not stepped yet.
 
     Args:
-        model: whose parameters they step.
-        optimizers: one of the framework, or several.
-        optim_state_dict: see there; tensors as in `set_model_state_dict`.
-        options: as there.
+        model: model whose parameters are optimized.
+        optimizers: an optimizer of the framework, or several.
+        optim_state_dict: result of `get_optimizer_state_dict`; tensors may be as in `set_model_state_dict`.
+        options: as in `set_model_state_dict`.
 
     Raises:
-        ValueError: where a parameter has no state there, less than it has now (unless ``strict=False``), or of another
-            shape.
+        ValueError: if the state dict lacks a parameter, or has a tensor of another shape. Unless ``strict=False``, also
+            if it lacks a tensor that the optimizer has now.
 
     Example:
         >>> import torch
@@ -266,17 +268,17 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> IncompatibleKeys:
-    """`set_model_state_dict` and `set_optimizer_state_dict`.
+    """Call `set_model_state_dict` and `set_optimizer_state_dict`.
 
     Args:
-        model: as there, and so are the others.
-        optimizers: see there.
-        model_state_dict: see there.
-        optim_state_dict: see there.
-        options: see there.
+        model: as in these two functions.
+        optimizers: as in `set_optimizer_state_dict`.
+        model_state_dict: as in `set_model_state_dict`.
+        optim_state_dict: as in `set_optimizer_state_dict`.
+        options: as in these two functions.
 
     Raises:
-        ValueError: as they do.
+        ValueError: as the two functions raise.
 
     Example:
         >>> import torch
@@ -310,7 +312,7 @@ def _each(optimizers: Any, platform: Platform) -> list[Any]:
 
 
 def _frozen(model: Any, platform: Platform) -> set[int]:
-    """Identities of parameters that need no gradient."""
+    """Return the ids of parameters that require no gradient."""
     return {
         id(p)
         for _, module in platform.named_modules(model)
@@ -322,7 +324,7 @@ def _frozen(model: Any, platform: Platform) -> set[int]:
 def _taken_apart(
     state: Mapping[str, Any], names: list[str], flattened: bool
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Tensors and numbers by ``name.key``, and the options of each parameter's group."""
+    """Return tensors and numbers by ``name.key``, and the options of each parameter's group by its name."""
     if not flattened:
         flat = {f"{name}.{key}": x for name, row in state.get("state", {}).items() for key, x in row.items()}
         groups = [({k: v for k, v in g.items() if k != "params"}, g["params"]) for g in state.get("param_groups", [])]
@@ -341,7 +343,7 @@ def _taken_apart(
 def _lacking(
     found: list[tuple[Any, OptimizerState]], names: list[list[list[str]]], source: Source, platform: Platform
 ) -> list[str]:
-    """Tensors of the optimizers for which nothing is given."""
+    """Return names of the optimizers' tensors that the state dict lacks."""
     lost = []
     for (_, now), its_names in zip(found, names, strict=True):
         rows = iter(now.state)
@@ -356,7 +358,7 @@ def _lacking(
 def _row(
     name: str, p: Any, row: Mapping[str, Any], source: Source, platform: Platform, filled: set[str]
 ) -> dict[str, Any]:
-    """The state of a parameter."""
+    """Return the new state of a parameter."""
     new: dict[str, Any] = {}
     for path in (path for path in source.shapes if path.rpartition(".")[0] == name):
         key, shape = path.rpartition(".")[2], source.shapes[path]

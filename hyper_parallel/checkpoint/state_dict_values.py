@@ -22,21 +22,19 @@ class StateDictOptions:
     """Options of the functions of `hyper_parallel.checkpoint.state_dict`.
 
     Attributes:
-        full_state_dict: whole plain tensors in place of DTensors.
-        cpu_offload: in the memory of the host. With ``full_state_dict`` the first rank alone gets them, others an empty
-            dict.
-        ignore_frozen_params: parameters that need no gradient are left out; where a state dict is loaded, they may be
-            missing.
-        keep_submodule_prefixes: as in torch, where it goes with ``submodules``; only True is taken.
-        strict: whether every tensor of the model must be given, and nothing else.
-        broadcast_from_rank0: the first rank alone has the whole tensors and gives them to all; needs
-            ``full_state_dict``.
-        flatten_optimizer_state_dict: the state of an optimizer is one dict without further ones in it, with keys such
-            as ``state.up.weight.exp_avg`` and ``param_groups.up.weight.lr``.
-        dsd_fqn_modifiers: as in torch; only its default is taken.
+        full_state_dict: return full plain tensors in place of DTensors.
+        cpu_offload: return tensors in host memory. With ``full_state_dict`` only the first rank gets tensors, and other
+            ranks get an empty dict.
+        ignore_frozen_params: leave out parameters that require no gradient; on loading, they may be missing.
+        keep_submodule_prefixes: used with ``submodules`` in torch; must be True.
+        strict: whether the state dict must have every tensor of the model, and no other.
+        broadcast_from_rank0: only the first rank has the full tensors, and broadcasts them; needs ``full_state_dict``.
+        flatten_optimizer_state_dict: return the state of an optimizer as one flat dict, with keys such as
+            ``state.up.weight.exp_avg`` and ``param_groups.up.weight.lr``.
+        dsd_fqn_modifiers: must have its default, as in torch.
 
     Raises:
-        ValueError: for a value that is not taken.
+        ValueError: for a value that is not supported.
 
     Mirrors ``torch.distributed.checkpoint.state_dict.StateDictOptions``.
     """
@@ -85,11 +83,11 @@ def _converted(x: Any, options: StateDictOptions, platform: Platform, keep: bool
 
 
 class Source:
-    """Tensors and numbers that are given: by each rank, or by the first one.
+    """Tensors and numbers of a state dict to load, from each rank, or broadcast from the first rank.
 
     Attributes:
-        shapes: by name; None of a number.
-        dtypes: by name, of tensors.
+        shapes: shapes by name; None for a number.
+        dtypes: dtypes of tensors by name.
     """
 
     def __init__(self, state: Mapping[str, Any], options: StateDictOptions, platform: Platform) -> None:
@@ -112,7 +110,7 @@ class Source:
         return iter(([*x.shape], dtype, float(x) if not x.shape else None))
 
     def number(self, name: str) -> Any:
-        """A number."""
+        """Return the number of that name."""
         return self._numbers[name]
 
     def _value(self, name: str) -> Any:
@@ -126,12 +124,12 @@ class Source:
         return distribute_tensor(x, world, [Replicate()], src_data_rank=0).to_local()
 
     def skip(self, name: str) -> None:
-        """Receive a tensor and drop it, since the first rank sends it all the same."""
+        """Receive a tensor and drop it, because the first rank broadcasts it anyway."""
         if self.shapes[name] is not None:
             self._value(name)
 
     def fill(self, held: Any, name: str) -> None:
-        """Write the tensor of that name, or this rank's part of it."""
+        """Write the tensor of that name, or this rank's shard of it, into ``held``."""
         platform, layout = self._platform, layout_of(held)
         with platform.no_grad():
             x = self._value(name)

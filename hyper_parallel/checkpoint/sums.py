@@ -1,4 +1,4 @@
-"""Checksums: which rank computes which, and how a file of tensors holds its own."""
+"""Checksums: which rank computes each of them, and how a file of tensors stores its checksums."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from hyper_parallel.checkpoint import disk
 
 __all__ = ["checksum", "room_for", "save_in", "shared_out", "sums_in", "sums_of"]
 
-#: The names of a file's checksums in its metadata: that of the header, computed with zeros in the place of all of them,
-#: and that of the data of each tensor in the order of the header. Each is a CRC-32 in eight hexadecimal digits.
+#: The names of a file's checksums in its metadata. First comes the checksum of the header, computed with zeros in the
+#: place of all checksums. The checksums of each tensor's data follow, in the order of the header. Each is a CRC-32 in
+#: eight hexadecimal digits.
 _KEY, _SAVE = "hyper_parallel.crc32", "hyper_parallel.save"
 _DIGITS = 8
-#: Bytes that are read at a time: few enough for a processor's cache.
+#: Bytes that are read at a time: few enough for the cache of a processor.
 _BLOCK = 1 << 20
 _PLACE = re.compile(rb'"' + re.escape(_KEY).encode() + rb'":"([0-9a-f]*)"')
 T = TypeVar("T")
 
 
 def checksum(read: Callable[[int, memoryview], None], start: int, nbytes: int) -> int:
-    """The CRC-32 of a part of a file.
+    """Return the CRC-32 of a part of a file.
 
     Args:
-        read: ``read(start, memory)`` fills memory with the bytes of the file from a place on.
-        start, nbytes: of the part.
+        read: ``read(start, memory)`` fills memory with the bytes of the file from ``start`` on.
+        start, nbytes: start and length of the part.
     """
     block, found = disk.memory_for(start, min(nbytes, _BLOCK)), 0
     while nbytes:
@@ -38,11 +39,12 @@ def checksum(read: Callable[[int, memoryview], None], start: int, nbytes: int) -
 
 
 def shared_out(pieces: Iterable[tuple[int, T]], rank: int, size: int) -> Iterator[T]:
-    """Yield the pieces of one of several ranks, the largest first.
+    """Yield the pieces that this rank has to process, the largest first.
 
     Args:
-        pieces: bytes of a piece, and the piece; the same on all ranks, in any order. Pieces can be ordered.
-        rank, size: this one, and how many there are.
+        pieces: pairs of the bytes of a piece, and the piece; the same on all ranks, in any order. Pieces can be
+            ordered.
+        rank, size: index of this rank, and number of ranks.
     """
     loads = [0] * size
     for nbytes, piece in sorted(pieces, reverse=True):
@@ -53,41 +55,41 @@ def shared_out(pieces: Iterable[tuple[int, T]], rank: int, size: int) -> Iterato
 
 
 def room_for(count: int, save: str) -> dict[str, str]:
-    """Metadata with room for the checksums of so many tensors.
+    """Return metadata with room for the checksums of ``count`` tensors.
 
     Args:
-        count: of them.
-        save: identifies a save, all files of which belong together.
+        count: number of tensors.
+        save: identifier of a save, the same in all its files.
     """
     return {_SAVE: save, _KEY: "0" * _DIGITS * (count + 1)}
 
 
 def save_in(metadata: Any) -> str:
-    """Return the identity of a file's save; empty where the file says none."""
+    """Return the identifier of the save that wrote a file; empty if the file has none."""
     return str(metadata.get(_SAVE, "")) if isinstance(metadata, Mapping) else ""
 
 
 def sums_of(header: bytes, sums: Sequence[int]) -> tuple[int, bytes]:
-    """The start of the checksums in a header with room for them, and their bytes.
+    """Return where the checksums start in a header with room for them, and their bytes.
 
     Args:
-        header: of a file, from its first byte.
-        sums: of the tensors, in the order of the header.
+        header: header of a file, from its first byte.
+        sums: checksums of the tensors, in the order of the header.
     """
     start = header.index(f'"{_KEY}":"'.encode()) + len(_KEY) + 4
     return start, "".join(f"{x:0{_DIGITS}x}" for x in (zlib.crc32(header), *sums)).encode()
 
 
 def sums_in(header: bytes, metadata: Any, names: Sequence[str]) -> dict[str, int]:
-    """The checksums that a file holds, of each tensor; empty where it holds none.
+    """Return the checksum of each tensor that a file stores; empty if it stores none.
 
     Args:
-        header: of the file, from its first byte.
+        header: header of the file, from its first byte.
         metadata: the parsed metadata of the header.
-        names: of the tensors, in the order of the header.
+        names: names of the tensors, in the order of the header.
 
     Raises:
-        ValueError: when they are damaged.
+        ValueError: if the checksums are damaged.
     """
     text = metadata.get(_KEY) if isinstance(metadata, Mapping) else None
     if text is None:

@@ -1,4 +1,4 @@
-"""Tensors that a load fills, with their sources in the checkpoint; and misfits of the two."""
+"""Tensors that a load fills, their sources in the checkpoint, and mismatches between the two."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from hyper_parallel.platform import Platform
 
 __all__ = ["Filling", "Target"]
 
-#: Problems of each kind that a message lists.
+#: Maximum number of listed problems of each kind in a message.
 _LISTED = 20
 
 
 class Target(NamedTuple):
-    """A tensor that is filled.
+    """A tensor to be filled.
 
     Attributes:
-        tensor: plain or a DTensor.
-        stored: name in the checkpoint.
-        singleton: dimension of size 1 that either the tensor or that of the checkpoint has, and the other lacks.
+        tensor: plain tensor or DTensor.
+        stored: name of its source in the checkpoint.
+        singleton: dimension of size 1 that either ``tensor`` or its source has, while the other lacks it; None if
+            shapes agree.
     """
 
     tensor: Any
@@ -36,26 +37,27 @@ class Target(NamedTuple):
 
 
 class _MisfitError(Exception):
-    """Error for an entry of the checkpoint that does not fit its place."""
+    """Error for an entry of the checkpoint that does not match its place in the state."""
 
 
 class Filling:
     """Tensors and values that one load fills.
 
     Args:
-        index: of the checkpoint.
-        platform: of the tensors.
-        strict: whether all must fit.
-        convert_dtypes: whether tensors of another dtype are converted.
-        rank: this one.
-        world_size: how many ranks load.
+        index: index of the checkpoint.
+        platform: platform of the tensors.
+        strict: whether missing and unexpected entries are errors.
+        convert_dtypes: whether to convert tensors of another dtype.
+        rank: index of this rank.
+        world_size: number of ranks that load.
 
     Attributes:
-        targets: in the order in which they were found.
-        place: of the checkpoint, for messages.
-        takes_meta: whether tensors without values are among them, which get memory later.
+        targets: tensors to fill, in the order in which they were found.
+        place: path of the checkpoint, for messages.
+        takes_meta: whether tensors without values are accepted, which get memory later.
         parameter_names: id of a tensor of the modules -> its name.
-        check_files: raises CheckpointError unless a tensor is in the files, before memory is taken for it.
+        check_files: function that raises CheckpointError unless a tensor is in the files. It is called before memory is
+            allocated for the tensor.
     """
 
     place: Path | str = ""
@@ -72,20 +74,20 @@ class Filling:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._wrong: list[str] = []
-        self._keys: set[str] = set()  # names that the checkpoint has where something is missing
+        self._keys: set[str] = set()  # names that the checkpoint has next to missing ones
         self._wanted: dict[int, tuple[Any, list[str]]] = {}  # id of a tensor -> it, and all its names
         self._actions: list[Callable[[], None]] = []
-        self._asked: set[str] = set()  # names of the checkpoint that something in the nest stands for
-        self._singletons: dict[int, int] = {}  # id of a parameter -> see `StateRole.singleton_dims`
-        self._owned: list[str] = []  # prefixes below which nothing else may be
+        self._asked: set[str] = set()  # names of the checkpoint that some part of the state matches
+        self._singletons: dict[int, int] = {}  # id of a parameter -> its dimension in `StateRole.singleton_dims`
+        self._owned: list[str] = []  # prefixes below which other names are unexpected
 
     # ---------------------------------------------------------------------- the nest
     def plan(self, state: Any) -> Any:
-        """Match the parts of the state with the entries of the checkpoint. Returns the result of `load`, complete once
-        `finish` was called.
+        """Match the parts of the state with the entries of the checkpoint. Return the result of `load`, which is
+        complete after `finish`.
 
         Raises:
-            ValueError: where something does not fit; all of it is listed.
+            ValueError: if anything does not match. The message lists all problems.
         """
         self.parameter_names = self._kinds.parameter_names(state)
         result = self._visit(state, self.index.values, "")
@@ -96,15 +98,15 @@ class Filling:
         return result
 
     def digest(self) -> str:
-        """Return a short digest of the tensors that are asked for."""
+        """Return a short digest of the names of the tensors to fill."""
         return hashlib.sha256("\n".join(target.stored for target in self.targets).encode()).hexdigest()
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Call ``action`` in `finish`."""
+        """Register ``action``, which `finish` will call."""
         self._actions.append(action)
 
     def finish(self) -> None:
-        """Called when the tensors have their values: gives objects and optimizers their state."""
+        """Set the state of objects and optimizers, when the tensors have their values."""
         for action in self._actions:
             action()
 
@@ -142,7 +144,7 @@ class Filling:
         return self._value(saved, path)
 
     def _to_be_filled(self, x: Any, path: str) -> str | None:
-        """The path of something in a container that is no value, None where all are."""
+        """Return the path of the first part of a container that can be filled, or None."""
         kind = self._kinds.of(x, path)
         if kind not in ("dict", "list", "tuple"):
             return None if kind == "value" else path
@@ -160,7 +162,7 @@ class Filling:
         return self._visit(value, inside[key], path)
 
     def _value(self, saved: Any, path: str) -> Any:
-        """Return the saved value, with new tensors where it had tensors."""
+        """Return the saved value, with new tensors in the place of saved tensors."""
 
         def special(x: dict[str, Any]) -> Any:
             if x[KIND] == "tensor":
@@ -201,7 +203,7 @@ class Filling:
             self.at_end(lambda: x.load_state_dict(state))
 
     def _visit_object(self, now: Any, saved: Any, path: str) -> Any:
-        """Return the object as it was saved; tensors that it has now are filled."""
+        """Return the state of an object as it was saved. Tensors that it has now are reused and filled."""
         if isinstance(saved, dict) and saved.get(KIND) == "tensor" and self.platform.is_tensor(now):
             self._want(now, path)
             return now
@@ -216,12 +218,12 @@ class Filling:
 
     # ---------------------------------------------------------------------- tensors
     def _want(self, x: Any, name: str) -> None:
-        """``x`` is to be filled with the tensor of that name, or of another name that it has."""
+        """Ask to fill ``x`` with the tensor of that name, or of another name of ``x``."""
         self._kinds.check_tensor(x, name)
         self._wanted.setdefault(id(x), (x, []))[1].append(name)
 
     def _choose(self, x: Any, names: list[str]) -> None:
-        """Find the tensor of the checkpoint for one that has these names in the state."""
+        """Find the source in the checkpoint for a tensor that has these names in the state."""
         stored = [*dict.fromkeys(found for n in names if (found := self.index.find(n)) is not None)]
         self._asked.update(names, stored)
         if not stored:
@@ -239,7 +241,8 @@ class Filling:
             self.fill(x, stored[0], names[0])
 
     def fill(self, x: Any, stored: str, name: str, parameter: Any = None) -> None:
-        """Fill ``x`` with a tensor of the checkpoint, if shape and dtype fit. ``parameter``: whose state ``x`` is."""
+        """Fill ``x`` with a tensor of the checkpoint, if shape and dtype match. For optimizer state, ``parameter`` is
+        its parameter."""
         self._asked.add(stored)
         there, shape = self.index.tensors[stored], tuple(x.shape)
         singleton = self.singleton(x if parameter is None else parameter, shape, there)
@@ -258,7 +261,7 @@ class Filling:
             self.targets.append(Target(x, stored, singleton))
 
     def singleton(self, parameter: Any, shape: tuple[int, ...], there: StoredTensor) -> int | None:
-        """Return the `Target.singleton` for a parameter, or for optimizer state of it, of this shape."""
+        """Return `Target.singleton` for a parameter, or for optimizer state of a parameter, with this shape."""
         dim = self._singletons.get(id(parameter))
         longer, shorter = (shape, there.shape) if len(shape) > len(there.shape) else (there.shape, shape)
         if dim is None or len(longer) != len(shorter) + 1 or longer[dim] != 1:
@@ -266,7 +269,8 @@ class Filling:
         return dim if shorter == (*longer[:dim], *longer[dim + 1 :]) else None
 
     def new_tensor(self, stored: str, layout: Any, parameter: Any = None) -> Any:
-        """A new tensor to be filled, plain or of ``layout``. ``parameter``: whose state it is."""
+        """Return a new tensor to fill, plain or with ``layout``. For optimizer state, ``parameter`` is its
+        parameter."""
         found = self.index.find(stored)
         if found is None:
             raise CheckpointError(f"the index is damaged: it refers to tensor {stored!r}, which it does not list")
@@ -286,22 +290,22 @@ class Filling:
         return x
 
     def names_below(self, prefix: str) -> Iterator[str]:
-        """Names of the checkpoint's tensors below a path."""
+        """Yield names of the checkpoint's tensors below a path."""
         for name in (*self.index.tensors, *self.index.aliases):
             if not prefix or name.startswith(f"{prefix}."):
                 yield name
 
     # ---------------------------------------------------------------------- problems
     def wrong(self, problem: str) -> None:
-        """Note a problem: a value that does not fit."""
+        """Record a problem: a value that does not match."""
         self._wrong.append(problem)
 
     def lacks(self, name: str) -> None:
-        """Note a name that the checkpoint lacks."""
+        """Record a name that the checkpoint lacks."""
         self._missing.append(name)
 
     def asked(self, name: str) -> None:
-        """Note that the state knows the checkpoint's entry of that name."""
+        """Record that the state matches the checkpoint's entry of that name."""
         self._asked.add(name)
 
     def _look_for_unexpected(self) -> None:
@@ -318,7 +322,7 @@ class Filling:
             return
         listed = _some(wrong)
         if self._strict:
-            # Of the names that are listed alone: to look for near ones among many takes long.
+            # Look up similar names only for listed problems, because it is slow for many names.
             others = [*(self._unexpected or self.index.tensors), *self._keys]
             listed += _some(missing, lambda name: f"missing: {name}{near_name(name, others)}")
             listed += _some(unexpected, lambda name: f"unexpected: {name}")
@@ -330,7 +334,7 @@ class Filling:
 
 
 def _singletons(root: Any, platform: Platform) -> Iterator[tuple[int, int]]:
-    """(id of a parameter, its dimension), as `StateRole.singleton_dims` says."""
+    """Yield (id of a parameter, its dimension of size 1), from `StateRole.singleton_dims`."""
     known = platform.singleton_dims
     for _, module in platform.named_modules(root):
         names = next((known[cls] for cls in type(module).__mro__ if cls in known), {})
@@ -340,14 +344,14 @@ def _singletons(root: Any, platform: Platform) -> Iterator[tuple[int, int]]:
 
 
 def _some(problems: Sequence[str], line: Callable[[str], str] = str) -> list[str]:
-    """Return a line for each of the first problems, and how many more there are."""
+    """Return a line for each of the first problems, and a line with the number of further ones."""
     more = len(problems) - _LISTED
     return [*map(line, problems[:_LISTED]), *([f"... and {more} more"] if more > 0 else [])]
 
 
 def _items(saved: dict[str, Any]) -> dict[Any, Any] | None:
-    """Return the items of a saved dict by key. A module gives no items, since its tensors have names. Other values
-    give None."""
+    """Return the items of a saved dict by key. A module has no items, because its tensors have names. Return None for
+    any other value."""
     kind = saved.get(KIND, "") if isinstance(saved, dict) else None
     if kind == "dict":
         return {decode(key): value for key, value in saved["items"]}

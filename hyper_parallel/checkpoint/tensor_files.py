@@ -1,7 +1,7 @@
-"""Files of tensors in the format of safetensors: eight bytes that say how long the header is, then it and the data.
+"""Files in the format of safetensors: eight bytes with the length of the header, the header, and the data.
 
-The library of that name reads and writes whole tensors. A checkpoint needs more. It needs slices of any dtype without a
-framework (NumPy has no bfloat16). It also needs data that is written from its place in memory, buffer by buffer.
+The safetensors library reads and writes full tensors. A checkpoint needs slices of any dtype without a framework (NumPy
+has no bfloat16). It also has to write data from its place in memory, buffer by buffer.
 
 Source: the documentation of safetensors, https://huggingface.co/docs/safetensors.
 """
@@ -52,22 +52,24 @@ ITEMSIZES = {
     dtype: 1 if dtype.startswith(("bool", "float8")) else int(code.lstrip("BFIUC")) // 8
     for dtype, code in _CODES.items()
 }
-#: Bytes of the longest header that readers of the format take.
+#: Maximum bytes of a header that readers of the format accept.
 _LONGEST_HEADER = 100_000_000
-#: Bytes between two rows from which on each row is read by a call of its own: to read the gaps would take longer.
+#: Minimum bytes between two rows that are read by separate calls, because reading such gaps would take longer.
 _GAP = 12 << 10
-#: Bytes from one row to the next from which on rows that lie in pieces are read one by one.
+#: Minimum bytes from one row to the next at which non-contiguous rows are read one by one.
 _FAR = 1 << 15
-#: Bytes of a row that is read straight into its place. Shorter ones are copied from a window of so many bytes.
+#: Minimum bytes of a row that is read directly into its place. Shorter rows are copied from a window of `_WINDOW`
+#: bytes.
 _LONG, _WINDOW = 1 << 12, 1 << 20
-#: Windows have a multiple of so many rows: with 4 bytes an element each then begins at the same place modulo 64.
+#: Windows have a multiple of this number of rows. With 4-byte elements each window then starts at the same place modulo
+#: 64.
 _ROWS = 16
-#: Rows that are read by one call. A system takes 1024 pieces of memory, and gaps are such, too.
+#: Number of rows that one call reads. A system accepts 1024 pieces of memory, and gaps count as pieces.
 _AT_ONCE = 256
 
 
 def element_type(dtype: str) -> np.dtype:
-    """NumPy's type of the bytes of an element, which may stand for a dtype that NumPy does not have."""
+    """Return NumPy's unsigned type of an element's bytes, because NumPy lacks some dtypes."""
     return np.dtype(f"u{ITEMSIZES[dtype]}")
 
 
@@ -75,10 +77,10 @@ class Entry(NamedTuple):
     """A tensor to be written.
 
     Attributes:
-        name: in the file.
+        name: name in the file.
         dtype: as in `ITEMSIZES`.
-        shape: of the tensor.
-        read: gives its bytes in row-major order, when it is written.
+        shape: shape of the tensor.
+        read: function that returns the bytes in row-major order, called when they are written.
     """
 
     name: str
@@ -88,20 +90,20 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data."""
+        """Return the bytes of the data."""
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
 def header_of(
     entries: Sequence[Entry], metadata: Mapping[str, str] | None = None, beyond: tuple[int, int] = (0, 8)
 ) -> tuple[bytes, list[int]]:
-    """Return the beginning of a file of these tensors, and where the data of each begins. The last offset is the end of
-    the file.
+    """Return the header bytes of a file of these tensors, and where the data of each starts. The last offset is the end
+    of the file.
 
     Args:
-        entries: in the order in which they lie in it.
+        entries: the tensors, in the order of the file.
         metadata: further entries of the header.
-        beyond: ``(offset, multiple)``: the data begins ``offset`` bytes after a multiple of so many.
+        beyond: ``(offset, multiple)``: the data starts ``offset`` bytes after a multiple of ``multiple`` bytes.
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     places = [0]
@@ -122,13 +124,13 @@ def write_tensors(
     advance: Callable[[int], None],
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[int, dict[str, int]]:
-    """Write a file, which is on the disk when this returns.
+    """Write a file, whose data is on disk when this returns.
 
     Args:
-        path: of a new file.
-        entries: large ones come to lie first, and those that are no multiple of `disk.ALIGNMENT` last.
-        checksums: whether to compute them.
-        advance: called with numbers of bytes that have been written.
+        path: path of a new file.
+        entries: the tensors. Large ones are stored first, and those that are no multiple of `disk.ALIGNMENT` last.
+        checksums: whether to compute checksums.
+        advance: function that is called with numbers of written bytes.
         metadata: further entries of the header.
 
     Returns:
@@ -137,8 +139,8 @@ def write_tensors(
     entries = sorted(entries, key=lambda entry: (entry.nbytes % disk.ALIGNMENT != 0, entry.nbytes < disk.BLOCK))
     first, beyond = None, (0, 8)
     if entries and entries[0].nbytes >= disk.BLOCK:
-        # Frameworks let all large tensors begin at the same place of a page. In the file they do, too: then they are
-        # written without a copy.
+        # Frameworks start all large tensors at the same offset in a page. The file uses that offset too, so that they
+        # are written without a copy.
         first = entries[0].read()
         beyond = (disk.address_of(first) // 8 * 8 % disk.ALIGNMENT, disk.ALIGNMENT)
     header, places = header_of(entries, metadata, beyond)
@@ -159,17 +161,17 @@ class TensorFile:
     """A file of tensors that reads only the requested parts.
 
     Args:
-        path: of the file.
-        size: its size in bytes, where that is known.
+        path: path of the file.
+        size: its size in bytes, if known.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         size: its size in bytes.
-        checksums: the CRC-32 of the bytes of each tensor, where the file says them; otherwise empty.
-        save: identifies the save of the file, where the file says it; otherwise empty.
+        checksums: the CRC-32 of each tensor's bytes, if the file stores them; otherwise empty.
+        save: identifier of the save that wrote the file, if the file stores it; otherwise empty.
 
     Raises:
-        CheckpointError: when it is not there, cut off, longer than it says, or no such file.
+        CheckpointError: if the file is missing, truncated, too long, or of another format.
     """
 
     def __init__(self, path: Path, size: int | None = None) -> None:
@@ -187,14 +189,14 @@ class TensorFile:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
     def names(self) -> Iterable[str]:
-        """Names of the tensors in it."""
+        """Return the names of the tensors in the file."""
         return self._entries.keys()
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of a tensor.
+        """Return dtype and shape of a tensor.
 
         Raises:
-            CheckpointError: when it is not in the file.
+            CheckpointError: if the tensor is not in the file.
         """
         if name not in self._entries:
             raise CheckpointError(f"{self.path} has no entry {name!r}")
@@ -202,24 +204,24 @@ class TensorFile:
         return dtype, shape
 
     def array(self, name: str) -> np.ndarray:
-        """Return all data of a tensor, read now, of its shape and of `element_type`."""
+        """Read a full tensor; return an array of its shape and of `element_type`."""
         dtype, shape = self.kind(name)
         whole = np.empty(shape, element_type(dtype))
         self.read(name, tuple(slice(0, n) for n in shape), whole)
         return whole
 
     def read(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
-        """Fill an array with a box of a tensor: bytes that lie one after the other are read straight into it.
+        """Fill an array with a box of a tensor. Contiguous bytes are read directly into the array.
 
-        No memory is mapped to the file. A program that cuts the file meanwhile would end this process by a signal.
+        Memory is not mapped to the file: a program that truncates the file would kill this process by a signal.
 
         Args:
-            name: of the tensor.
-            box: a slice of each dimension, with bounds.
-            target: of the shape of the box and of `element_type`.
+            name: name of the tensor.
+            box: a slice for each dimension, with bounds.
+            target: array with the shape of the box and of `element_type`.
 
         Raises:
-            CheckpointError: when the disk does not give them.
+            CheckpointError: if the data cannot be read.
         """
         dtype, shape = self.kind(name)
         strides = tuple(math.prod(shape[d + 1 :]) * ITEMSIZES[dtype] for d in range(len(shape)))
@@ -229,10 +231,10 @@ class TensorFile:
             self._fill(name, start, strides, target)
 
     def nbytes(self, name: str) -> int:
-        """Return how many bytes a tensor has.
+        """Return the number of bytes of a tensor.
 
         Raises:
-            CheckpointError: when it is not in the file.
+            CheckpointError: if the tensor is not in the file.
         """
         dtype, shape = self.kind(name)
         return math.prod(shape) * ITEMSIZES[dtype]
@@ -241,22 +243,22 @@ class TensorFile:
         """Return the CRC-32 of the bytes of a tensor.
 
         Raises:
-            CheckpointError: when it is not in the file, or the disk does not give it.
+            CheckpointError: if the tensor is not in the file, or cannot be read.
         """
         nbytes = self.nbytes(name)
         return checksum(lambda start, memory: self._get(name, start, memory), self._place(name), nbytes)
 
     def _place(self, name: str) -> int:
-        """Return where the data of a tensor begins."""
+        """Return the offset of a tensor's data in the file."""
         return self._start + self._entries[name][2]
 
     def _fill(self, name: str, start: int, strides: tuple[int, ...], target: np.ndarray) -> None:
-        """Fill an array, which has elements, with those of the file.
+        """Fill an array, which is not empty, with elements of the file.
 
         Args:
-            name: of the tensor, for messages.
-            start: where the first one lies in the file.
-            strides: bytes from one element to the next in the file, of each dimension.
+            name: name of the tensor, for messages.
+            start: offset of the first element in the file.
+            strides: for each dimension, bytes from one element to the next in the file.
             target: the array.
         """
         if _span(target, strides) == target.nbytes and target.flags.c_contiguous:
@@ -272,7 +274,7 @@ class TensorFile:
             for i in range(rows):
                 self._fill(name, start + i * stride, strides[1:], target[i])
         else:
-            # Short rows that are near each other are read with the bytes between them.
+            # Short rows close to each other are read together with the bytes between them.
             some = max(_WINDOW // stride // _ROWS * _ROWS, 1)
             window = disk.memory_for(start, min(some * stride, _span(target, strides)))
             for i in range(0, rows, some):
@@ -281,7 +283,7 @@ class TensorFile:
                 part[...] = np.ndarray(part.shape, part.dtype, window, 0, strides)
 
     def _fill_by_calls(self, name: str, start: int, stride: int, rows: np.ndarray) -> None:
-        """Fill rows, each of which lies in one piece in the file and in memory. Read each by a call of its own."""
+        """Fill rows that are contiguous in the file and in memory. Each row is read by a separate call."""
         size, file = rows[0].nbytes, self._file.fileno()
         with disk.reading(self.path, name):
             for row in rows:
@@ -290,7 +292,7 @@ class TensorFile:
                 start += stride
 
     def _fill_with_gaps(self, name: str, start: int, stride: int, rows: np.ndarray) -> None:
-        """Fill rows as `_fill_by_calls`, but read many of them by one call, with the bytes between them."""
+        """Fill rows as `_fill_by_calls` does, but read many rows by one call, including the bytes between them."""
         size = rows[0].nbytes
         gap = np.empty(stride - size, np.uint8)
         for i in range(0, len(rows), _AT_ONCE):
@@ -305,12 +307,12 @@ class TensorFile:
                     self._get(name, place + j * stride, row.reshape(-1).view(np.uint8).data)
 
     def _get(self, name: str, start: int, memory: memoryview) -> None:
-        """Fill memory with the bytes of the file from a place on."""
+        """Fill memory with the bytes of the file from ``start`` on."""
         disk.read_at(self.path, self._file.fileno(), start, memory, name)
 
 
 def _span(target: np.ndarray, strides: Sequence[int]) -> int:
-    """Return from how many bytes of a file an array is filled, whose elements lie there at these distances."""
+    """Return the bytes of a file that an array with these strides in the file spans."""
     return target.itemsize + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True))
 
 
@@ -326,7 +328,10 @@ def _closed_on_failure(file: Any) -> Iterator[Any]:
 def _read_header(
     path: Path, file: Any, size: int
 ) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], int, dict[str, int], str]:
-    """Name -> (dtype, shape, where its data begins after the header); where that is; checksums; of which save it is."""
+    """Return the tensors, the end of the header, the checksums, and the save's identifier.
+
+    The tensors are a dict: name -> (dtype, shape, offset of the data after the header).
+    """
 
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(f"{path} is damaged, or no file of safetensors: {what}")

@@ -1,4 +1,4 @@
-"""Test of rectangles that are to make up a tensor, in time and memory linear in their number."""
+"""Test whether rectangles tile a tensor, in time and memory linear in their number."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ __all__ = ["is_tiling"]
 def is_tiling(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
     """Return whether every element of a shape is in exactly one box.
 
-    How often elements are in a box is a sum of steps: up where a box begins in a dimension, down where it ends. It is
-    once everywhere if the steps of all boxes are those of the whole. Where boxes lie on a grid most steps cancel.
+    The number of boxes that contain an element is a sum of steps: up at the start of a box in a dimension, down at its
+    end. Every element is in one box if the steps of all boxes add up to those of the full tensor. For boxes on a grid
+    most steps cancel.
 
     Args:
-        shape: of the whole.
-        boxes: offsets and sizes, which are within the shape. Those without elements do not matter.
+        shape: shape of the full tensor.
+        boxes: offsets and sizes of the boxes, which are within the shape. Empty boxes are ignored.
 
     Raises:
-        ValueError: for boxes that lie so wildly that to know it would take too long.
+        ValueError: for boxes so irregular that the test would take too long.
     """
     held = [(offsets, sizes) for offsets, sizes in boxes if 0 not in sizes]
     cut = [d for d, n in enumerate(shape) if any(sizes[d] != n for _, sizes in held)]

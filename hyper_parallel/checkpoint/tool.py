@@ -1,4 +1,4 @@
-"""A look into checkpoints, and their weights as other files: without any framework."""
+"""Display of checkpoints, and conversion of their weights to other files, without any framework."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from hyper_parallel.platform.terminal import printable
 
 __all__ = ["contents", "convert", "show"]
 
-#: Bytes of a file of weights, at most, unless one tensor is larger: as Hugging Face has it.
+#: Maximum bytes of a file of weights, unless one tensor is larger. It is Hugging Face's limit.
 SHARD = 5 * 10**9
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """Return the output of `show`, for JSON. Values are as ``index.json`` has them.
+    """Return the contents that `show` prints, as JSON. Values are encoded as in ``index.json``.
 
     Raises:
-        CheckpointError: when there is none, or it is damaged.
+        CheckpointError: if there is no checkpoint, or it is damaged.
     """
     index = read_index(directories.locate(path))
     return {
@@ -50,15 +50,14 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def show(path: Path, width: int | None = None) -> str:
-    """A table of the contents of a checkpoint: of each tensor its name, shape, dtype, size and placement, and the
-    values.
+    """Return a table of a checkpoint's tensors (name, shape, dtype, size and placement), and its values.
 
     Args:
-        path: of the checkpoint.
-        width: of a terminal. Where the table is wider, names have lines of their own.
+        path: path of the checkpoint.
+        width: width of a terminal. In a wider table, names have separate lines.
 
     Raises:
-        CheckpointError: when there is none, or it is damaged.
+        CheckpointError: if there is no checkpoint, or it is damaged.
     """
     index = read_index(directories.locate(path))
     tensors = [(name, str(x.shape), x.dtype, f"{x.nbytes:,}", x.placement) for name, x in index.tensors.items()]
@@ -94,7 +93,7 @@ def _bytes_of(index: Index) -> int:
 
 
 def _values(x: Any, path: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield path, value and a short text of each entry that is neither tensor nor module."""
+    """Yield path, value and a short text for each entry that is neither tensor nor module."""
     if isinstance(x, dict) and KIND not in x:
         for name, value in x.items():
             yield from _values(value, joined(path, name))
@@ -112,23 +111,24 @@ def _values(x: Any, path: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def convert(path: Path, to: str, out: Path, part: str | None = None) -> list[Path]:
-    """Write the weights of a checkpoint as whole tensors; holds one of them in memory at a time.
+    """Write the weights of a checkpoint as full tensors. One tensor at a time is in memory.
 
     Args:
-        path: of the checkpoint.
-        to: ``"one-file"``: all tensors, by their names, in one file of safetensors; ``"huggingface"``: those of a model
-            in a directory as `save_pretrained` of Hugging Face writes it (without ``config.json``), in several files
-            and an index where they are large.
+        path: path of the checkpoint.
+        to: ``"one-file"``: all tensors, by their names, in one safetensors file; ``"huggingface"``: the tensors of a
+            model in a directory as Hugging Face's `save_pretrained` writes it, without ``config.json``. Large weights
+            get several files and an index.
         out: the new file or directory.
-        part: name of a part of the checkpoint; names then go on from there. None is the only module for
-            ``"huggingface"``, and everything for ``"one-file"``.
+        part: name of a part of the checkpoint, which is removed from the names. None stands for the only module with
+            ``"huggingface"``, and for everything with ``"one-file"``.
 
     Returns:
-        The files.
+        The paths of the written files.
 
     Raises:
-        ValueError: when ``out`` is there, or the checkpoint has no such part, or several modules and none is named.
-        CheckpointError: when the checkpoint is damaged, or the disk full.
+        ValueError: if ``out`` exists, or the checkpoint has no such part, or ``part`` is None and there are several
+            modules.
+        CheckpointError: if the checkpoint is damaged, or the disk is full.
     """
     place = directories.locate(path)
     index = read_index(place)
@@ -185,7 +185,7 @@ def _entry(name: str, called: str, index: Index, files: Files) -> Entry:
 
 
 def _write(path: Path, entries: list[Entry], advance: Callable[[int], None]) -> None:
-    """A file that appears when all of it is on the disk."""
+    """Write a file that gets its name when all data is on disk."""
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)
     write_tensors(draft, entries, False, advance, {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Numbers, strings and containers of them, as JSON and back. Nothing is evaluated."""
+"""Numbers, strings and containers as JSON, and back. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hyper_parallel.checkpoint.errors import CheckpointError
 
 __all__ = ["KIND", "check", "decode", "encode", "is_key", "is_plain"]
 
-#: The key of a JSON object that stands for something that JSON does not have.
+#: The key of a JSON object that represents a value that JSON lacks.
 KIND = "$"
 
 
 def is_plain(x: Any) -> bool:
-    """Return whether ``x`` is a value by itself: no container, no tensor."""
+    """Return whether ``x`` is a single value, and no container or tensor."""
     return x is None or isinstance(x, (bool, int, float, str, bytes, bytearray, np.ndarray, np.generic))
 
 
 def is_key(x: Any) -> bool:
-    """Return whether ``x`` may be the key of a dict: a plain value outside NumPy, or a tuple of these."""
+    """Return whether ``x`` may be the key of a dict: a plain value outside NumPy, or a tuple of such values."""
     if isinstance(x, tuple):
         return all(map(is_key, x))
     return is_plain(x) and not isinstance(x, (np.ndarray, bytearray))
 
 
 def encode(x: Any) -> Any:
-    """A plain value, or a tuple of such, as JSON."""
+    """Return a plain value, or a tuple of plain values, as JSON."""
     if isinstance(x, tuple):
         return {KIND: "tuple", "items": [encode(value) for value in x]}
     if isinstance(x, np.generic):
@@ -49,14 +49,14 @@ def encode(x: Any) -> Any:
 
 
 def decode(x: Any, special: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """Return the value that `encode` was given, also inside of containers.
+    """Return the value that `encode` has encoded, in containers too.
 
     Args:
         x: JSON.
-        special: gives the value of an object of a kind that this module does not know.
+        special: function that decodes an object of a kind that this module does not know.
 
     Raises:
-        CheckpointError: for data that no checkpoint has.
+        CheckpointError: for JSON that no save writes.
     """
     if isinstance(x, list):
         return [decode(value, special) for value in x]
@@ -89,7 +89,7 @@ def _decode(x: dict[str, Any], special: Callable[[dict[str, Any]], Any] | None) 
     return special(x)
 
 
-#: Kind -> the keys that it has besides, and their types.
+#: Kind -> the further keys of its object, and their types.
 _KEYS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "tuple": {"items": list},
     "dict": {"items": list},

@@ -1,4 +1,4 @@
-"""Weights in files as Hugging Face has them: in one, or in several with an index."""
+"""Layout of Hugging Face's weight files: one file, or several files with an index."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def in_files(entries: Iterable[Entry], limit: int) -> dict[str, list[Entry]]:
-    """Name of a file -> its entries, in order.
+    """Return the entries of each file by its name, in order.
 
     Args:
-        entries: all weights.
-        limit: bytes of a file; a tensor that is larger has a file of its own.
+        entries: entries of all weights.
+        limit: maximum bytes of a file. A larger tensor gets a file of its own.
     """
     groups: list[list[Entry]] = [[]]
     for entry in entries:
@@ -35,7 +35,7 @@ def in_files(entries: Iterable[Entry], limit: int) -> dict[str, list[Entry]]:
 
 
 def index_of(files: Mapping[str, Sequence[Entry]]) -> bytes:
-    """Content of the index of several files."""
+    """Return the content of the index of several files."""
     content = {
         "metadata": {"total_size": sum(entry.nbytes for group in files.values() for entry in group)},
         "weight_map": {entry.name: name for name, group in files.items() for entry in group},
@@ -44,10 +44,10 @@ def index_of(files: Mapping[str, Sequence[Entry]]) -> bytes:
 
 
 def read_weight_index(path: Path) -> tuple[dict[str, Any], set[str]]:
-    """Read the index of several files; returns its content, and the names of the files.
+    """Read the index of several files; return its content, and the names of the files.
 
     Raises:
-        CheckpointError: where it cannot be read, or is damaged.
+        CheckpointError: if the index cannot be read, or is damaged.
     """
     try:
         content = json.loads(disk.read_file(path))

@@ -1,4 +1,5 @@
-"""Hidden names of incomplete files: they say which process writes it, and so whether that still runs."""
+"""Hidden names of incomplete files. A name identifies the writing process, so others can check whether it still
+runs."""
 
 from __future__ import annotations
 
@@ -32,34 +33,34 @@ __all__ = [
     "wrong_file",
 ]
 
-#: The endings of hidden names: of a file that is being written, or removed.
+#: Ending of the hidden names of files that are being written or removed.
 DRAFT = ".draft"
-#: A visible name, the token (machine, process, when that began, and a number of its own), and the ending.
+#: A visible name, the token (machine, process, start time of the process, and a random number), and the ending.
 _HIDDEN = re.compile(
     r"\.(?P<name>.+)\.(?P<token>(?P<machine>[0-9a-f]{12})-(?P<process>[0-9a-f]{1,7})-(?P<began>[0-9a-f]{1,16})-[0-9a-f]{8})"
     r"(?P<ending>\.[a-z]+)",
     re.DOTALL,
 )
-#: Bytes of a visible name, at most: a file system takes 255, a hidden name has up to 57 more.
+#: Maximum bytes of a visible name. A file system allows 255, and a hidden name has up to 57 more.
 LONGEST = 198
-#: The machine of a process that cannot tell where it runs.
+#: Stands for the machine of a process that cannot determine it.
 _NOWHERE = "0" * 12
-#: Seconds without a change after which the writer on another machine is taken for dead. No step of a save takes so
-#: long. Should one be alive all the same, its save fails: it finds its draft gone when it is to get its name.
+#: Seconds without a change after which a writer on another machine counts as dead. No step of a save takes so long. A
+#: writer that is alive after all notices the missing draft when it renames it, and its save fails.
 _SILENT = 24 * 3600.0
 
 
 class Hidden(NamedTuple):
-    """A hidden file or directory that belongs to the process that has made it.
+    """A hidden file or directory of a process that saves.
 
     Attributes:
-        path: where it is.
+        path: path of the file or directory.
         name: its visible name, later or before.
-        token: of the save that made it.
-        ending: its purpose, such as ``".draft"``.
-        machine: on which its process runs, with the namespace of process numbers.
-        process: its number there.
-        began: when that process began, in ticks since the machine did.
+        token: token of the save that created it.
+        ending: ending of the name, such as ``".draft"``, which tells the purpose.
+        machine: machine and namespace of process numbers on which the process runs.
+        process: process number on that machine.
+        began: start time of the process, in ticks since the machine's start.
     """
 
     path: Path
@@ -71,10 +72,10 @@ class Hidden(NamedTuple):
     began: int
 
     def is_abandoned(self, now: float) -> bool:
-        """Return whether its writer is known to be gone.
+        """Return whether the writer is known to have ended.
 
         Args:
-            now: the time of the file system, in seconds, which the clock of this machine may be far from.
+            now: time of the file system, in seconds. The clock of this machine may differ from it.
         """
         if self.token.startswith(_this_process()):
             return False
@@ -97,17 +98,17 @@ class Hidden(NamedTuple):
 
 
 def new_token() -> str:
-    """Return a token that no other save has in the names of its hidden files: it identifies the process."""
+    """Return a token that identifies the process and is unique for each save. Hidden names contain it."""
     return f"{_this_process()}-{os.urandom(4).hex()}"
 
 
 def hidden_name(name: str, token: str, ending: str) -> str:
-    """Return the hidden name, next to ``name``, of a file of a save."""
+    """Return the hidden name of a save's file whose visible name is ``name``."""
     return f".{name}.{token}{ending}"
 
 
 def name_of_process() -> str:
-    """Return how people know this process."""
+    """Return a name of this process that people understand."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -115,9 +116,9 @@ def hidden_in(directory: Path, *endings: str, name: str | None = None) -> Iterat
     """Yield the hidden files and directories of saves in a directory.
 
     Args:
-        directory: need not be there.
-        endings: that are looked for.
-        name: which is looked for; None is all.
+        directory: the directory, which need not exist.
+        endings: endings of the names to find.
+        name: visible name to find; None finds all.
     """
     try:
         found = [x for x in os.listdir(directory) if x.startswith(".") and x.endswith(endings)]
@@ -130,7 +131,7 @@ def hidden_in(directory: Path, *endings: str, name: str | None = None) -> Iterat
 
 
 def parse(path: Path) -> Hidden | None:
-    """Return the facts in a hidden name; None for a name that is of no save."""
+    """Return the facts in a hidden name; None for any other name."""
     found = _HIDDEN.fullmatch(path.name)
     if found is None:
         return None
@@ -139,13 +140,13 @@ def parse(path: Path) -> Hidden | None:
 
 
 def others_in(directory: Path, token: str, *endings: str) -> str:
-    """Return a sentence that names other writers in a directory; empty where there are none."""
+    """Return a sentence that names other writers in a directory; empty if there are none."""
     who = sorted({f"{x.writer()} ({x.name})" for x in hidden_in(directory, *endings) if x.token != token})
     return f" Also saving there: {', '.join(who[:5])}." if who else ""
 
 
 def wrong_file(directory: Path, sizes: Mapping[str, int]) -> str | None:
-    """Return the first file that is not there with its size, and None where all are."""
+    """Return the name of the first file that is missing or has another size; None if all files match."""
     for name, size in sizes.items():
         try:
             found = os.stat(directory / name)
@@ -157,13 +158,13 @@ def wrong_file(directory: Path, sizes: Mapping[str, int]) -> str | None:
 
 
 def check_whole(path: Path, directory: Path, sizes: Mapping[str, int], others: Callable[[], str]) -> None:
-    """Raise CheckpointError unless all that was written is there.
+    """Raise CheckpointError unless all written files are present and complete.
 
     Args:
-        path: that was to be saved, for the message.
-        directory: where the files are now.
-        sizes: name of a file -> the bytes that were written.
-        others: gives a sentence of `others_in`.
+        path: path of the checkpoint, for the message.
+        directory: present directory of the files.
+        sizes: file name -> number of bytes written.
+        others: function that returns a sentence of `others_in`.
     """
     wrong = wrong_file(directory, sizes)
     if wrong is not None:
@@ -174,13 +175,13 @@ def check_whole(path: Path, directory: Path, sizes: Mapping[str, int], others: C
 
 
 def remove_abandoned(directory: Path, now: float, *endings: str, name: str | None = None) -> None:
-    """Remove hidden files and directories of saves that have no writer any more.
+    """Remove hidden files and directories of saves whose writers have ended.
 
     Args:
         directory: where to look.
         now: the time of its file system, in seconds.
         endings: the endings of the names to remove.
-        name: visible name of the files; None is all.
+        name: visible name of the files to remove; None stands for all.
     """
     for hidden in hidden_in(directory, *endings, name=name):
         if hidden.is_abandoned(now):
@@ -188,8 +189,8 @@ def remove_abandoned(directory: Path, now: float, *endings: str, name: str | Non
 
 
 def remove(path: Path) -> None:
-    """Remove a directory or a file, which is gone at once for all who know it by its name."""
-    # A tree that is removed where it lies could get another name meanwhile, and lose files under that.
+    """Remove a directory or a file, whose name disappears at once."""
+    # If the tree was removed in place, another program could rename it meanwhile, and lose files under the new name.
     away = path.with_name(hidden_name("removed", new_token(), DRAFT))
     with suppress(OSError):  # another save removes it
         disk.step("rename", path)
@@ -199,14 +200,14 @@ def remove(path: Path) -> None:
 
 @functools.cache
 def _this_process() -> str:
-    """Return the beginning of the tokens of this process."""
+    """Return the start of the tokens of this process."""
     pid = os.getpid()
     return f"{_machine()}-{pid:x}-{max(_began(pid) or 0, 0):x}"
 
 
 @functools.cache
 def _machine() -> str:
-    """Identify the scope of process numbers: this machine since it was switched on, and the namespace."""
+    """Return an identifier of the scope of process numbers: this machine since its last boot, and the namespace."""
     try:
         booted = Path("/proc/sys/kernel/random/boot_id").read_text()
         spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time") if os.path.exists("/proc/self/ns")]
@@ -216,7 +217,7 @@ def _machine() -> str:
 
 
 def _forget() -> None:
-    """Have a child that was forked find out anew who and where it is."""
+    """Clear the caches in a forked child, which has another process number."""
     _this_process.cache_clear()
     _machine.cache_clear()
 
@@ -226,7 +227,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _began(pid: int) -> int | None:
-    """Return when a process began, in ticks; -1 for a zombie, None where the system does not say."""
+    """Return the start time of a process in ticks, -1 for a zombie, or None if it is unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return -1 if fields[0] in "ZX" else int(fields[19])

@@ -1,7 +1,7 @@
-"""Tools that show the work of the library. `CommDebugMode` lists collectives, and `check_ranks` compares them over the
-ranks. `ProfilerRanges` names them in profiles. `visualize_sharding` shows the shards of each rank, `ExpertCounts` the
-tokens of each expert, and `cache_sizes` the sizes of caches. `record` writes what a model computes, and `compare` finds
-where two such runs part."""
+"""Tools that show the work of the library. `CommDebugMode` lists collectives, and `check_ranks` compares them between
+ranks. `ProfilerRanges` names collectives in profiles. `visualize_sharding` shows the shards of each rank.
+`ExpertCounts` shows the tokens of each expert, and `cache_sizes` the sizes of caches. `record` writes the tensors that
+a model computes, and `compare` finds where two records first differ."""
 
 from hyper_parallel.core.caches import cache_sizes
 from hyper_parallel.core.communication.rank_check import check_ranks

@@ -1,4 +1,4 @@
-"""A collective as `CommTrace` has seen it or `explain` foresees it: its kind, its module, and its bytes."""
+"""A collective that `CommTrace` has recorded or `explain` predicts: its kind, its module, and its bytes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Collective:
     """One collective, of one rank.
 
     Attributes:
-        module: path of the module that it belongs to; the class for the model itself, empty outside of all modules.
+        module: path of the module that issued it; the class for the model itself, empty outside of all modules.
         direction: ``"forward"`` or ``"backward"``.
         kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"shift"``,
             ``"broadcast"``, ``"scatter"``.
-        op: of a reduction, ``"sum"`` for example; empty otherwise.
-        mesh_dim: name of the mesh dimension, or its number where it has none.
-        ranks: how many communicate.
-        shape, dtype: of the local tensor that the rank gives.
-        bytes: of that tensor.
-        start, seconds: when it began, since the trace did, and how long it took; None where nothing is sent.
+        op: operation of a reduction, for example ``"sum"``; empty otherwise.
+        mesh_dim: name of the mesh dimension, or its number if it has no name.
+        ranks: number of ranks that communicate.
+        shape, dtype: shape and dtype of the local input tensor.
+        bytes: bytes of that tensor.
+        start, seconds: start time since the start of the trace, and duration; None for a predicted collective.
     """
 
     module: str
@@ -43,7 +43,7 @@ class Collective:
 
     @classmethod
     def of(cls, event: CollectiveEvent) -> Collective:
-        """The one that the recorder has announced."""
+        """Return the collective of an event of the recorder."""
         mesh, dim = event.mesh, event.mesh_dim
         return cls(
             module=event.module,
@@ -59,22 +59,22 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int:
-        """See `bytes_on_the_wire`."""
+        """Return the bytes that each rank sends, computed by `bytes_on_the_wire`."""
         return bytes_on_the_wire(self.kind, self.bytes, self.ranks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields as values that JSON has."""
+        """Return all fields as JSON values."""
         return {**asdict(self), "shape": list(self.shape), "wire_bytes": self.wire_bytes}
 
 
 def dtype_name(dtype: Any, dtypes: Mapping[str, Any]) -> str:
-    """Return the name that all frameworks share for a dtype: ``"float32"``. ``dtypes`` is `Platform.dtypes`."""
+    """Return the common name of a dtype on all frameworks, such as ``"float32"``. ``dtypes`` is `Platform.dtypes`."""
     return next((name for name, known in dtypes.items() if known == dtype), str(dtype).rpartition(".")[2])
 
 
 def bytes_on_the_wire(kind: str, size: int, ranks: int) -> int:
-    """The bytes that each rank sends, in a collective of ``size`` bytes a rank. No rank sends a byte twice, as in ring
-    algorithms.
+    """Return the bytes that each rank sends, in a collective of ``size`` bytes a rank. Bandwidth-optimal algorithms are
+    assumed, such as ring algorithms.
 
     Example:
         >>> bytes_on_the_wire("all_reduce", 1024, 4), bytes_on_the_wire("all_gather", 1024, 4)
@@ -89,7 +89,7 @@ def bytes_on_the_wire(kind: str, size: int, ranks: int) -> int:
 
 
 def collective_rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
-    """Merge equal collectives into rows, in the order of their first one, with their number, bytes and seconds."""
+    """Merge equal collectives into rows, in the order of first occurrence, with count, bytes and seconds."""
     counts: Counter[tuple] = Counter()
     first: dict[tuple, dict[str, Any]] = {}
     for c in collectives:

@@ -1,4 +1,4 @@
-"""Numbers of collectives, by name and by the operations of the framework that stand for them."""
+"""Counts of collectives, by name or by the corresponding operation of the framework."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["CommCounts"]
 
 
 class CommCounts(dict[str, int]):
-    """Numbers of collectives, by name: ``counts["all_reduce"]``. Where a name is not there, 0.
+    """Counts of collectives by name: ``counts["all_reduce"]``. A missing name counts 0.
 
-    The framework's own operations name them too, as programs for torch have it:
-    ``counts[torch.ops.c10d_functional.all_reduce]``, ``counts[mindspore.mint.distributed.all_reduce]``. It equals the
-    dict of names.
+    Operations of the framework can be used as keys, as in programs for torch:
+    ``counts[torch.ops.c10d_functional.all_reduce]``, ``counts[mindspore.mint.distributed.all_reduce]``. The object
+    equals a dict of names.
 
     Example:
         >>> counts = CommCounts(all_reduce=2)
@@ -29,14 +29,14 @@ class CommCounts(dict[str, int]):
         return dict.get(self, _name(key), 0)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """The count of a key, as `dict.get`."""
+        """Return the count of a key, or ``default`` if there is none, as `dict.get`."""
         return dict.get(self, _name(key), default)
 
     def __contains__(self, key: Any) -> bool:
         return dict.__contains__(self, _name(key))
 
     def add(self, kind: str) -> None:
-        """Count one more."""
+        """Increase the count of ``kind`` by one."""
         self[kind] = dict.get(self, kind, 0) + 1
 
 

@@ -1,4 +1,4 @@
-"""Seeing and counting collectives. Mirrors ``torch.distributed.tensor.debug.CommDebugMode``."""
+"""Recording and counting of collectives. Mirrors ``torch.distributed.tensor.debug.CommDebugMode``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ __all__ = ["CommDebugMode"]
 class CommDebugMode:
     """Context manager that lists and counts the collectives issued inside it, forward and backward, on this rank.
 
-    Those of this library, and those that the program issues by itself, with functions of the framework. A collective
-    that the backend lacks and that is emulated with another counts once, under its own name. Collectives on a mesh
-    dimension of size 1 are not issued and not counted. Nor are those of this library of pickled values.
+    It includes collectives of this library, and collectives that the program issues by functions of the framework. A
+    collective that is emulated, because the backend lacks it, counts once under its own name. Collectives on a mesh
+    dimension of size 1 are not issued and not counted. Collectives of this library for pickled values are not counted
+    either.
 
     Attributes:
-        events: the collectives in the order in which they were issued: see `hyper_parallel.debug.CollectiveEvent`.
-        comm_module_counts: for each module that was called, by the class of the outermost one and the path from there,
-            ``{"forward": counts, "backward": counts}``, those of its submodules included; ``"Global"`` is all.
+        events: the collectives, as `hyper_parallel.debug.CollectiveEvent`, in the order of issue.
+        comm_module_counts: name of a called module -> ``{"forward": counts, "backward": counts}``, including
+            submodules. A name is the class of the outermost module, and the path from there; ``"Global"`` counts all.
 
     Example:
         >>> from hyper_parallel import CommDebugMode
@@ -47,46 +48,46 @@ class CommDebugMode:
         self.events: list[CollectiveEvent] = []
         self.comm_module_counts: dict[str, dict[str, CommCounts]] = {}
         self._tree: ModuleTree | None = None
-        #: name of the module of each event
+        #: name of each event's module
         self._modules: list[str] = []
         self._inside = ExitStack()
 
     @property
     def comm_counts(self) -> CommCounts:
-        """`get_comm_counts`."""
+        """Return the counts of `get_comm_counts`."""
         return self.get_comm_counts()
 
     def get_comm_counts(self) -> CommCounts:
-        """Number of collectives by name. The names are ``all_reduce``, ``all_gather``, ``reduce_scatter``,
-        ``all_to_all``, ``broadcast`` and ``scatter``. The program's own ``gather`` and ``reduce`` are there too. The
-        framework's operations are names as well (see `CommCounts`)."""
+        """Return the number of collectives by name. Names are ``all_reduce``, ``all_gather``, ``reduce_scatter``,
+        ``all_to_all``, ``broadcast`` and ``scatter``. Programs may also issue ``gather`` and ``reduce``. Operations of
+        the framework can be used as names too (see `CommCounts`)."""
         return CommCounts(Counter(event.kind for event in self.events))
 
     def get_total_counts(self) -> int:
-        """Number of collectives."""
+        """Return the number of collectives."""
         return len(self.events)
 
     def get_elements(self) -> dict[str, int]:
-        """Number of elements of the local tensors given to the collectives, by name."""
+        """Return the number of elements of the local input tensors of collectives, by name."""
         elements: Counter[str] = Counter()
         for event in self.events:
             elements[event.kind] += math.prod(event.shape)
         return dict(elements)
 
     def get_bytes(self) -> dict[str, int]:
-        """Bytes of the local tensors given to the collectives, by name."""
+        """Return the bytes of the local input tensors of collectives, by name."""
         sizes: Counter[str] = Counter()
         for event in self.events:
             sizes[event.kind] += event.bytes
         return dict(sizes)
 
     def get_parameter_info(self) -> dict[str, dict[str, Any]]:
-        """The parameters of each module that was called, by the name of the module and their own."""
+        """Return the parameters of each called module, by module name and parameter name."""
         modules = {} if self._tree is None else self._tree.modules
         return {name: dict(seen.parameters) for name, seen in modules.items() if seen.parameters}
 
     def get_sharding_info(self) -> dict[str, tuple[Any, ...]]:
-        """The placements of the parameters there that are distributed: ``{"Mlp.up.weight": (Shard(dim=0),)}``."""
+        """Return the placements of distributed parameters: ``{"Mlp.up.weight": (Shard(dim=0),)}``."""
         return {
             f"{module}.{name}": p.placements
             for module, parameters in self.get_parameter_info().items()
@@ -95,10 +96,10 @@ class CommDebugMode:
         }
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """The modules that were called, and their collectives by direction, as text.
+        """Return the called modules, and their collectives by direction, as text.
 
         Args:
-            noise_level: 0 is numbers and bytes of collectives alone; from 1 on modules have their class and their
+            noise_level: 0 shows only counts and bytes of collectives; from 1 on modules have their class and their
                 parameters with placements; from 2 on every collective has a line.
         """
         return comm_tables.as_text(self._records(), noise_level)
@@ -108,8 +109,9 @@ class CommDebugMode:
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level), encoding="utf-8")
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
-        """Write the content of the table to a file in JSON: an object for each module with its path (``fqn``), class,
-        parameters, ``collectives_forward`` and ``collectives_backward``, and ``children`` of the same kind."""
+        """Write the content of the table to a JSON file. Each module is an object with its path (``fqn``), class,
+        parameters, ``collectives_forward`` and ``collectives_backward``. Its ``children`` are objects of the same
+        form."""
         Path(file_name).write_text(json.dumps(comm_tables.as_tree(self._records(), noise_level), indent=4), "utf-8")
 
     def __enter__(self) -> CommDebugMode:
@@ -141,7 +143,7 @@ class CommDebugMode:
             counts[event.direction].add(event.kind)
 
     def _listen_to_program(self, kind: str, tensors: list[Any]) -> None:
-        """A collective that the program issues: along no dimension of a mesh, as far as anybody knows."""
+        """Record a collective that the program issues. Its mesh dimension is unknown."""
         platform = get_platform()
         with platform.no_dispatch():
             count = sum(math.prod(platform.shape_of(x)) for x in tensors)
@@ -149,7 +151,7 @@ class CommDebugMode:
             dtype, size = (tensors[0].dtype, count * tensors[0].itemsize) if tensors else (None, 0)
         direction = "backward" if platform.in_backward() else "forward"
         event = CollectiveEvent(kind, None, None, "", shape, dtype, size, {}, None, "", direction)
-        # Also where this rank gives nothing: the others do.
+        # Count the collective even if this rank's input is empty, because other ranks have data.
         self._listen(event if size else CollectiveEvent(kind, None, None, "", shape, dtype, 1, {}, None, "", direction))
 
     def _records(self) -> comm_tables.Records:

@@ -1,4 +1,4 @@
-"""Records of `CommDebugMode` as text and as nested dicts."""
+"""Results of `CommDebugMode` as text and as nested dicts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DIRECTIONS = ("forward", "backward")
 
 
 class Records(NamedTuple):
-    """Records to show.
+    """Modules and collectives to show.
 
     Attributes:
-        modules: by name.
+        modules: modules by name.
         events: each collective with the name of its module.
     """
 
@@ -27,7 +27,7 @@ class Records(NamedTuple):
     events: Sequence[tuple[str, CollectiveEvent]]
 
     def within(self, name: str, direction: str) -> list[CollectiveEvent]:
-        """The collectives of a module and of those inside of it."""
+        """Return the collectives of a module and its submodules."""
         return [
             event
             for module, event in self.events
@@ -35,12 +35,12 @@ class Records(NamedTuple):
         ]
 
     def of(self, name: str, direction: str) -> list[CollectiveEvent]:
-        """The collectives of a module alone."""
+        """Return the collectives of a module, without its submodules."""
         return [event for module, event in self.events if event.direction == direction and module == name]
 
 
 def as_text(records: Records, noise_level: int) -> str:
-    """See `CommDebugMode.generate_comm_debug_tracing_table`."""
+    """Return the text for `CommDebugMode.generate_comm_debug_tracing_table`."""
     return "".join(f"{line}\n" for line in _lines(records, GLOBAL, 0, noise_level)) if records.modules else ""
 
 
@@ -76,7 +76,7 @@ def _placed(p: Any) -> str:
 
 
 def as_tree(records: Records, noise_level: int) -> dict[str, Any]:
-    """See `CommDebugMode.generate_json_dump`."""
+    """Return the nested dicts for `CommDebugMode.generate_json_dump`."""
     return _tree(records, GLOBAL, noise_level) if records.modules else {}
 
 

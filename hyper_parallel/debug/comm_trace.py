@@ -19,21 +19,22 @@ __all__ = ["CommTrace", "collective_table"]
 
 
 class CommTrace:
-    """Context manager that lists the collectives issued inside it on this rank, forward and backward: from which module
-    each comes, how many bytes it moves, how long it takes.
+    """Context manager that lists the collectives issued inside it on this rank, forward and backward. For each it
+    records the module, the bytes and the duration.
 
-    Those of a backward have the module whose forward made them necessary. Where several modules read one input, it is
-    the first of them. As in `CommDebugMode`, a collective that is emulated counts once. Collectives of pickled values,
+    A collective in backward belongs to the module whose forward made it necessary. If several modules read one input,
+    it belongs to the first. As in `CommDebugMode`, an emulated collective counts once. Collectives of pickled values,
     or without elements, do not count.
 
     Args:
-        model: the model that runs. Collectives then have the path of the innermost module, also of one that no plan
-            names, or the class for the model itself. Without it, only modules with a style are known.
-        synchronize: wait for the device before and after each collective, which measures it alone, and keeps it from
-            overlapping with computing. Otherwise an asynchronous device is measured for as long as the program is.
+        model: the model that runs. Then collectives have the path of the innermost module, even if no plan names it, or
+            the class for the model itself. Without it, only modules with a style are known.
+        synchronize: wait for the device before and after each collective. This measures the collective alone, and
+            prevents overlap with computation. Without it, an asynchronous device is measured only until the call
+            returns.
 
     Attributes:
-        collectives: a `Collective` each, in the order in which they were issued.
+        collectives: a `Collective` for each, in the order of issue.
 
     Example:
         >>> from hyper_parallel import CommTrace
@@ -62,28 +63,28 @@ class CommTrace:
         self._stack.close()
 
     def rows(self) -> list[dict[str, Any]]:
-        """See `collective_rows`: equal ones are one row, with their number."""
+        """Return the collectives as rows of `collective_rows`: equal ones form one row, with their count."""
         return collective_rows(self.collectives)
 
     def table(self) -> str:
-        """The rows for a terminal."""
+        """Return the rows as a table for a terminal."""
         return collective_table(self.rows())
 
     def as_dict(self) -> dict[str, Any]:
-        """The data for JSON: each collective, and the rows."""
+        """Return the data as JSON values: each collective, and the rows."""
         return {"collectives": [c.as_dict() for c in self.collectives], "rows": self.rows()}
 
     def to_json(self) -> str:
-        """`as_dict` as JSON."""
+        """Return `as_dict` as JSON text."""
         return json.dumps(self.as_dict(), indent=2)
 
     def save_chrome_trace(self, path: str | Path, rank: int | None = None) -> None:
-        """Write a trace that ``chrome://tracing``, Perfetto and TensorBoard show: a process for each rank, and a thread
-        for each mesh dimension.
+        """Write a trace file for ``chrome://tracing``, Perfetto and TensorBoard. It has a process for each rank, and a
+        thread for each mesh dimension.
 
         Args:
-            path: of the file; each rank writes its own.
-            rank: the name of the process; None is this rank, and 0 before there are groups.
+            path: path of the file; each rank writes its own file.
+            rank: number of the process in the trace; None is this rank, or 0 without process groups.
         """
         platform = get_platform()
         name = rank
@@ -131,7 +132,7 @@ class CommTrace:
 
 
 def collective_table(rows: list[dict[str, Any]]) -> str:
-    """Rows of `collective_rows` for a terminal."""
+    """Return rows of `collective_rows` as a table for a terminal."""
     timed = any(row["seconds"] is not None for row in rows)
     head = ("module", "direction", "collective", "over", "count", "bytes", "sent", *(("time",) if timed else ()))
     cells = [

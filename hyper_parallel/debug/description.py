@@ -1,4 +1,4 @@
-"""`describe`: which style each module of a model has, how its parameters lie, how many bytes this rank holds."""
+"""`describe`: the style of each module of a model, the placements of its parameters, and the bytes on this rank."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class TensorDescription:
     """A parameter or a buffer.
 
     Attributes:
-        name: in its module.
+        name: name in its module.
         kind: ``"parameter"`` or ``"buffer"``.
-        shape, local_shape: global, and of this rank's part.
-        dtype: ``"float32"`` for example.
-        placements: one for each mesh dimension; empty for a plain tensor, which every rank has whole.
+        shape, local_shape: global shape, and shape of the local tensor.
+        dtype: dtype, for example ``"float32"``.
+        placements: one for each mesh dimension; empty for a plain tensor, which is replicated.
         mesh_dims: names of the mesh dimensions, or their numbers.
-        bytes, local_bytes: of the whole, and of this rank's part. 0 for one that another module has shown already.
+        bytes, local_bytes: bytes of the full tensor, and of the local one. 0 for a tensor that another module has
+            listed already.
         trained: whether it requires a gradient.
-        shared: whether another module has shown it already.
+        shared: whether another module has listed it already.
     """
 
     name: str
@@ -45,7 +46,7 @@ class TensorDescription:
 
     @property
     def text(self) -> str:
-        """``"weight (8, 4) -> (4, 4) float32, Shard(0) on tp"``."""
+        """Return the description, for example ``"weight (8, 4) -> (4, 4) float32, Shard(0) on tp"``."""
         local = f" -> {self.local_shape}" if self.local_shape != self.shape else ""
         where = placements_text(self.placements, self.mesh_dims)
         return f"{self.name} {self.shape}{local} {self.dtype}{', ' + where if where else ''}"
@@ -56,9 +57,9 @@ class ModuleDescription:
     """A module.
 
     Attributes:
-        path: in the model; empty for the model itself.
-        kind: its class.
-        styles: those that were applied to it, as text.
+        path: path in the model; empty for the model itself.
+        kind: class of the module.
+        styles: styles that were applied to it, as text.
         tensors: parameters and buffers that the module itself holds.
     """
 
@@ -69,12 +70,12 @@ class ModuleDescription:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of the module's own tensors on this rank, without submodules."""
+        """Return the local bytes of the module's own tensors, without submodules."""
         return sum(x.local_bytes for x in self.tensors)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the module's own tensors on the single device, without submodules."""
+        """Return the global bytes of the module's own tensors, without submodules."""
         return sum(x.bytes for x in self.tensors)
 
 
@@ -90,16 +91,16 @@ class Description:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of all parameters and buffers on this rank."""
+        """Return the local bytes of all parameters and buffers."""
         return sum(module.local_bytes for module in self.modules)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all parameters and buffers on the single device."""
+        """Return the global bytes of all parameters and buffers."""
         return sum(module.bytes for module in self.modules)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields as values that JSON has."""
+        """Return all fields as JSON values."""
         return {"modules": [asdict(m) for m in self.modules], "bytes": self.bytes, "local_bytes": self.local_bytes}
 
     def __str__(self) -> str:
@@ -112,7 +113,7 @@ class Description:
                 sizes = ("shared", "") if x.shared else (format_bytes(x.local_bytes), format_bytes(x.bytes))
                 rows.append((f"    {x.text}", *sizes))
         rows.append(("all", format_bytes(self.local_bytes), format_bytes(self.bytes)))
-        # The names of modules may be as long as they like.
+        # Names of modules can have any length.
         width = max(len(text) for text, size, _ in rows if size)
         return "\n".join(
             text if not size else f"{text:<{width}}  {size:>10}  {whole:>10}".rstrip()
@@ -123,7 +124,7 @@ class Description:
 
 
 def describe(model: Any) -> Description:
-    """Modules, styles, placements, local and global bytes of a model, parallelised or not. Communicates nothing.
+    """Return modules, styles, placements, local and global bytes of a model, parallelised or not. Communicates nothing.
 
     Args:
         model: module of the selected platform.
@@ -151,7 +152,7 @@ def describe(model: Any) -> Description:
 
 
 def describe_on(model: Any, platform: Platform) -> Description:
-    """`describe` of a model on another platform than the selected one."""
+    """Return `describe` of a model on a platform that need not be the selected one."""
     return Description(list(_modules(model, platform)))
 
 
@@ -194,6 +195,6 @@ def _describe_tensor(kind: str, name: str, x: Any, shared: bool, platform: Platf
 
 
 def placements_text(placements: tuple[str, ...], mesh_dims: tuple[str, ...]) -> str:
-    """``"Shard(0) on tp"``; nothing for a plain tensor."""
+    """Return placements as text, for example ``"Shard(0) on tp"``; empty for a plain tensor."""
     named = [f"{placement.replace('dim=', '')} on {dim}" for placement, dim in zip(placements, mesh_dims, strict=True)]
     return ", ".join(named)

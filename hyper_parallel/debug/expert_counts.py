@@ -1,4 +1,4 @@
-"""`ExpertCounts`: how many tokens each rank has sent to each expert."""
+"""`ExpertCounts`: the number of tokens that each rank has sent to each expert."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BAR = 24
 
 
 class ExpertCounts:
-    """Context manager that counts the tokens which modules under `ExpertParallel` send from each rank to each expert.
+    """Context manager that counts the tokens that modules under `ExpertParallel` send from each rank to each expert.
 
-    Ranks exchange these numbers in each call anyway, so nothing more is sent. Each rank has the numbers of all ranks of
-    the mesh of the style. A forward that is computed again in backward does not count.
+    Ranks exchange these numbers in each call anyway, so there is no further communication. Each rank has the numbers of
+    all ranks of the style's mesh. A forward that backward recomputes is not counted.
 
     Attributes:
         counts: path of a module -> array (ranks, experts), the sum of all its calls.
@@ -59,15 +59,15 @@ class ExpertCounts:
         self.calls[path] = self.calls.get(path, 0) + 1
 
     def imbalance(self) -> dict[str, float]:
-        """The largest number of tokens of an expert, as a multiple of the mean, for each module. It is 0 without a
-        token."""
+        """Return, for each module, the largest number of tokens of an expert as a multiple of the mean. It is 0 without
+        tokens."""
         return {
             path: float(counts.sum(0).max() * counts.shape[1] / max(counts.sum(), 1))
             for path, counts in self.counts.items()
         }
 
     def __str__(self) -> str:
-        """A table for each module, with a bar for each expert."""
+        """Return a table for each module, with a bar for each expert."""
         texts, imbalance = [], self.imbalance()
         for path, counts in self.counts.items():
             totals = counts.sum(0)

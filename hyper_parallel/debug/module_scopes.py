@@ -1,4 +1,4 @@
-"""Tracker of the running module of a model, for as long as a caller asks for it."""
+"""Tracker of the running module of a model, while a caller asks for it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ __all__ = ["ModuleScopes"]
 
 
 class ModuleScopes:
-    """Context manager: inside, events have the path of the innermost module of ``model`` that runs, whether a plan
-    names it or not. Its hooks are taken away at the end.
+    """Context manager in which events have the path of the innermost running module of ``model``. The module need not
+    be in a plan. The hooks are removed at the end.
 
     Args:
-        model: of the platform.
+        model: model of the platform.
         platform: the platform.
-        tell: ``tell(path, args, output)`` is called after each forward.
-        around: ``around(path)`` is called before each forward, and its result after it, if that is not None.
+        tell: function that is called as ``tell(path, args, output)`` after each forward.
+        around: function that is called as ``around(path)`` before each forward. Its result is called after the forward,
+            unless it is None.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class ModuleScopes:
     ) -> None:
         self._model, self._platform, self._tell, self._around = model, platform, tell, around
         self._handles: list[Any] = []
-        #: For each module that runs: the path outside of it, and the function to call at its end.
+        #: For each running module: the path of the enclosing module, and the function to call at its end.
         self._outside: list[tuple[str, Callable[[], None] | None]] = []
 
     def __enter__(self) -> ModuleScopes:
@@ -64,7 +65,7 @@ class ModuleScopes:
 
     def _closing(self, name: str, path: str) -> Callable[..., None]:
         def hook(module: Any, args: Any, output: Any) -> None:
-            # An exception may have left the hooks of modules inside uncalled.
+            # An exception may have skipped the hooks of nested modules.
             while self._outside and current_module() != name:
                 self._leave()
             if self._outside:

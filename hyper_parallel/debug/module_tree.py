@@ -1,4 +1,4 @@
-"""Tree of the modules that a program runs, and the one that is running in forward or backward."""
+"""Tree of the modules that a program runs, and the module that is running now in forward or backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hyper_parallel.platform import Platform
 
 __all__ = ["GLOBAL", "ModuleTree", "SeenModule"]
 
-#: The scope outside of all modules, which holds all of them.
+#: The scope outside of all modules, which is the parent of all.
 GLOBAL = "Global"
 
 
@@ -19,10 +19,10 @@ class SeenModule:
 
     Attributes:
         name: class of the outermost module that was called, and the path from there: ``"Mlp.up"``.
-        kind: its class.
-        parents: names of the modules inside of which it was called first, `GLOBAL` before all.
-        children: names of those that were called inside of it first, in order.
-        parameters: those that it holds itself, by name.
+        kind: class of the module.
+        parents: names of the enclosing modules at its first call, from `GLOBAL` inwards.
+        children: names of the modules that were first called inside it, in order.
+        parameters: parameters that it holds itself, by name.
     """
 
     def __init__(self, name: str, kind: str, parents: tuple[str, ...]) -> None:
@@ -32,10 +32,10 @@ class SeenModule:
 
 
 class ModuleTree:
-    """`platform.contract.observation.Observer`: keeps reported modules, and passes collectives on.
+    """Implementation of `Observer` that stores the called modules, and forwards collectives to a function.
 
     Attributes:
-        modules: those that were called, by name, in the order of their first calls; `GLOBAL` is one of them.
+        modules: called modules by name, in the order of their first calls; `GLOBAL` is included.
     """
 
     def __init__(self, platform: Platform, collective: Callable[[str, list[Any]], None]) -> None:
@@ -46,17 +46,18 @@ class ModuleTree:
         self.modules: dict[str, SeenModule] = {GLOBAL: SeenModule(GLOBAL, "", ())}
 
     def current(self, direction: str) -> str:
-        """The module whose forward is running, or, in backward outside of one, the one that backward has come to."""
+        """Return the module whose forward is running. In backward outside of a forward, return the module that backward
+        has reached."""
         if direction == "backward" and len(self._running) == 1:
             return self._backward
         return self._running[-1]
 
     def with_parents(self, name: str) -> tuple[str, ...]:
-        """A module and those around it."""
+        """Return the names of the enclosing modules and the module itself."""
         return (*self.modules[name].parents, name)
 
     def before_module(self, module: Any) -> None:
-        """See `Observer`."""
+        """Enter a module before its forward. Implements `Observer.before_module`."""
         name = self._name_of(module)
         if name not in self.modules:
             parents = tuple(dict.fromkeys(self._running))
@@ -66,16 +67,16 @@ class ModuleTree:
         self._running.append(name)
 
     def after_module(self, module: Any) -> None:
-        """See `Observer`."""
+        """Leave a module after its forward. Implements `Observer.after_module`."""
         if len(self._running) > 1:
             self._running.pop()
 
     def backward_of(self, module: Any) -> None:
-        """See `Observer`."""
+        """Record that backward has reached a module. Implements `Observer.backward_of`."""
         self._backward = self._name_of(module)
 
     def backward_before(self, module: Any) -> None:
-        """See `Observer`."""
+        """Record that backward has left a module. Implements `Observer.backward_before`."""
         seen = self.modules.get(self._name_of(module))
         self._backward = seen.parents[-1] if seen is not None and seen.parents else GLOBAL
 

@@ -1,4 +1,4 @@
-"""`visualize_plan`: a model's modules and how each parameter is cut, in the terminal or as SVG."""
+"""`visualize_plan`: a model's modules and the sharding of each parameter, in the terminal or as SVG."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hyper_parallel.debug.text import format_bytes
 
 __all__ = ["plan_picture", "visualize_plan"]
 
-#: Of the rectangle that stands for a tensor, at most.
+#: Maximum side of the rectangle of a tensor.
 _SIDE = 120.0
 
 
 def visualize_plan(model: Any, *, path: str | None = None) -> str:
-    """Show how a model lies on its mesh: each module with its style, each parameter with its cuts. In the terminal a
-    tensor cut along dimension 0 is drawn ``=``, and along dimension 1 ``|||``. A tensor that every rank has whole is
+    """Show how a model is placed on its mesh: each module with its style, each parameter with its sharding. In the
+    terminal a tensor sharded along dimension 0 is drawn ``=``, and along dimension 1 ``|||``. A replicated tensor is
     ``[]``.
 
     Args:
         model: module of the selected platform.
-        path: of an SVG file to write as well.
+        path: path of an SVG file to write as well.
 
     Returns:
         The text; ``print`` shows it.
@@ -46,7 +46,7 @@ def visualize_plan(model: Any, *, path: str | None = None) -> str:
 
 
 def _cut_dims(x: TensorDescription) -> dict[int, list[str]]:
-    """Tensor dimension that is cut -> the mesh dimensions that do so."""
+    """Return sharded tensor dimension -> the mesh dimensions that shard it."""
     found: dict[int, list[str]] = {}
     for placement, mesh_dim in zip(x.placements, x.mesh_dims, strict=True):
         kind, _, rest = placement.partition("(")
@@ -72,7 +72,8 @@ def _lines(description: Description) -> list[str]:
 
 
 def plan_picture(description: Description) -> str:
-    """The plan as SVG: a rectangle for each parameter, in proportion, with the cuts and the part of this rank."""
+    """Return the plan as SVG: a rectangle for each parameter, in proportion, with its shards. The local shard is
+    coloured."""
     picture = Svg()
     y = 28.0
     picture.text(12, y, "how the parameters lie; coloured: this rank's part", bold=True)
@@ -92,7 +93,7 @@ def plan_picture(description: Description) -> str:
 
 
 def _draw(picture: Svg, x: TensorDescription, y: float, colour: str, largest: int) -> float:
-    """Draw one tensor; returns where it ends."""
+    """Draw one tensor; return the y coordinate of its end."""
     rows, columns = (*x.shape, 1, 1)[:2] if len(x.shape) > 1 else ((*x.shape, 1)[0], 1)
     local = (*x.local_shape, 1, 1)[:2] if len(x.local_shape) > 1 else ((*x.local_shape, 1)[0], 1)
     height, width = (max(10.0, _SIDE * size / largest) for size in (rows, columns))

@@ -1,4 +1,4 @@
-"""`ProfilerRanges`: modules and collectives by name in the framework's profiler."""
+"""`ProfilerRanges`: named ranges of modules and collectives in the framework's profiler."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["ProfilerRanges"]
 
 
 class ProfilerRanges:
-    """Context manager that shows each collective of this library as a range. It is for the framework's profiler, and
-    that of the device. A range is called ``"all_reduce over tp, layers.0.attention.wo, forward"``, for example.
+    """Context manager that shows each collective of this library as a range in the profilers of framework and device. A
+    range is named, for example, ``"all_reduce over tp, layers.0.attention.wo, forward"``.
 
-    On torch these are ranges of ``torch.profiler``, on GPUs of NVTX too (Nsight), and on NPUs of MSTX (msprof). On
-    MindSpore they are ranges of MSTX, so on Ascend alone. The range of a collective that overlaps with computing lasts
-    until the wait for it. A program that cannot be changed gets those of collectives by ``HYPER_PARALLEL_LOG=ranges``.
-    Without either, nothing is done and nothing is paid.
+    On torch these are ranges of ``torch.profiler``, on GPUs also of NVTX (Nsight), and on NPUs of MSTX (msprof). On
+    MindSpore they are ranges of MSTX, so only on Ascend. A collective that overlaps with computation has a range until
+    the wait for it. ``HYPER_PARALLEL_LOG=ranges`` gives ranges of collectives to a program that cannot be changed.
+    Without either, nothing is done and there is no cost.
 
     Args:
-        model: the model that runs. Its modules are ranges too then, of their forwards, and collectives have the path of
-            the innermost module. Without it, only modules with a style are known.
+        model: the model that runs. Then forwards of its modules are ranges too, and collectives have the path of the
+            innermost module. Without it, only modules with a style are known.
 
     Example:
         >>> import torch

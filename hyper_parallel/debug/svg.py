@@ -7,22 +7,22 @@ from html import escape
 
 __all__ = ["COLOURS", "Svg", "svg_of_lines"]
 
-#: Readable on white and next to each other, also for the colour-blind (Okabe and Ito 2008, lightened).
+#: Colours that are readable on white and distinguishable, also for the colour-blind (Okabe and Ito 2008, lightened).
 COLOURS = ("#9ecae9", "#f6c177", "#a3d9b1", "#f4a6a0", "#cdb7e9", "#f2e08a", "#b8c4ce", "#e5b8d0")
 _FONT = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, monospace' font-size='12'"
-#: Of a character of that font.
+#: Width and height of a character of that font.
 WIDTH, HEIGHT = 7.3, 18
 
 
 class Svg:
-    """A picture that grows with its contents."""
+    """An SVG picture that grows with its contents."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
         self.width = self.height = 0.0
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, label: str = "") -> None:
-        """A rectangle with a label in its middle."""
+        """Draw a rectangle with a label in its middle."""
         self._parts.append(
             f"<rect x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{fill}' stroke='#555' "
             "stroke-width='0.7'/>"
@@ -35,7 +35,7 @@ class Svg:
             )
 
     def grid(self, x: float, y: float, width: float, height: float, side: float) -> None:
-        """Thin lines that part a rectangle into squares."""
+        """Draw thin lines that divide a rectangle into squares."""
         steps = [(x + i * side, y, x + i * side, y + height) for i in range(1, round(width / side))]
         steps += [(x, y + i * side, x + width, y + i * side) for i in range(1, round(height / side))]
         for x1, y1, x2, y2 in steps:
@@ -51,7 +51,7 @@ class Svg:
         self._grow(max(x1, x2), max(y1, y2))
 
     def text(self, x: float, y: float, text: str, *, bold: bool = False, colour: str = "#222") -> None:
-        """A line of text; ``y`` is its foot."""
+        """Draw a line of text; ``y`` is its baseline."""
         weight = " font-weight='bold'" if bold else ""
         self._parts.append(
             f"<text x='{x:.1f}' y='{y:.1f}' fill='{colour}' xml:space='preserve'{weight} {_FONT}>{escape(text)}</text>"
@@ -70,7 +70,7 @@ class Svg:
 
 
 def svg_of_lines(lines: Sequence[str]) -> str:
-    """Lines of text as a picture. Those that begin with ``#`` are bold, without it."""
+    """Return lines of text as a picture. Lines that start with ``#`` are bold, without the ``#``."""
     picture = Svg()
     for i, line in enumerate(lines):
         bold = line.startswith("#")

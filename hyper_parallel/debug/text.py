@@ -10,14 +10,14 @@ __all__ = ["TERMINAL", "fold_lines", "format_bytes", "format_seconds", "format_t
 
 #: Columns of a terminal of the default width.
 TERMINAL = 80
-#: The least to which a column is folded.
+#: Minimum width to which a column is folded.
 _NARROW = 16
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(size: float) -> str:
-    """Bytes with the unit in which they are a short number.
+    """Return bytes as text, in the unit that gives a short number.
 
     Example:
         >>> format_bytes(0), format_bytes(1536), format_bytes(3 * 2**30)
@@ -30,7 +30,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Seconds with the unit in which they are a short number; a dash for None.
+    """Return seconds as text, in the unit that gives a short number; a dash for None.
 
     Example:
         >>> format_seconds(0.00025), format_seconds(1.5), format_seconds(None)
@@ -47,14 +47,15 @@ def format_seconds(seconds: float | None) -> str:
 def format_table(
     head: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = (), width: int | None = None
 ) -> str:
-    """Columns as wide as their widest cell; those of the indices ``right`` end at one place.
+    """Return a table whose columns have the width of their widest cell. Columns with the indices ``right`` are
+    right-aligned.
 
     Args:
         head: names of the columns.
         rows: cells.
-        right: indices of columns.
-        width: of a line. Where that is not enough, the widest of the other columns is folded between words, and after
-            it the next.
+        right: indices of the right-aligned columns.
+        width: maximum width of a line. If a line is longer, the widest of the left-aligned columns is folded between
+            words, and then the next widest.
 
     Example:
         >>> print(format_table(("module", "bytes"), [("up", 12), ("down", 4)], right=[1]))
@@ -82,15 +83,15 @@ def format_table(
 
 
 def _folded(cell: str, width: int, indent: str = "") -> list[str]:
-    """The lines of a cell, as it is where it fits; ``indent`` is put before all but the first."""
+    """Return the lines of a cell, folded if it is too wide. All lines but the first start with ``indent``."""
     if len(cell) <= width:
         return [cell]
     return textwrap.wrap(cell, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def fold_lines(text: str, width: int) -> str:
-    """Fold the lines of ``text`` that are longer than ``width`` between words. The continuation is indented further
-    than all lines below the folded one. A word that is longer stays whole.
+    """Return ``text`` with lines longer than ``width`` folded between words. Continuation lines are indented by eight
+    more columns than their line. A word longer than ``width`` is not divided.
 
     Example:
         >>> print(fold_lines("weight (8, 4) -> (4, 4), Shard(0) on tp", 32))

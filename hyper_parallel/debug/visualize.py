@@ -1,4 +1,4 @@
-"""Showing which rank holds which part of a tensor. Mirrors ``torch.distributed.tensor.debug.visualize_sharding``."""
+"""Display of the shard of a tensor on each rank. Mirrors ``torch.distributed.tensor.debug.visualize_sharding``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def visualize_sharding(dtensor: Any, header: str = "", use_rich: bool = False, *
     """Print which ranks hold which rows and columns, on the first rank of the mesh.
 
     Args:
-        dtensor: `DTensor` of one or two dimensions. Nothing is printed of one without elements.
-        header: a line printed before.
-        use_rich: taken because torch has it, and not read: the table is plain text, and needs no other package.
-        path: of an SVG file to write as well, on the first rank too.
+        dtensor: `DTensor` of one or two dimensions. Nothing is printed for an empty one.
+        header: a line to print before the table.
+        use_rich: ignored. Torch has this argument, but here the table is plain text and needs no other package.
+        path: path of an SVG file that the first rank writes as well.
 
     Raises:
-        TypeError: when ``dtensor`` is none.
-        ValueError: when it has no dimensions or more than two.
+        TypeError: if ``dtensor`` is no DTensor.
+        ValueError: if it has no dimensions or more than two.
 
     Example:
         >>> from hyper_parallel import Shard, init_device_mesh, zeros
@@ -51,7 +51,7 @@ def visualize_sharding(dtensor: Any, header: str = "", use_rich: bool = False, *
 
 
 def _held(layout: Layout) -> dict[tuple[tuple[int, int], tuple[int, int]], list[int]]:
-    """(first and last row, first and last column) -> the ranks that hold these elements."""
+    """Return (first and last row, first and last column) -> the ranks that hold these elements."""
     cells: dict[tuple[tuple[int, int], tuple[int, int]], list[int]] = {}
     for place, rank in np.ndenumerate(layout.mesh.ranks):
         for rectangle in held_rectangles(layout, place):
@@ -62,7 +62,7 @@ def _held(layout: Layout) -> dict[tuple[tuple[int, int], tuple[int, int]], list[
 
 
 def sharding_picture(layout: Layout, header: str = "") -> str:
-    """Draw the picture of `visualize_sharding`: a rectangle for each part, with the ranks that hold it.
+    """Return the picture of `visualize_sharding`: a rectangle for each shard, with the ranks that hold it.
 
     Lines separate the elements of a small tensor.
     """
@@ -76,7 +76,7 @@ def sharding_picture(layout: Layout, header: str = "") -> str:
     for ((top_row, bottom_row), (first, last)), ranks in sorted(cells.items()):
         left, width = 12 + first * side, (last - first + 1) * side
         y, height = top + top_row * side, (bottom_row - top_row + 1) * side
-        # A part that every rank has is grey: there is nothing to tell apart.
+        # A tensor that every rank holds is grey, because there are no shards to distinguish.
         colour = "#e8e8e8" if len(ranks) == layout.mesh.size() > 1 else COLOURS[min(ranks) % len(COLOURS)]
         picture.box(left, y, width, height, colour, ", ".join(map(str, sorted(ranks))))
         if side >= 12:
@@ -87,7 +87,7 @@ def sharding_picture(layout: Layout, header: str = "") -> str:
 
 
 def sharding_table(layout: Layout) -> str:
-    """The table of `visualize_sharding`: a row and a column for each range of indices that some rank holds alone."""
+    """Return the table of `visualize_sharding`: a row and a column for each range of indices of the shards."""
     cells = _held(layout)
     all_rows, all_columns = (sorted({cell[i] for cell in cells}) for i in (0, 1))
     kind = layout.mesh.device_type

@@ -1,11 +1,11 @@
-"""Agreement of ranks on the order of units, so that a collective belongs to the same unit on all ranks.
+"""Agreement of ranks on the order of units, so that each collective belongs to the same unit on all ranks.
 
-If ranks ran different units, an all-gather of one unit would meet that of another, and mix up their parameters. So
+If ranks ran different units, an all-gather of one unit would meet the all-gather of another, and mix up parameters. So
 ranks compare the next event the first time that it follows a given history. Histories that all ranks have agreed on are
-kept as a tree. Where one event alone has ever followed, a rank that repeats it compares nothing. Where several have
-followed, ranks compare each time. A rank with a new event does not know whether the others have it too. They may wait
-for the usual event in a collective already. So the rank asks at the store where ranks have met. Inside `check_ranks`
-ranks always compare.
+stored as a tree. If a history was always followed by one event, a rank that repeats the event compares nothing. If
+several events have followed it, ranks compare each time. A rank with a new event does not know whether the other ranks
+have it too. The others may be waiting in a collective of the usual event already. So the rank asks the rendezvous store
+of the process group. Inside `check_ranks` ranks always compare.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ _REMEDY = (
     "all ranks run the units of fully_shard in the same order. Where a rank chooses what to run, as experts by its own "
     "tokens, make one unit of the module that holds all of them, or call each of them on every rank, also with no rows"
 )
-#: id of a unit's module -> weak reference to it, which detects a reused id, and its path in the model.
+#: id of a unit's module -> weak reference to the module, which detects a reused id, and the module's path in the model.
 Paths = Mapping[int, tuple[weakref.ref, str]]
 
-#: Ranks -> numbers of their next questions: texts stay at the store, and meshes may have the same ranks.
+#: Ranks -> numbers of their next questions, because texts remain in the store, and several meshes may have the same
+#: ranks.
 _QUESTIONS: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
-#: Most events that an `Agreement` keeps. With one more it begins anew.
+#: Maximum number of events that an `Agreement` stores. Beyond it, the agreement starts again with no history.
 _MOST = 1 << 14
 
 
 class Event:
-    """An event of a unit that ranks compare, such as a gather. Ranks that do the same have the same text.
+    """An event of a unit that ranks compare, such as a gather. The text of an event is the same on all ranks.
 
     Args:
         kind: name of the event, for messages.
-        steps: the steps of its unit, which are not kept alive.
+        steps: the steps of the event's unit, which are not kept alive.
 
     Attributes:
-        trees: of a forward, by `Agreement`: its number of beginnings, the place of the first event within this forward,
-            and the place of the forward that follows.
+        trees: set for the event of a forward, by `Agreement`: the agreement's count of restarts, the place of the first
+            event within this forward, and the place after this forward.
     """
 
     __slots__ = ("_kind", "_steps", "trees")
@@ -59,7 +60,7 @@ class Event:
         self.trees: dict[Agreement, tuple[int, _Place, _Place]] = {}
 
     def text(self, paths: Paths) -> str:
-        """Return the event in words, with the paths of modules from ``paths``."""
+        """Return a description of the event, with the paths of modules from ``paths``."""
         steps = self._steps()
         return f"the {self._kind} of {'a unit that is gone' if steps is None else steps.unit_in_words(paths)}"
 
@@ -68,11 +69,11 @@ class Steps:
     """The events of one unit that ranks compare.
 
     Args:
-        mesh: of data parallelism.
+        mesh: data-parallel mesh.
         modules: the modules of the unit, which are not kept alive.
 
     Attributes:
-        forward, end, end_of_backward: events of a unit that is outermost.
+        forward, end, end_of_backward: events that only an outermost unit has.
     """
 
     def __init__(self, mesh: DeviceMesh, modules: Sequence[Any]) -> None:
@@ -85,25 +86,25 @@ class Steps:
         self._reduces = [x for x in reversed(of_dims) if x is not None]
 
     def gather(self) -> None:
-        """Have ranks agree, before the parameters of the unit are gathered; see `Agreement.comes`."""
+        """Make ranks agree that the parameters of the unit are gathered next. `Agreement.comes` compares."""
         for agreement in self._gathers:
             agreement.comes(self._gather)
 
     def outside(self) -> None:
-        """Forget the forward that began last, when the unit is gathered by hand outside of any forward.
+        """Forget the forward that started last, when the unit is gathered by hand outside of any forward.
 
-        The model of that forward may be gone on some ranks, so ranks must not compare it.
+        The model of that forward may have been deleted on some ranks, so ranks must not compare it.
         """
         for agreement in self._reduces:
             agreement.forward = None
 
     def reduce(self) -> None:
-        """Have ranks agree, before gradients of the unit are reduced or accumulated."""
+        """Make ranks agree that gradients of the unit are reduced or accumulated next."""
         for agreement in self._reduces:
             agreement.comes(self._reduction)
 
     def unit_in_words(self, paths: Paths) -> str:
-        """Return the unit as messages name it; ``paths`` as for `Event.text`."""
+        """Return the name of the unit in messages; ``paths`` as for `Event.text`."""
         found = []
         for module in (ref() for ref in self._modules):
             known = paths.get(id(module))
@@ -113,7 +114,7 @@ class Steps:
 
 
 class _Place:
-    """The events that have followed one history: mostly one event, which leads to one place."""
+    """A node in the tree of histories: the events that have followed, each with its next node. Mostly there is one."""
 
     __slots__ = ("event", "next", "others")
 
@@ -123,7 +124,7 @@ class _Place:
         self.others: dict[Event, _Place] = {}
 
     def lead(self, event: Event) -> tuple[_Place, bool]:
-        """Return the place that an event leads to, and whether the event is new here."""
+        """Return the place that follows an event, and whether the event is new here."""
         found = self.next if self.event is event else self.others.get(event)
         if found is not None:
             return found, False
@@ -136,15 +137,15 @@ class _Place:
 
 
 class Agreement:
-    """A record of the units that ran, which is the same on all ranks of one mesh dimension.
+    """A record of the events of units, which is the same on all ranks of one mesh dimension.
 
     Args:
-        mesh: of data parallelism.
-        mesh_dim: the dimension.
+        mesh: data-parallel mesh.
+        mesh_dim: the mesh dimension.
 
     Attributes:
-        forward: event of the outermost unit's forward that began last, until something communicates in it.
-        paths: paths of the units' modules in the model that runs, by the ids of the modules.
+        forward: event of the outermost unit's forward that started last, until a collective runs in it; then None.
+        paths: paths of the units' modules in the running model, by the ids of the modules.
     """
 
     def __init__(self, mesh: DeviceMesh, mesh_dim: int) -> None:
@@ -157,10 +158,10 @@ class Agreement:
         self._after, self._at = _Place(), _Place()
 
     def comes(self, event: Event) -> None:
-        """Have all ranks agree that ``event`` comes next.
+        """Make all ranks agree that ``event`` comes next.
 
         Raises:
-            RankMismatchError: on all ranks, where they do not agree.
+            RankMismatchError: on all ranks, if they do not agree.
         """
         if self.forward is not None:
             forward, self.forward = self.forward, None
@@ -172,12 +173,12 @@ class Agreement:
         self._at = self._compare(self._at, event)
 
     def begin_anew(self) -> None:
-        """Forget all that ranks have agreed on, for example after an error. All ranks call it."""
+        """Forget the whole history, for example after an error. All ranks call it."""
         self._size, self._beginnings, self.forward = 0, self._beginnings + 1, None
         self._after, self._at = _Place(), _Place()
 
     def _compare(self, at: _Place, event: Event) -> Any:
-        """Have all ranks agree on ``event``, and return the place it leads to."""
+        """Make all ranks agree on ``event``, and return the place that follows it."""
         if at.event is event and not at.others and not CHECKS:
             return at.next
         try:
@@ -191,12 +192,12 @@ class Agreement:
             raise
         found, is_new = at.lead(event)
         self._size += is_new
-        if self._size > _MOST:  # on all ranks at once
+        if self._size > _MOST:  # on all ranks at the same event
             self.begin_anew()
         return found
 
     def _ask(self, event: Event, usual: Event) -> None:
-        """Find out at the store whether all ranks do ``event`` in place of ``usual``, the only one here so far."""
+        """Ask the store whether all ranks do ``event`` in place of ``usual``, the only event here so far."""
         place, mine = f"units/{'_'.join(map(str, self._ranks))}/{next(_QUESTIONS[self._ranks])}", event.text(self.paths)
         found = self._platform.exchange_texts(self._ranks, place, mine)
         if found is None or (len(found) == len(self._ranks) and set(found.values()) == {mine}):
@@ -219,13 +220,13 @@ _AGREEMENTS: Table = Table(lambda key: Agreement(*key), 1 << 12, "agreements of 
 
 
 def agreement_of(mesh: DeviceMesh, mesh_dim: int) -> Agreement | None:
-    """Return the `Agreement` of all units along a mesh dimension; None where a rank is alone."""
+    """Return the `Agreement` of all units along a mesh dimension; None for a dimension of one rank."""
     found: Agreement | None = _AGREEMENTS[mesh, mesh_dim] if mesh.shape[mesh_dim] > 1 else None
     return found
 
 
 def agreements_below(module: Any, platform: Any) -> tuple[Paths, list[Agreement]]:
-    """Return the paths of the units' modules at and below ``module``, by their ids, and the units' agreements."""
+    """Return paths of the units' modules at and below ``module``, by the ids of modules, and the units' agreements."""
     below = [(m, path, getattr(m, UNIT, None)) for path, m in platform.named_modules(module)]
     paths = {id(m): (weakref.ref(m), path) for m, path, plan in below if plan is not None}
     meshes = dict.fromkeys(plan.mesh for _, _, plan in below if plan is not None)

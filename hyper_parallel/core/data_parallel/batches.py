@@ -1,9 +1,9 @@
-"""Distributed batches: DTensors that data-parallel ranks share, instead of a plain tensor on each rank.
+"""Distributed batches: DTensors that data-parallel ranks share, in place of one plain tensor per rank.
 
-All ranks then have one loss, and gradients are sums. Whole parameters are replicated DTensors, and are read in two
-ways. Operations on a shard of the batch read the partial-gradient view, whose cotangents are summands. The
-reduce-scatter of the unit adds them up, so this view is the gathered parameter itself. Operations that all ranks repeat
-on the same values have a whole cotangent on each rank. Only one rank's counts.
+All ranks then have one loss, and gradients are summed. Unsharded parameters are replicated DTensors, and are read in
+two ways. Operations on a shard of the batch read the partial-gradient view, whose cotangents are summands. The
+reduce-scatter of the unit adds these summands, so this view is the gathered parameter itself. Operations that all ranks
+repeat on the same values give the full cotangent on each rank. Only one rank's cotangent is counted.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMM
 __all__ = ["is_distributed", "placed_across", "mixed_batch", "summed_over", "whole_for_all"]
 
 
-#: (mesh of a DTensor, mesh of data parallelism) -> whether they have a dimension in common, or no root in common.
+#: (mesh of a DTensor, mesh of data parallelism) -> whether the two meshes share a dimension, or have different roots.
 _ACROSS: Table = Table(lambda key: not key[0].is_beside(key[1]), 1 << 10, "meshes beside data parallelism")
-#: (mesh of a DTensor, mesh of data parallelism) -> whether the first has all ranks of the second.
+#: (mesh of a DTensor, mesh of data parallelism) -> whether the first mesh contains all ranks of the second.
 _SPANS: Table = Table(lambda key: key[0].spans(key[1]), 1 << 10, "meshes with data parallelism")
 
 
 def placed_across(x: Any, mesh: DeviceMesh) -> bool:
-    """Return whether the ranks of the data-parallel ``mesh`` share the tensor, instead of having one each."""
+    """Return whether the ranks of the data-parallel ``mesh`` share the tensor, instead of holding independent
+    tensors."""
     return isinstance(x, DTensor) and bool(_ACROSS[x._layout.mesh, mesh])
 
 
 def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str) -> bool | None:
-    """Return whether the inputs of a module are a distributed batch; None where no input tells.
+    """Return whether the inputs of a module are a distributed batch; None if no input decides it.
 
-    DTensors on other dimensions of the mesh do not tell, and neither do tensors without dimensions.
+    DTensors on other dimensions of the mesh and 0-D tensors are ignored.
 
     Args:
-        tensors: all tensors that the module was called with.
-        mesh: of data parallelism.
-        what: the module and what was applied to it, for messages.
+        tensors: all tensor arguments of the module.
+        mesh: data-parallel mesh.
+        what: name of the module, and of the function that was applied to it, for messages.
 
     Raises:
-        ValueError: for both kinds at once, and for a DTensor on another mesh.
+        ValueError: for a mix of plain tensors and DTensors, and for a DTensor on another mesh.
     """
     shared: Any = None
     own: Any = None
@@ -79,10 +80,10 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str) -> bool 
 
 @contextmanager
 def summed_over(mesh: DeviceMesh | None, inner: Sequence[DeviceMesh]) -> Iterator[None]:
-    """Let modules that run in a block know that gradients of their parameters are summed.
+    """Set, for modules that run in a block, the mesh over which gradients of their parameters are summed.
 
     Args:
-        mesh: over which they are, of a distributed batch; None where they are not summed.
+        mesh: data-parallel mesh of a distributed batch; None if gradients are not summed.
         inner: meshes on which tensor-parallel styles have placed parameters.
     """
     summed, drawn = SUMMED_OVER.set(mesh), BESIDE.set(tuple(inner)) if inner else None
@@ -95,7 +96,7 @@ def summed_over(mesh: DeviceMesh | None, inner: Sequence[DeviceMesh]) -> Iterato
 
 
 def mixed_batch(what: str, distributed: bool) -> ValueError:
-    """Return the error for a unit whose batch is of another kind than that of the outermost unit."""
+    """Return the error for a unit whose batch is distributed while the outermost unit's batch is not, or vice versa."""
     given, others = ("DTensors", "plain tensors") if distributed else ("plain tensors", "DTensors")
     return ValueError(
         f"{what} was called with {given}, and the outermost module under fully_shard with {others}. With DTensors all "
@@ -104,11 +105,11 @@ def mixed_batch(what: str, distributed: bool) -> ValueError:
 
 
 def whole_for_all(x: Any, mesh: DeviceMesh) -> Any:
-    """Return a whole parameter as a DTensor that is replicated on the data-parallel ``mesh``.
+    """Return an unsharded parameter as a DTensor that is replicated on the data-parallel ``mesh``.
 
     Args:
         x: plain tensor, whose cotangents are summed over all ranks. Interception is off.
-        mesh: of one dimension or two.
+        mesh: 1-D or 2-D mesh.
     """
     platform = mesh.platform
     layout = get_layout(mesh, (Replicate(),) * mesh.ndim, tuple(platform.shape_of(x)))
@@ -124,7 +125,7 @@ def whole_for_all(x: Any, mesh: DeviceMesh) -> Any:
 
 
 def _counted_once(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int]) -> Any:
-    """Return a view whose cotangent is the same on all ranks of these dimensions, and counts on one of them."""
+    """Return a view whose cotangent is equal on all ranks of these mesh dimensions, and is counted on one."""
     for mesh_dim in mesh_dims:
         x = one_summand(mesh, mesh_dim).back(x)
     return x

@@ -1,4 +1,4 @@
-"""Calls of units, which the modules of a unit share."""
+"""One call of a unit of data parallelism, and its state that several modules of the unit share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _VERSION = attrgetter("_version")
 
 
 class RecordedCall:
-    """A call of a unit, as the autograd functions of its results know it. It lives as long as its graph.
+    """A call of a unit, as the autograd functions of its results see it. It lives as long as its autograd graph.
 
     Attributes:
-        anchors: tensors to which backward comes from any result: while the forward runs, one for each buffer.
-        returns: weak references to autograd contexts of the functions that return its results.
-        again: whether one of its backwards was recorded. Another one may then need the whole parameters before it
-            comes to the results.
+        anchors: tensors that backward reaches from any result, one for each buffer. They are set only while the forward
+            runs.
+        returns: weak references to the autograd contexts of the functions that return the call's results.
+        again: whether one of the call's backwards was recorded. Another backward may then need the unsharded parameters
+            before it reaches the results.
     """
 
     def __init__(self) -> None:
@@ -27,22 +28,22 @@ class RecordedCall:
         self.again = False
 
     def anchors_as(self, dtype: Any) -> Sequence[Any]:
-        """Return the anchors for results of ``dtype``, where they can be converted at no cost."""
+        """Return the anchors for results of ``dtype``, converted if conversion costs nothing."""
         return self.anchors
 
 
 class Call(RecordedCall):
-    """One call of a unit of `fully_shard`. Its anchors are whole parameters, where there are several ranks.
+    """One call of a unit of `fully_shard`. With several ranks, its anchors are unsharded parameters.
 
     Attributes:
         parameters: the shards.
         trained: for each buffer, the indices of its trained parameters.
-        recorded: whether a backward may come.
+        recorded: whether a backward may follow.
         within: the units whose forwards contain this call.
-        unsummed: parts of gradients that are still to be summed over tensor-parallel ranks; see `DTensor._collect`.
-        freed: whether its whole parameters were freed when it ended.
-        gives: weak references to autograd contexts of the functions that return its whole parameters.
-        reached: number of the last backward pass in which its parameters were made whole.
+        unsummed: summands of gradients that tensor-parallel ranks must still add up; set by `DTensor._collect`.
+        freed: whether its unsharded parameters were freed when it ended.
+        gives: weak references to the autograd contexts of the functions that return the unsharded parameters.
+        reached: number of the last backward pass that unsharded the parameters for this call.
     """
 
     def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
@@ -55,18 +56,18 @@ class Call(RecordedCall):
         self.reached = 0
 
     def comes_around(self, runs: Callable[[Any], bool]) -> bool:
-        """Return whether a backward pass reaches the parameters, but not through the results.
+        """Return whether a backward pass reaches the parameters, but bypasses the results.
 
         Args:
-            runs: tells whether the pass runs the function of a context; see `Platform.before_backward`.
+            runs: returns whether the pass runs the function of an autograd context; see `Platform.before_backward`.
         """
-        # Usually it passes the results, and the first check decides alone.
+        # A usual backward reaches the results, and the first check alone decides.
         return not _any(self.returns, runs) and _any(self.gives, runs)
 
     def check_whole(self, what: str) -> None:
-        """Raise RuntimeError, in a backward that bypassed the results, if whole parameters were freed or written to.
+        """Raise RuntimeError if unsharded parameters were freed or written to, in a backward that bypassed the results.
 
-        Backward has read them by then, and its gradients are wrong.
+        Backward has read the freed parameters by then, and its gradients are wrong.
         """
         self.check_unchanged(what)
         if self.freed:
@@ -78,9 +79,9 @@ class Call(RecordedCall):
             )
 
     def check_unchanged(self, what: str) -> None:
-        """Raise RuntimeError when a parameter was written to after forward, as frameworks do for saved tensors.
+        """Raise RuntimeError if a parameter was written to after forward, as frameworks do for saved tensors.
 
-        Backward would read other values than forward.
+        Otherwise backward would read other values than forward.
         """
         if versions_of(self.parameters) != self.versions:
             raise RuntimeError(
@@ -90,10 +91,10 @@ class Call(RecordedCall):
 
 
 class ModuleGroup:
-    """The modules of one unit, and which of them have run since its parameters were gathered.
+    """The modules of one unit, and a record of which have run since the parameters were gathered.
 
     Args:
-        count: number of modules. With one, each call is for itself.
+        count: number of modules. With one module, no call is shared.
     """
 
     def __init__(self, count: int) -> None:
@@ -105,15 +106,15 @@ class ModuleGroup:
 
     @property
     def is_over(self) -> bool:
-        """Return whether no module of the running call is still to run."""
+        """Return whether all modules of the unit have run in this call, or no call is shared."""
         return self._call is None or len(self._ran) == self._count
 
     def call_of(self, module: Any, asked: bool, again: bool) -> tuple[Call, Sequence[Any]] | None:
-        """Return the running call that ``module`` joins, and its whole parameters; None where a new call begins.
+        """Return the running call that ``module`` joins, and its unsharded parameters; None if a new call starts.
 
         Args:
-            module: a module of the unit, which begins to run.
-            asked: whether gradients of parameters are asked for.
+            module: a module of the unit, which starts to run.
+            asked: whether gradients of parameters are required.
             again: whether the module is computed again in backward.
         """
         if self._call is None or again or asked is not self._asked or id(module) in self._ran:
@@ -122,19 +123,19 @@ class ModuleGroup:
         return self._call, self._wholes
 
     def begin(self, module: Any, call: Call, wholes: Sequence[Any], asked: bool, again: bool) -> None:
-        """Begin a call, in which ``module`` is the first to run."""
+        """Start a call, in which ``module`` is the first to run."""
         if self._count > 1 and not again:
             self._ran, self._call, self._wholes, self._asked = {id(module)}, call, wholes, asked
 
     def end(self) -> Call | None:
-        """End the call, and return it where the unit has several modules."""
+        """End the shared call, and return it; None for a unit of one module."""
         call, self._call, self._wholes = self._call, None, ()
         self._ran = set()
         return call
 
 
 class Leaves:
-    """Whole parameters as new leaves of autograd: modules read them where backward recomputes a forward.
+    """Unsharded parameters as new leaves of autograd, which modules read when backward recomputes a forward.
 
     Args:
         xs: new tensors, one for each parameter.
@@ -148,7 +149,8 @@ class Leaves:
             xs[i].requires_grad_()
 
     def add(self, indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
-        """Return sums of cotangents and the leaves' gradients, and clear these; None where neither is there."""
+        """Return sums of cotangents and the leaves' gradients, and clear those gradients. An entry is None if both are
+        missing."""
         found = []
         for leaf, g in zip(chosen(self.xs, indices), cotangents, strict=True):
             found.append(leaf.grad if g is None else g if leaf.grad is None else g + leaf.grad)
@@ -156,7 +158,7 @@ class Leaves:
         return found
 
     def clear(self) -> None:
-        """Discard the gradients."""
+        """Discard the gradients of the leaves."""
         for i in self._indices:
             self.xs[i].grad = None
 
@@ -166,7 +168,7 @@ def _any(contexts: Sequence[Any], runs: Callable[[Any], bool]) -> bool:
 
 
 def chosen(xs: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
-    """Return ``xs[i]`` for each of ``indices``, which ascend; ``xs`` itself where these are all."""
+    """Return ``xs[i]`` for each of the ascending ``indices``, or ``xs`` itself if these are all indices."""
     return xs if len(indices) == len(xs) else [xs[i] for i in indices]
 
 

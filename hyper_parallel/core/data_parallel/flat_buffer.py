@@ -14,24 +14,24 @@ __all__ = ["FlatBuffer"]
 
 
 class FlatBuffer:
-    """Whole parameters as views of one storage.
+    """Unsharded parameters of one dtype, as views of one storage.
 
-    Each rank sends its shards one after the other, in a row. All rows are as long as that of rank 0, whose shards are
-    the largest. All tensors here are plain local ones, and operations are not intercepted.
+    Each rank sends a row, which holds its shards one after the other. All rows have the length of rank 0's row, because
+    rank 0 has the largest shards. All tensors here are plain and local, and operations are not intercepted.
 
     Args:
         mesh: 1-D mesh, which shards, or 2-D mesh, whose first dimension replicates.
         blocks: the parameters.
-        dtype: dtype in which they are gathered and read.
-        reduce_dtype: dtype in which their gradients are reduced.
+        dtype: dtype in which the parameters are gathered and read.
+        reduce_dtype: dtype in which the gradients are reduced.
 
     Attributes:
-        reduce_dtype: see there.
-        collectives: functions that do its collectives.
-        part: while the parameters are sharded over fewer ranks than those of ``mesh``, this rank's part of `whole`, and
-            the mesh of these ranks, in its last dimension.
+        reduce_dtype: the argument.
+        collectives: the collectives that are called.
+        part: this rank's part of `whole` and the mesh whose last dimension shares it out. It is set while the
+            parameters are sharded over fewer ranks than those of ``mesh``.
         whole: the storage, as a 1-D tensor, without memory while the parameters are sharded. None before the first
-            forward that is recorded. Other forwards have storage of their own.
+            recorded forward. Forwards that are not recorded have separate storage.
     """
 
     def __init__(self, mesh: DeviceMesh, blocks: Sequence[Block], dtype: Any, reduce_dtype: Any) -> None:
@@ -42,21 +42,21 @@ class FlatBuffer:
         self._length = sum(b.sent for b in blocks)
         self._room = _firsts([b.room for b in blocks])
         self._lengths = [b.sent for b in blocks if b.sent]
-        #: Parameters that every rank has whole, and empty ones.
+        #: Indices of parameters that are not sent: replicated ones and empty ones.
         self._not_sent = [i for i, b in enumerate(blocks) if not b.sent]
         self._fast = mesh.platform.fast
         self.collectives = CustomCollectives()
         self.part: tuple[Any, DeviceMesh] | None = None
-        self._flat: Any = None  # the storage of this rank's shards, where they share one
-        self._sent_flat: Any = None  # the same as it is gathered, where that is the same memory
+        self._flat: Any = None  # storage of this rank's shards, if they share one
+        self._sent_flat: Any = None  # `sent(_flat)`, if that is the same memory
         self.whole: Any = None
         self._views: list[Any] = []  # of `whole`
-        self._rows: Rows | None = None  # a fast path to fill it
+        self._rows: Rows | None = None  # a fast path to fill `whole`
         self._buckets: dict[tuple[int, ...], Bucket] = {}
         self._pending: Any = None
 
     def move(self, parameters: Sequence[Any]) -> None:
-        """Move the shards into one storage where possible, before the program can hold any of them."""
+        """Move the shards into one storage where possible, before the program can hold a reference to a shard."""
         if self._fast is not None and self._length:
             self._flat = None
             flat = self._fast.move_to_one_storage(self._sent_of(parameters), self._lengths)
@@ -64,22 +64,22 @@ class FlatBuffer:
                 self._keep(flat)
 
     def _sent_of(self, parameters: Sequence[Any]) -> Sequence[Any]:
-        """Return the shards without those of parameters that every rank has whole."""
+        """Return the shards that are sent, without those of replicated or empty parameters."""
         if not self._not_sent:
             return parameters
         return [x for block, x in zip(self.blocks, parameters, strict=True) if block.sent]
 
     def _keep(self, flat: Any) -> None:
-        """Remember ``flat`` as the storage to gather from."""
+        """Store ``flat`` as the storage to gather from."""
         sent = self.sent(flat)
         self._flat, self._sent_flat = flat, sent if self.platform.same_memory(sent, flat) else None
 
     def start(self, parameters: Sequence[Any], again: bool = False) -> None:
-        """Begin the all-gather, unless one is pending.
+        """Start the all-gather, unless one is pending.
 
         Args:
-            parameters: the shards, which are not written to before `take`.
-            again: whether they are the shards of the last all-gather.
+            parameters: the shards, which must not be written to before `take`.
+            again: whether the shards are the same as in the last all-gather.
         """
         if self._pending is not None:
             return
@@ -100,8 +100,8 @@ class FlatBuffer:
         self._pending = work, gathered, own, rows
 
     def shrink(self, mesh: DeviceMesh) -> None:
-        """Keep this rank's part of `whole`, which is freed afterwards. Parts over the last dimension of ``mesh`` have
-        one size, with zeros at the end."""
+        """Save this rank's part of `whole`, which is freed afterwards. Parts over the last dimension of ``mesh`` have
+        equal sizes, and the last ones are padded with zeros."""
         platform, count, size = self.platform, self.whole.shape[0], mesh.shape[-1]
         width = -(-count // size)
         start = min(mesh.get_local_rank(mesh.ndim - 1) * width, count)
@@ -112,7 +112,7 @@ class FlatBuffer:
         self.part = part, mesh
 
     def start_from_part(self) -> None:
-        """Begin the all-gather of the parts that `shrink` has kept, unless one is pending."""
+        """Start the all-gather of the parts that `shrink` has saved, unless one is pending."""
         if self._pending is None:
             assert self.part is not None
             part, mesh = self.part
@@ -121,12 +121,12 @@ class FlatBuffer:
             self._pending = work, gathered, None, None
 
     def sent(self, x: Any) -> Any:
-        """Return a shard as it is gathered."""
+        """Return a shard on the device and in the dtype of the all-gather."""
         platform = self.platform
         return platform.to_dtype(platform.to_device(platform.detach(x)), self._dtype)
 
     def _row(self, parameters: Sequence[Any]) -> Any:
-        """Return the row that this rank sends: its shards, each padded to the size on rank 0."""
+        """Return the row that this rank sends: its shards, each padded to the size of rank 0's shard."""
         platform = self.platform
         parameters = self._sent_of(parameters)
         if self._fast is not None:
@@ -145,7 +145,8 @@ class FlatBuffer:
             return platform.join(pieces)
 
     def take(self, keep: bool) -> Any:
-        """Wait for the pending all-gather, and return the storage of whole parameters: with ``keep``, `whole`."""
+        """Wait for the pending all-gather, and return the storage of unsharded parameters. With ``keep`` that is
+        `whole`."""
         work, gathered, own, rows = self._pending
         self._pending = None
         if own is None:
@@ -166,7 +167,7 @@ class FlatBuffer:
         return found
 
     def _arranged(self, gathered: Any, own: dict[int, Any], keep: bool) -> Any:
-        """Return the result of `take` without the fast path."""
+        """Return the result of `take` if there is no fast path."""
         platform = self.platform
         rows = None if gathered is None else gathered.reshape((self._size, self._length))
         parts = []
@@ -200,7 +201,7 @@ class FlatBuffer:
                 rows.free()
 
     def is_current(self, values: Any, parameters: Sequence[Any]) -> bool:
-        """Return whether ``values``, a result of `take`, has the values of this rank's shards: it is not stale."""
+        """Return whether ``values``, a result of `take`, still matches this rank's shards, so is not stale."""
         platform = self.platform
         with platform.no_grad():
             wholes = self._cut(platform.detach(values))
@@ -210,19 +211,20 @@ class FlatBuffer:
         return True
 
     def joined(self, values: Any, wholes: Sequence[Any]) -> Any:
-        """Return new storage of whole parameters that have the values of ``wholes``; the rest is as in ``values``."""
+        """Return new storage with the values of the unsharded parameters ``wholes``. Padding is copied from
+        ``values``."""
         narrow, places = self.platform.narrow, zip(self._room, self.blocks, strict=True)
         rest = [narrow(values, 0, start + block.count, block.room - block.count) for start, block in places]
         return self.platform.join([x for pair in zip(wholes, rest, strict=True) for x in pair])
 
     def views(self, values: Any) -> list[Any]:
-        """Return each whole tensor, as a new view of a result of `take`."""
+        """Return each unsharded parameter, as a new view of ``values``, a result of `take`."""
         if values is self.whole:
             return list(map(self.platform.detach, self._views))
         return self._cut(self.platform.detach(values))
 
     def lasting_views(self, values: Any) -> list[Any]:
-        """Return the same as `views`, but of `whole` the same views each time, for callers that take their data."""
+        """Return views as `views` does, but always the same views of `whole`, for callers that take over their data."""
         return self._views if values is self.whole else self._cut(self.platform.detach(values))
 
     def _cut(self, values: Any) -> list[Any]:
@@ -233,18 +235,18 @@ class FlatBuffer:
         ]
 
     def holds(self, x: Any) -> bool:
-        """Return whether a plain tensor lies in the storage that `free` frees."""
+        """Return whether a plain tensor is stored in the memory that `free` frees."""
         if self.whole is None or 0 in self.platform.shape_of(x):
             return False
         return self.platform.same_memory(self.whole, x) and 0 not in self.whole.shape
 
     # ---------------------------------------------------------------------- gradients
     def reduce(self, indices: Sequence[int], cotangents: Sequence[Any], op: str) -> Reduction:
-        """Begin the reduce-scatter of cotangents of the whole tensors.
+        """Start the reduce-scatter of cotangents of the unsharded parameters.
 
         Args:
-            indices: the blocks that they belong to, the same on all ranks.
-            cotangents: one each; None for a tensor that this rank has not used.
+            indices: the blocks of these parameters, the same on all ranks.
+            cotangents: one cotangent for each index; None for a parameter that this rank has not used.
             op: ``"sum"`` or ``"avg"``.
         """
         key = tuple(indices)

@@ -1,4 +1,5 @@
-"""`fully_shard`: parameters are sharded over data-parallel ranks. Mirrors ``torch.distributed.fsdp.fully_shard``.
+"""`fully_shard`: parameters, gradients and optimizer state are sharded over data-parallel ranks (ZeRO-3). Mirrors
+``torch.distributed.fsdp.fully_shard``.
 
 Each call makes a unit (`unit.py`) of the parameters below a module that belong to no unit yet.
 """
@@ -54,43 +55,43 @@ def fully_shard(
     """Shard the parameters of a module over data-parallel ranks (ZeRO-3), in place.
 
     The parameters below ``module`` that belong to no unit yet become one unit. Apply `fully_shard` to the blocks of a
-    model, then to the model. Parameters become DTensors, of which each rank holds shards. So do their gradients and the
-    optimizer's state. While the module runs, in forward and in backward, its parameters are whole. One all-gather for
-    each dtype makes them so, and modules read them as they were before. In backward one reduce-scatter for each dtype
-    averages the gradients over the ranks. Each rank has its own part of the batch, and its own loss. Where the batch is
-    made of DTensors on ``mesh``, all ranks have one loss, and gradients are sums.
+    model, then to the model. Parameters, their gradients and the optimizer's state become DTensors, and each rank holds
+    one shard of each. While the module runs, in forward and in backward, its parameters are unsharded. One all-gather
+    for each dtype unshards them, and modules read plain full tensors as before. In backward one reduce-scatter for each
+    dtype averages the gradients over the ranks. Each rank has a local part of the batch and a local loss. If the batch
+    consists of DTensors on ``mesh``, all ranks share one loss, and gradients are summed.
 
     With tensor parallelism: call `parallelize_module` first, over another dimension of the same mesh.
 
-    Each rank shards the values that it has: they must be the same on all ranks. If the module's forward sets an
-    auxiliary loss as an attribute, add that to the loss of its result. One backward has to serve both.
+    Each rank shards its local values, so all ranks must start with the same values. If the module's forward sets an
+    auxiliary loss as an attribute, add the auxiliary loss to the main loss. One backward has to serve both.
 
     Args:
         module: module of the selected platform, or a list of modules that are one unit. The parameters of a list are
             gathered when its first module runs. They are freed when all have run, or the outermost unit's forward ends.
-        mesh: 1-D mesh, over which is sharded, or 2-D mesh, whose first dimension replicates and whose second shards.
-            None is the one entered with ``with mesh:``, or else all ranks in one dimension.
-        reshard_after_forward: free the whole parameters after forward, and gather them again in backward. None is True
-            for all but the outermost unit, with which backward begins. A number n shards them over fewer ranks after
-            forward, to gather them faster: over each n ranks that follow each other. It divides the number of ranks
-            that shard. All ranks of the world must make this call then.
-        shard_placement_fn: ``shard_placement_fn(parameter)`` returns the `Shard` that cuts a parameter; None is
+        mesh: 1-D mesh that shards, or 2-D mesh whose first dimension replicates and whose second shards. None stands
+            for the mesh entered with ``with mesh:``, or else for all ranks in one dimension.
+        reshard_after_forward: free the unsharded parameters after forward, and gather them again in backward. None
+            means True for all units but the outermost, where backward starts. A number n reshards them over groups of n
+            consecutive ranks after forward, so that the gather in backward is faster. The number must divide the number
+            of sharding ranks, and all ranks of the world must make this call then.
+        shard_placement_fn: ``shard_placement_fn(parameter)`` returns the `Shard` placement of a parameter; None means
             ``Shard(0)``. Sizes need not be divisible.
         mp_policy: dtypes in which to compute and communicate.
-        offload_policy: where shards are kept.
-        ignored_params: parameters that are left as they are.
-        dp_mesh_dims: the dimensions of ``mesh`` that shard and replicate; ``mesh`` is that of the whole job then.
+        offload_policy: where shards are stored.
+        ignored_params: parameters that stay unchanged.
+        dp_mesh_dims: the dimensions of ``mesh`` that shard and replicate; ``mesh`` is the mesh of the whole job then.
 
     Returns:
         ``module``, which is now an `FSDPModule` too, as are the modules of a list.
 
     Raises:
-        TypeError: for a module of another framework, and arguments of other types. On MindSpore when the module is
-            called, for a result that is no tensor, nor tensors in tuples, lists, dicts and dataclasses.
+        TypeError: for a module of another framework, and for arguments of other types. On MindSpore also when the
+            module is called, if its result is anything but tensors in tuples, lists, dicts and dataclasses.
         ValueError: on all ranks, before anything is changed, for a mesh of more dimensions, a module that is a unit
             already, a parameter that belongs to another unit, and a number n that does not divide the number of ranks.
-            When the module is called, before communication, where something has taken the place of a parameter.
-        RuntimeError: when a compiler traces its call, as `torch.export` does; for gradients of gradients of
+            When the module is called, before communication, if something else has replaced a parameter.
+        RuntimeError: when a compiler traces the module's call, as `torch.export` does; for gradients of gradients of
             parameters; for a parameter that was changed between forward and backward.
 
     Example:
@@ -152,10 +153,10 @@ def fully_shard(
 
 
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:
-    """Let a method of a module compute with whole parameters, as its forward does.
+    """Let a method of a module compute with unsharded parameters, as its forward does.
 
     Args:
-        module: module to which `fully_shard` was applied. Nothing happens to another one.
+        module: module to which `fully_shard` was applied. Any other module stays unchanged.
         method_name: name of the method.
 
     Raises:
@@ -191,7 +192,8 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[Any]) -> None:
-    """Let several models share the state of their communication. The call changes nothing: all models share it always.
+    """Let several models share the state of their communication. The call changes nothing, because all models always
+    share this state.
 
     Collectives run on the streams of their groups.
 
@@ -211,11 +213,11 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
 
 
 def _listed(module: Any, platform: Any) -> list[Any]:
-    """Return the modules that are to be one unit.
+    """Return the modules that shall form one unit, as a list.
 
     Raises:
         TypeError: for anything but modules.
-        ValueError: for no modules, and for one that is inside of another, or in a unit already.
+        ValueError: for an empty list, a module inside another one, and a module that is a unit already.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     for one in modules:
@@ -235,7 +237,7 @@ def _listed(module: Any, platform: Any) -> list[Any]:
 
 
 def _meet(modules: Sequence[Any], platform: Any) -> bool:
-    """Return whether one of the modules is another one, or inside of it."""
+    """Return whether one of the modules is, or contains, another one of them."""
     below = [{id(inner) for _, inner in platform.named_modules(one)} for one in modules]
     return any(id(one) in inner for i, one in enumerate(modules) for j, inner in enumerate(below) if i != j)
 
@@ -246,7 +248,7 @@ def buffers_of(module: Any) -> list[FlatBuffer]:
 
 
 def _sharded(forward: Callable[..., Any], platform: Any, what: str) -> Callable[..., Any]:
-    """Return a function that runs ``forward(module, ...)`` with whole parameters."""
+    """Return a function that runs ``forward(module, ...)`` with unsharded parameters."""
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_compiling(platform, what)
@@ -268,9 +270,9 @@ def _check_options(mp_policy: Any, offload_policy: Any) -> None:
 
 
 def _modules_of(modules: Sequence[Any], platform: Any) -> Iterator[tuple[int, str, Any]]:
-    """Yield the modules that are in no unit yet.
+    """Yield ``(root, path, module)`` for each module that belongs to no unit yet.
 
-    Each comes with its path from one of ``modules``, after the index of that.
+    ``root`` is an index in ``modules``, and ``path`` leads from that module to the yielded one.
     """
     for root, module in enumerate(modules):
         inside: tuple[str, ...] = ()
@@ -286,7 +288,8 @@ def _modules_of(modules: Sequence[Any], platform: Any) -> Iterator[tuple[int, st
 def _placement(
     p: Any, mesh: DeviceMesh, shard_placement_fn: Callable[[Any], Any] | None, what: str
 ) -> tuple[Layout, Layout | None, int | None]:
-    """Return the layout that a parameter gets, the layout that it has, and the dimension that is sharded."""
+    """Return a parameter's new layout, its present layout (None if plain) and the sharded dimension (None if
+    replicated)."""
     owner = _OWNED.get(p)
     if owner is not None:
         raise ValueError(
@@ -314,7 +317,7 @@ def _placement(
 
 
 def _check_inner(inner: Layout, mesh: DeviceMesh, what: str) -> None:
-    """Raise ValueError unless the tensor-parallel mesh is of other dimensions than ``mesh``, with the same root."""
+    """Raise ValueError unless the tensor-parallel mesh and ``mesh`` are different dimensions of one root mesh."""
     if not mesh.is_beside(inner.mesh):
         raise ValueError(
             f"{what} is placed {list(inner.placements)} on {inner.mesh}: fully_shard needs another dimension of the "
@@ -324,7 +327,7 @@ def _check_inner(inner: Layout, mesh: DeviceMesh, what: str) -> None:
 
 
 def _shard_of(local: Any, mesh: DeviceMesh, dim: int | None) -> Any:
-    """Return this rank's chunk of a plain tensor, as a new one on its device."""
+    """Return this rank's chunk of a plain tensor, as a new tensor on this rank's device."""
     platform = mesh.platform
     local = platform.to_device(local)
     if dim is not None:

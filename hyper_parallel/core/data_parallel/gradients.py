@@ -1,4 +1,5 @@
-"""Gradients of a unit: accumulated, scaled, reduced over data-parallel ranks, and given to the parameters."""
+"""Gradients of a unit: accumulated, scaled, reduced over data-parallel ranks, and added to the parameters'
+gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Gradients", "Pending", "leave_unsummed", "with_summed"]
 
-#: A pending reduction, and a function that waits for it and delivers the gradients.
+#: Pending reductions, each with a function that waits for it and delivers the gradients.
 Pending = list[tuple["Reduction", Callable[[], None]]]
 
 
@@ -23,15 +24,15 @@ class Gradients:
     """Reduction of the gradients of a unit, and gradients that are accumulated for a later backward.
 
     Args:
-        mesh: of data parallelism.
-        store: puts a gradient where the shard of its parameter is stored; None where it is there.
+        mesh: data-parallel mesh.
+        store: function that copies a gradient to where its parameter's shard is stored; None if no copy is needed.
 
     Attributes:
-        reduce_gradients: whether backward reduces gradients. Otherwise whole ones are accumulated.
-        all_reduce_gradients: whether it also reduces them over the mesh dimension that replicates.
+        reduce_gradients: whether backward reduces gradients. If not, unsharded gradients are accumulated.
+        all_reduce_gradients: whether backward also reduces gradients over the mesh dimension that replicates.
         divide_factor: divisor of summed gradients, in place of the number of ranks.
-        max_pending: most reductions that may be pending at a time. Each holds a buffer as large as the unit.
-        force_sum: whether collectives sum where an average is wanted, with a division after.
+        max_pending: maximum number of pending reductions. Each holds a buffer as large as the unit.
+        force_sum: whether collectives sum and divide afterwards, in place of collectives that average.
     """
 
     def __init__(self, mesh: DeviceMesh, store: Callable[[Any], Any] | None = None) -> None:
@@ -40,12 +41,12 @@ class Gradients:
         self.divide_factor: float | None = None
         self.force_sum = False
         self.max_pending = 1
-        #: Index of a parameter -> accumulated cotangent, None for one that this rank has not used. All ranks have the
-        #: same indices.
+        #: Index of a parameter -> accumulated cotangent, or None if this rank has not used the parameter. All ranks
+        #: have the same indices.
         self._sums: dict[int, Any] = {}
-        #: Buffer -> indices of parameters, and their row, which was reduced over the dimension that shards alone.
+        #: Buffer -> indices of parameters, and their row of gradients, reduced over the sharding mesh dimension only.
         self._rows: dict[FlatBuffer, tuple[Sequence[int], Any]] = {}
-        self._one_loss = False  # of the batches whose gradients are accumulated
+        self._one_loss = False  # whether the batches with accumulated gradients are distributed
 
     @property
     def has_accumulated(self) -> bool:
@@ -58,11 +59,12 @@ class Gradients:
         self._rows.clear()
 
     def check_kind(self, one_loss: bool, what: str) -> None:
-        """Raise ValueError where gradients of the other kind of batch are accumulated: averages and sums do not add up.
+        """Raise ValueError if gradients of the other kind of batch are accumulated. Averages and sums must not be
+        added.
 
         Args:
             one_loss: whether the batch is distributed.
-            what: the module that was called, for messages.
+            what: name of the called module in messages.
         """
         if self.has_accumulated and self._one_loss is not one_loss:
             now, before = ("distributed", "plain") if one_loss else ("plain", "distributed")
@@ -72,9 +74,9 @@ class Gradients:
             )
 
     def accumulated(self, buffer: FlatBuffer, members: Sequence[int]) -> Sequence[int]:
-        """Return the parameters of a buffer whose accumulated gradients a backward reduces with the present settings.
+        """Return the parameters of a buffer whose accumulated gradients must be reduced now.
 
-        All ranks return the same.
+        The present settings decide it, so all ranks return the same indices.
 
         Args:
             buffer: the buffer.
@@ -88,23 +90,23 @@ class Gradients:
         return found
 
     def accumulate(self, indices: Sequence[int], cotangents: Sequence[Any], one_loss: bool) -> None:
-        """Keep cotangents for a later backward.
+        """Add cotangents to the accumulated gradients, for a later backward.
 
         Args:
-            indices: of parameters, the same on all ranks.
-            cotangents: one for each, None where there is none.
+            indices: indices of parameters, the same on all ranks.
+            cotangents: one cotangent for each index, or None.
             one_loss: whether the batch is distributed.
         """
         self._one_loss = one_loss
         for i, g in zip(indices, cotangents, strict=True):
             before = self._sums.get(i)
             if g is not None:
-                # Autograd may give others the same tensor, and these may change it.
+                # Autograd may share this tensor with other nodes, which may change it.
                 before = self._platform.clone(g) if before is None else before + g
             self._sums[i] = before
 
     def with_accumulated(self, indices: Sequence[int], cotangents: Sequence[Any]) -> Sequence[Any]:
-        """Return cotangents with what was accumulated for the same parameters, which is forgotten here."""
+        """Return cotangents plus the accumulated gradients of the same parameters, which are then forgotten."""
         if not self._sums:
             return cotangents
         found = []
@@ -117,8 +119,8 @@ class Gradients:
         """Return the operation that reduces gradients, and the divisor of its result.
 
         Args:
-            one_loss: whether the batch is distributed: then all ranks have one loss.
-            only_sums: whether the collective may support sums alone.
+            one_loss: whether the batch is distributed, so that all ranks have one loss.
+            only_sums: whether the collective supports only sums.
         """
         if one_loss:
             return "sum", 1.0
@@ -137,20 +139,21 @@ class Gradients:
         pending: Pending,
         delay: bool,
     ) -> list[Any]:
-        """Reduce cotangents of whole parameters.
+        """Reduce cotangents of unsharded parameters.
 
         Args:
-            buffer: whose parameters they are.
+            buffer: the buffer of the parameters.
             members: the indices of all parameters of the buffer.
-            parameters: of the unit.
-            indices: of the parameters that gradients are asked for, the same on all ranks.
-            cotangents: one for each index, None where there is none.
+            parameters: all parameters of the unit.
+            indices: indices of parameters whose gradients are required, the same on all ranks.
+            cotangents: one cotangent for each index, or None.
             one_loss: whether the batch is distributed.
             pending: the reductions of all units.
-            delay: append to these: the results are added to the gradients of the parameters when backward is over.
+            delay: append to ``pending``. The results are added to the parameters' gradients when backward is over.
 
         Returns:
-            The shards of the gradients. None with ``delay``, for accumulated ones, and where no rank has used them.
+            The shards of the gradients. None with ``delay``, for accumulated gradients, and for parameters that no rank
+            has used.
         """
         platform, nothing, dtype = self._platform, [None] * len(indices), buffer.reduce_dtype
         if self._sums or not self.reduce_gradients:
@@ -159,7 +162,7 @@ class Gradients:
             self.accumulate(indices, cotangents, one_loss)
             return nothing
         cotangents = self.with_accumulated(indices, cotangents)
-        # A reduce-scatter of the program may support sums alone, as gloo does.
+        # A custom reduce-scatter may support only sums, as gloo does.
         op, divisor = self.scale(one_loss, buffer.collectives.reduce_scatter is not None)
         if len(pending) >= self.max_pending:
             pending[-self.max_pending][0].row()
@@ -199,15 +202,15 @@ def _add_to_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> No
 
 
 def leave_unsummed(unsummed: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dims: tuple[int, ...]) -> None:
-    """Keep the cotangent of a whole parameter until it is reduced. Whole parameters have this function as
-    ``_collect``."""
+    """Append the cotangent of an unsharded parameter to ``unsummed`` until it is reduced. Unsharded parameters have
+    this function as ``_collect``."""
     unsummed.append((index, cotangent, mesh, mesh_dims))
 
 
 def with_summed(unsummed: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
-    """Return cotangents of the parameters ``indices`` with their unsummed parts added.
+    """Return cotangents of the parameters ``indices`` plus their summands in ``unsummed``.
 
-    These parts are summed over tensor-parallel ranks, and taken out of ``unsummed``.
+    These summands are summed over tensor-parallel ranks, and removed from ``unsummed``.
     """
     new = dict(zip(indices, cotangents, strict=True))
     groups: dict[Any, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Autograd functions that inputs and results of a module pass: hooks by which its backward begins and is checked."""
+"""Autograd functions around inputs and results of a module: hooks that start and check its backward."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ def cast(tree: Any, dtype: Any, platform: Any) -> Any:
 def _through(platform: Any, function: Callable[..., Sequence[Any]], call: Any, xs: Sequence[Any]) -> dict[int, Any]:
     """Pass tensors through a joint function, and return its results by the ids of its operands.
 
-    Args:
-        platform: whose tensors they are.
+    platform: platform of the tensors.
+        function: function of ``call`` and operands that returns one result of the same shape for each operand. Operands
+            of one dtype share one autograd node, which backward reaches from any of its results.
         function: takes ``call`` and operands, and returns a result of the same shape for each. Operands of one dtype
             share one autograd node, which backward reaches from any of its results.
-        call: of the module.
+        call: call of the module.
         xs: plain tensors and DTensors.
     """
     new: dict[int, Any] = {}
@@ -45,7 +46,7 @@ def _through(platform: Any, function: Callable[..., Sequence[Any]], call: Any, x
 
 
 def _by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
-    """Return the tensors, each once, in one list for each dtype."""
+    """Return lists of tensors, one list for each dtype, without duplicates."""
     lists: dict[Any, dict[int, Any]] = {}
     for x in xs:
         lists.setdefault(x.dtype, {})[id(x)] = x
@@ -53,16 +54,16 @@ def _by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
 
 
 class Inputs:
-    """The inputs of the calls of one unit. Backward comes to them when it has passed the modules.
+    """The inputs of the calls of one unit. Backward reaches them after it has passed the modules.
 
-    A platform that does not tell when backward begins has the calls checked there: backward may have read frozen
-    parameters on the way, and these have no cotangents at which to check. On others the cotangent of the input tells
-    that nothing reads frozen parameters any more.
+    Some platforms do not report when backward begins. There each call is checked at its inputs: backward may have read
+    frozen parameters, which have no cotangents at which to check. On other platforms the cotangent of the input shows
+    that frozen parameters are not read any more.
 
     Args:
-        platform: whose tensors they are.
-        check: checks a call.
-        told: is called without arguments when the cotangent of the input is there.
+        platform: platform of the tensors.
+        check: function that checks a call.
+        told: function that is called without arguments when the cotangent of the input has arrived.
     """
 
     def __init__(self, platform: Platform, check: Callable[[Call], None], told: Callable[[], None]) -> None:
@@ -77,8 +78,8 @@ class Inputs:
         Args:
             args, kwargs: the arguments of the unit's call.
             inputs: the tensors among them.
-            call: the call.
-            tells: whether ``told`` is to be called.
+            call: the call of the unit.
+            tells: whether to call ``told``.
         """
         platform = self._platform
         if platform.tells_beginning:
@@ -88,9 +89,9 @@ class Inputs:
         return found
 
     def _watched(self, args: tuple, kwargs: dict, inputs: Sequence[Any]) -> tuple[tuple, dict]:
-        """Return arguments such that backward tells when the cotangent of the input is there.
+        """Return arguments that let backward call ``told`` when the cotangent of the input has arrived.
 
-        Unless exactly one input requires gradients, and it is no DTensor, the arguments stay as they are.
+        The arguments stay as they are unless exactly one input requires gradients and is a plain tensor.
         """
         platform = self._platform
         found = [x for x in inputs if platform.requires_grad(x)]
@@ -118,12 +119,12 @@ class Results:
     """The results of the calls of one unit.
 
     Args:
-        mesh: of data parallelism.
-        what: the unit, for messages.
-        applied: the function that made it a unit.
-        reached: ``reached(call)`` is called when the cotangent of one of its results is there.
-        freed: tells whether a plain tensor lies in memory that will be freed; None for a unit that frees nothing. Such
-            a unit does not depend on its results alone to be told of a backward.
+        mesh: data-parallel mesh.
+        what: name of the unit in messages.
+        applied: name of the function that created the unit.
+        reached: function that is called as ``reached(call)`` when the cotangent of a result has arrived.
+        freed: function that returns whether a plain tensor is stored in memory that will be freed. None for a unit that
+            frees nothing. Such a unit does not rely on its results alone to notice a backward.
     """
 
     def __init__(
@@ -139,16 +140,16 @@ class Results:
         self._identity = self._platform.joint_function(named("DataParallelOutput", self._forward), self._backward)
 
     def opening(self, output: Any, call: RecordedCall, one_loss: bool) -> Any:
-        """Return ``output``, whose cotangents make the parameters whole before backward goes on into the module.
+        """Return ``output`` such that its cotangents unshard the parameters before backward enters the module.
 
         Args:
-            output: the result of the module.
+            call: the call of the unit.
             call: the call.
             one_loss: whether the batch is distributed.
         """
         platform = self._platform
         if type(output) is platform.Tensor:
-            # As most modules: there is nothing to look for.
+            # Most modules return one tensor, which needs no search.
             with platform.no_dispatch():
                 if self._freed is None or not self._freed(output):
                     leads = platform.requires_grad(output) or self._may_lead(output, call)
@@ -178,10 +179,10 @@ class Results:
         return map_tensors(output, lambda x: new.get(id(x), x), platform, self._unknown)
 
     def _unknown(self, x: Any) -> Any:
-        """Return a result that may hold unknown tensors, such as a cache: their backward bypasses the results.
+        """Return ``x``, a result that may hold unknown tensors, such as a cache. Their backward bypasses the results.
 
         Raises:
-            TypeError: on a platform that does not tell when backward begins.
+            TypeError: on a platform that does not report when backward begins.
         """
         if self._platform.tells_beginning or self._freed is None:
             return x
@@ -191,14 +192,14 @@ class Results:
         )
 
     def _may_lead(self, x: Any, call: RecordedCall) -> bool:
-        """Return whether backward may come from a result to the anchors, if the forward here used frozen parameters
-        alone."""
+        """Return whether backward may reach the anchors from this result, although this rank used only frozen
+        parameters."""
         return self._freed is not None and bool(call.anchors) and self._platform.is_floating_point(x)
 
     def _led(self, call: RecordedCall, *xs: Any) -> Sequence[Any]:
-        """Return results from which backward also comes to one parameter of each buffer.
+        """Return results from which backward also reaches one parameter of each buffer.
 
-        This rank may use no parameter of a buffer, while other ranks wait for it to reduce their gradients.
+        This rank may use no parameter of a buffer, while other ranks wait for this rank to reduce their gradients.
         """
         return self._identity((call, len(call.anchors)), *call.anchors_as(xs[0].dtype), *xs)
 
@@ -217,11 +218,11 @@ class Results:
 
 
 def refuse_second_order(platform: Platform, what: str) -> None:
-    """Raise RuntimeError in a backward that is recorded: on all ranks, whichever parameters each of them has used.
+    """Raise RuntimeError if the running backward is recorded. All ranks raise it, whichever parameters they have used.
 
     Args:
         platform: platform of the module.
-        what: name of the function that was applied to it.
+        what: name of the function that was applied to the module.
     """
     if platform.backward_is_recorded():
         passes = "ask in a backward with create_graph for gradients of inputs alone"
@@ -233,6 +234,6 @@ def refuse_second_order(platform: Platform, what: str) -> None:
 
 
 def refuse_compiling(platform: Platform, what: str) -> None:
-    """Raise RuntimeError where a compiler traces a call of a unit, which ``what`` names."""
+    """Raise RuntimeError if a compiler traces a call of a unit. ``what`` is the name of the unit."""
     if platform.is_compiling():
         raise RuntimeError(f"{what} is being compiled, which is not supported: compile the modules inside of it")

@@ -1,8 +1,9 @@
-"""State that the units of one model share: their order, and the units that are whole in backward.
+"""State that the units of one model share: their order, and the units that are unsharded in backward.
 
-The model of a unit is that of the outermost unit whose forward runs. In forward the parameters of the next unit are
-prefetched while this one computes. The order of the forward before tells which unit is next. Backward comes to units in
-the reverse order in which their forwards ended. So the outermost unit comes first, though its forward begins first.
+A unit belongs to the model of the outermost unit whose forward runs. In forward the parameters of the next unit are
+prefetched while the present unit computes. The order of the previous forward determines which unit is next. Backward
+reaches units in the reverse of the order in which their forwards ended. So the outermost unit comes first, because its
+forward ends last.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RUNNING", "BackwardPass", "Model"]
 
-#: The model whose forward is running on this thread, and its units that run, the outermost first.
+#: The model whose forward is running on this thread, followed by its running units, the outermost unit first.
 RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("hyper_parallel_units", default=())
 
 
@@ -35,16 +36,17 @@ class Model:
 
     Args:
         outermost: the outermost unit.
-        module: the module that this unit belongs to.
+        module: the module of the outermost unit.
 
     Attributes:
-        outermost: a weak reference to it.
-        is_last_backward: whether gradients are to be complete after the next backward.
-        abandoned: how often pending work was discarded.
-        accumulating: units that may have accumulated gradients, in the order in which they began to. All ranks have
-            the same.
-        pending: pending reductions, each with a function that waits and delivers the gradients.
-        one_loss: whether the batch of this step is distributed: then all ranks have one loss, and gradients are summed.
+        outermost: a weak reference to the outermost unit.
+        is_last_backward: whether gradients must be complete after the next backward.
+        abandoned: number of times that pending work was discarded.
+        accumulating: units that may have accumulated gradients, in the order in which they started to. The order is the
+            same on all ranks.
+        pending: pending reductions, each with a function that waits for it and delivers the gradients.
+        one_loss: whether the batch of this step is distributed. If so, all ranks have one loss, and gradients are
+            summed.
     """
 
     def __init__(self, outermost: UnitParameters, module: Any) -> None:
@@ -55,33 +57,34 @@ class Model:
         self.pending: Pending = []
         self._nests = self.one_loss = False
         self._beside: tuple[DeviceMesh, ...] | None = None
-        #: Units in the order in which their forwards began, in the last step and in this one.
+        #: Units in the order in which their forwards started, in the last step and in this one.
         self._order: Sequence[UnitParameters] = ()
         self._began: list[UnitParameters] = []
-        #: Units to which a backward may come, in the order in which their forwards ended, for the same two steps.
+        #: Units that a backward may reach, in the order in which their forwards ended, in the last step and in this
+        #: one.
         self._ends: Sequence[UnitParameters] = ()
         self._ended: list[UnitParameters] = []
         self._prefetched: list[UnitParameters] = []
-        self._forwards = 0  # since the last backward
-        #: The calls that were recorded, as long as their graphs live.
+        self._forwards = 0  # number of forwards since the last backward
+        #: The recorded calls whose autograd graphs are alive.
         self._calls: list[tuple[UnitParameters, weakref.ref[Call]]] = []
-        self._count = 0  # of backward passes
+        self._count = 0  # number of backward passes
         self.platform.before_backward(self._begins)
-        #: Running backward passes by the platform's keys. Those after the first run within those before.
+        #: Running backward passes by the platform's keys. A later pass runs nested in the earlier ones.
         self._passes: dict[Any, BackwardPass] = {}
-        self._position = 0  # in `_ends`, to which they have come
+        self._position = 0  # position in `_ends` that the backward passes have reached
         self._paths, self._agreements = agreements_below(module, self.platform)
         announce("fully_shard", module, outermost.plan.mesh)
 
     # ---------------------------------------------------------------------- forward
     @contextmanager
     def step(self, unit: UnitParameters, module: Any, again: bool) -> Iterator[None]:
-        """Run the forward of the first unit of several, mostly the outermost one.
+        """Run the forward of a unit that no other unit contains, usually of the outermost one.
 
         Args:
             unit: the unit.
-            module: its module, which runs.
-            again: whether backward recomputes it.
+            module: the module of the unit that runs.
+            again: whether backward recomputes the forward.
         """
         outermost = not again and self.outermost() is unit
         if outermost:
@@ -97,7 +100,7 @@ class Model:
                 self._end(complete)
 
     def _begin(self, outermost: UnitParameters) -> None:
-        """Begin the forward of the outermost unit."""
+        """Start the forward of the outermost unit."""
         if self._passes:
             self.abandon()
         self._began, self._ended = [], []
@@ -106,7 +109,7 @@ class Model:
             agreement.forward, agreement.paths = outermost.steps.forward, self._paths
 
     def abandon(self) -> None:
-        """Discard the state of a failed backward, and the gradients that it has not delivered."""
+        """Discard the state of a failed backward, and the gradients that it has not delivered yet."""
         self.abandoned += 1
         for left in self._passes.values():
             left.abandon()
@@ -117,7 +120,7 @@ class Model:
             reduction.row()
 
     def _end(self, complete: bool) -> None:
-        """End the forward of the outermost unit, which is ``complete`` or has failed."""
+        """End the forward of the outermost unit. With ``complete`` it has succeeded, otherwise it has failed."""
         for unit in self._began:
             self.forward_is_over(unit)
         self.drop_prefetched()
@@ -126,11 +129,12 @@ class Model:
         outermost = self.outermost()
         if outermost is not None:
             self._has_come(outermost.steps.end)
-        # The order is kept only after ranks have agreed, so that all of them prefetch the same units.
+        # Save the order only after ranks have agreed on it, so that all of them prefetch the same units.
         self._order, self._ends = tuple(self._began), tuple(self._ended)
 
     def forward_is_over(self, unit: UnitParameters, call: Call | None = None) -> None:
-        """Free the whole parameters of ``call``, by default of the running one of several modules, unless they stay."""
+        """Free the unsharded parameters of ``call``, unless they shall stay. None stands for a call that several
+        modules of the unit share and that is still running."""
         call, settings = unit.group.end() or call, unit.settings
         if call is None:
             return
@@ -143,45 +147,46 @@ class Model:
             unit.free()
 
     def _has_come(self, event: Event) -> None:
-        """Have ranks agree on ``event``, where they have communicated in this forward."""
+        """Make ranks agree on ``event``, if they have communicated in this forward."""
         for agreement in self._agreements:
             if agreement.forward is None:
                 agreement.comes(event)
 
     def entered(self, unit: UnitParameters) -> None:
-        """Prefetch the next unit: the forward of ``unit`` has its parameters, and begins to compute."""
+        """Prefetch the next unit while the forward of ``unit``, which has its parameters, computes."""
         at, order = len(self._began), self._order
         self._began.append(unit)
         if unit.settings.forward_prefetch:
             self.prefetch(unit.settings.forward_prefetch)
-        elif at + 1 < len(order) and order[at] is unit and order[at + 1] is not unit:  # which may write to its own
+        elif at + 1 < len(order) and order[at] is unit and order[at + 1] is not unit:  # else a write may come
             self.prefetch(order[at + 1 : at + 2])
 
     def left(self, unit: UnitParameters, goes_on: bool) -> None:
-        """Remember that the forward of ``unit``, to which a backward may come, has computed its results.
+        """Record that the forward of ``unit`` has computed its results, for backward to find.
 
         Args:
             unit: the unit.
-            goes_on: whether this is one more module of a unit of several, of which others have run.
+            goes_on: whether the unit has several modules, and others of them have run before in this call.
         """
         if goes_on and unit in self._ended:
             del self._ended[len(self._ended) - 1 - self._ended[::-1].index(unit)]
         self._ended.append(unit)
 
     def prefetch(self, units: Sequence[UnitParameters], again: bool = False) -> None:
-        """Prefetch the parameters of units, ``again`` in backward."""
+        """Prefetch the parameters of units. ``again`` is set in backward."""
         for unit in units:
             if (unit.reopens or not again) and unit.start(again=again):
                 self._prefetched.append(unit)
 
     def drop_prefetched(self) -> None:
-        """Discard pending prefetches of units that were not needed."""
+        """Discard pending prefetches that were not used."""
         for unit in self._prefetched:
             unit.drop()
         self._prefetched = []
 
     def check_kind(self, what: str) -> None:
-        """Raise ValueError where gradients of the other kind of batch are accumulated. See `Gradients.check_kind`."""
+        """Raise ValueError if gradients of the other kind of batch (distributed or plain) are accumulated. The check of
+        each unit is `Gradients.check_kind`."""
         for unit in self.accumulating:
             unit.gradients.check_kind(self.one_loss, what)
 
@@ -194,16 +199,16 @@ class Model:
         return self._beside
 
     def recorded(self, unit: UnitParameters, call: Call) -> None:
-        """Remember a call of ``unit`` that has ended, and to which a backward may come."""
+        """Record a call of ``unit`` that has ended, and whose results may have a backward."""
         self._calls = [entry for entry in self._calls if entry[1]() is not None]
         self._calls.append((unit, weakref.ref(call)))
 
     # ---------------------------------------------------------------------- backward
     def _begins(self, runs: Callable[[Any], bool]) -> None:
-        """Make units whole, in a backward pass that begins, where it will bypass the results of a call.
+        """Unshard units at the start of a backward pass that will bypass the results of their calls.
 
-        An auxiliary loss that was set as an attribute has such a pass. Nothing else tells when to gather for it. Units
-        are made whole for calls whose backward was recorded (``create_graph``), too.
+        An auxiliary loss that was set as an attribute has such a pass. No later hook could start the gather. Units are
+        also unsharded for calls whose backward was recorded (``create_graph``).
         """
         self._nests = bool(self._passes)
         for unit, ref in self._calls:
@@ -220,29 +225,30 @@ class Model:
 
     @property
     def owes_gradients(self) -> bool:
-        """Return whether the end of a backward reduces accumulated gradients, also of units that it did not reach."""
+        """Return whether the end of a backward reduces accumulated gradients, including those of units that backward
+        did not reach."""
         return bool(self.accumulating) and self.platform.accumulates_gradients
 
     def reached(self, unit: UnitParameters, call: Call) -> None:
-        """Take note that a cotangent of a result of ``call`` is there."""
+        """Handle the arrival of a cotangent for a result of ``call``: unshard ``unit``."""
         call.check_unchanged(unit.what)
         running = self.this_pass()
         if running is not None:
             running.reached(unit, call)
 
     def check_reached(self, unit: UnitParameters, call: Call) -> None:
-        """Raise RuntimeError where backward has come to freed parameters without passing the results."""
+        """Raise RuntimeError if backward has reached freed parameters without passing the results."""
         running = self.this_pass()
         if running is not None and call.reached != running.number:
             call.check_whole(unit.what)
 
     def one_less_awaited(self, unit: UnitParameters) -> None:
-        """Take note of the cotangents of one buffer, or of the input. After the last one the unit is closed."""
+        """Count down by the cotangents of one buffer, or of the input. After the last ones the unit is closed."""
         if unit.is_last_awaited() and (running := self.this_pass()) is not None:
             running.left(unit)
 
     def this_pass(self) -> BackwardPass | None:
-        """Return the running backward pass; None on a platform that does not tell when one ends."""
+        """Return the running backward pass; None on a platform that does not report when one ends."""
         key = self.platform.backward_pass()
         if key is None:
             return None
@@ -264,8 +270,8 @@ class Model:
         with self.platform.no_grad(), self.platform.no_dispatch():
             ended.close()
             if self._passes:
-                # This pass ran within another one, as in reentrant checkpointing, and the other is not over. It needs
-                # the prefetched units, and may come to units with accumulated gradients.
+                # This pass ran nested in another one, as in reentrant checkpointing, and the outer pass is not over.
+                # The outer pass needs the prefetched units, and may reach units with accumulated gradients.
                 return
             self.drop_prefetched()
             outermost = self.outermost()
@@ -286,7 +292,7 @@ class Model:
         cotangents: Sequence[Any],
         delay: bool = True,
     ) -> list[Any]:
-        """Reduce or accumulate gradients of buffer ``b`` of a unit, see `Gradients.reduce`."""
+        """Reduce or accumulate gradients of buffer ``b`` of a unit, with `Gradients.reduce`."""
         unit.steps.reduce()
         gradients, buffer, members = unit.gradients, unit.buffers[b], unit.members[b]
         if not (gradients.reduce_gradients and gradients.all_reduce_gradients):
@@ -299,7 +305,7 @@ class Model:
             self.reduce(unit, b, unit.places.parameters(), trained, cotangents)
 
     def reduce_accumulated(self) -> None:
-        """Begin to reduce accumulated gradients, also of units that this step does not call."""
+        """Start to reduce accumulated gradients, including those of units that this step does not call."""
         for unit in list(self.accumulating) if self.owes_gradients else ():
             for b, (buffer, members) in enumerate(zip(unit.buffers, unit.members, strict=True)):
                 found = unit.gradients.accumulated(buffer, members)
@@ -319,7 +325,7 @@ class Model:
         return self._forwards <= 1 and self._order.count(unit) == 1
 
     def prefetch_before(self, unit: UnitParameters, is_open: Sequence[UnitParameters]) -> None:
-        """Prefetch the unit to which backward comes after ``unit``, skipping those in ``is_open``."""
+        """Prefetch the unit that backward reaches after ``unit``, skipping those in ``is_open``."""
         if unit.settings.backward_prefetch:
             self.prefetch(unit.settings.backward_prefetch, True)
             return
@@ -337,21 +343,21 @@ class Model:
 
 
 class BackwardPass:
-    """One backward pass over a model, and the units that are whole in it.
+    """One backward pass over a model, and the units that are unsharded in it.
 
     Attributes:
-        number: its number among the passes of the model, from 1.
+        number: number of the pass among the passes of the model, from 1.
     """
 
     def __init__(self, model: Model, number: int) -> None:
         self._model, self.number = model, number
         self._open: list[UnitParameters] = []
-        self._held: list[UnitParameters] = []  # whole until the pass is over
+        self._held: list[UnitParameters] = []  # unsharded until the pass is over
 
     def reached(self, unit: UnitParameters, call: Call) -> None:
-        """Make ``unit`` whole: the cotangents of its results are there.
+        """Unshard ``unit``, because the cotangents of its results have arrived.
 
-        Until another unit is reached, its backward runs, or that of a unit whose forward contained its own.
+        The unit stays open until the pass reaches a unit whose forward did not run inside the forward of ``unit``.
         """
         call.reached = self.number
         if unit in self._open or unit in self._held:
@@ -361,14 +367,14 @@ class BackwardPass:
                 self._open.remove(other)
                 self._model.close(other)
         self._open.append(unit)
-        # Gradients of the unit before: free their rows, if they are reduced, for those that are computed now.
+        # Free the sent rows of the previous unit, if they are reduced, to make memory for new gradients.
         if self._model.pending:
             self._model.pending[-1][0].let_go()
         unit.open(call, self._model.one_loss)
         self._model.prefetch_before(unit, self._open)
 
     def hold(self, unit: UnitParameters, call: Call) -> None:
-        """Make ``unit`` whole until the pass is over."""
+        """Unshard ``unit`` until the pass is over."""
         call.check_unchanged(unit.what)
         call.reached = self.number
         if unit not in self._held:
@@ -376,12 +382,12 @@ class BackwardPass:
             unit.open(call, self._model.one_loss)
 
     def left(self, unit: UnitParameters) -> None:
-        """End the backward of ``unit``, if this was that of its only call."""
+        """End the backward of ``unit``, if the unit was called only once."""
         if self._open and self._open[-1] is unit and self._model.ran_once(unit):
             self._model.close(self._open.pop())
 
     def close(self) -> None:
-        """End the pass, and the backward of all units in it."""
+        """End the pass, and the backward of all units that are still open."""
         for units in (self._open, self._held):
             while units:
                 self._model.close(units.pop())

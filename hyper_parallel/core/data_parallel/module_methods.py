@@ -20,7 +20,7 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Wait until the parameters are whole. Modules find them from then on."""
+        """Wait until the parameters are unsharded. Modules find the unsharded parameters from then on."""
         if self._unit is not None:
             self._unit.parameters.unshard()
             self._unit = None
@@ -51,9 +51,9 @@ class GradientReductionHandle:
 
 
 class FSDPModule:
-    """The class of modules that are units, besides their own: ``isinstance(module, FSDPModule)``.
+    """Base class that `fully_shard` adds to each module that is a unit: ``isinstance(module, FSDPModule)``.
 
-    A method acts on this unit, not on units below it. With ``recurse`` it sets those too.
+    A method acts on this unit, not on units below it. With ``recurse`` it also acts on the units below.
 
     Example:
         >>> from torch import nn
@@ -67,14 +67,14 @@ class FSDPModule:
 
     # ---------------------------------------------------------------------- parameters
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this unit, and let modules find the whole ones. All ranks call it.
+        """Gather the parameters of this unit, and let modules find the unsharded ones. All ranks call it.
 
-        Whole parameters are attributes of modules. `parameters`, state dicts and optimizers still get the shards.
-        Modules find shards again after `reshard`, and when the unit frees the whole parameters: after its forward, with
-        ``reshard_after_forward``, or after its backward.
+        Unsharded parameters are attributes of modules. `parameters`, state dicts and optimizers still get the shards.
+        Modules find shards again after `reshard`, and when the unit frees the unsharded parameters: after its forward,
+        with ``reshard_after_forward``, or after its backward.
 
         Args:
-            async_op: begin the all-gather, and return a handle that waits for it. The unit's own forward waits too.
+            async_op: start the all-gather, and return a handle that waits for it. The unit's own forward waits too.
 
         Returns:
             The handle with ``async_op``, otherwise None.
@@ -90,12 +90,12 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free the whole parameters of this unit: after `unshard`, and before the optimizer's step where
-        `set_reshard_after_backward` has left them whole."""
+        """Free the unsharded parameters of this unit. Call it after `unshard`, and before the optimizer's step if
+        `set_reshard_after_backward` left them unsharded."""
         unit_of(self).parameters.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Replace the argument of `fully_shard`, from the next forward on.
+        """Replace the argument ``reshard_after_forward`` of `fully_shard`, from the next forward on.
 
         Raises:
             ValueError: for anything but True or False.
@@ -106,25 +106,26 @@ class FSDPModule:
             unit.settings.reshard_after_forward, unit.settings.fewer = reshard_after_forward, None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether parameters are sharded again after backward. With False, the next forward gathers nothing. Call
-        `reshard` before the parameters change then, or they are stale."""
+        """Set whether parameters are resharded after backward. With False, the next forward gathers nothing. Then call
+        `reshard` before the parameters change, or the unsharded values are stale."""
         for unit in self._units(recurse):
             unit.settings.reshard_after_backward = bool(reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward gathers the parameters of this unit. False is for a unit whose backward does not
-        read them, such as an embedding. The gradients of other units are wrong then."""
+        """Set whether backward gathers the parameters of this unit. Pass False for a unit whose backward does not read
+        its parameters, such as an embedding. For any other unit, False gives wrong gradients."""
         unit_of(self).parameters.settings.whole_in_backward = bool(unshard_in_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Set whether the memory of whole parameters is kept while they are sharded. Their addresses are then the same
-        each time."""
+        """Set whether the memory of unsharded parameters is kept while they are sharded. Their addresses then never
+        change."""
         for unit in self._units(recurse):
             unit.settings.keeps_storage = bool(keep)
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Reshard before a module is moved. Then its shards may share storage again. See `Platform.replace_forward`."""
+        """Reshard before a module is moved, and let its shards share storage again afterwards.
+        `Platform.replace_forward` calls it."""
         unit = unit_of(self)
         unit.parameters.reshard()
         before = unit.memory()
@@ -133,20 +134,21 @@ class FSDPModule:
 
     # ---------------------------------------------------------------------- gradients
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients. With False, whole gradients are accumulated without communication,
-        and added to those of the next backward with True."""
+        """Set whether backward reduces gradients. With False, full gradients are accumulated without communication. The
+        next backward with True adds its own and reduces the sum."""
         for unit in self._units(recurse):
             unit.gradients.reduce_gradients = unit.gradients.all_reduce_gradients = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward all-reduces gradients over the dimension that replicates, on a 2-D mesh. With False,
-        they are accumulated after the reduce-scatter, and added to those of the next backward with True."""
+        """Set whether backward all-reduces gradients over the replicating dimension of a 2-D mesh. With False,
+        gradients are accumulated after the reduce-scatter. The next backward with True adds its own and all-reduces the
+        sum."""
         for unit in self._units(recurse):
             unit.gradients.all_reduce_gradients = bool(requires_all_reduce)
 
     def reset_iter_state(self) -> None:
-        """Discard gradients that were not reduced, also those of earlier micro batches, after a failed forward or
-        backward. For the outermost unit, before the step is repeated."""
+        """Discard unreduced gradients, including those of earlier micro batches, after a failed forward or backward.
+        Call it on the outermost unit, before the step is repeated."""
         for _, module in unit_of(self).platform.named_modules(self):
             if is_unit(module):
                 unit = unit_of(module)
@@ -155,8 +157,8 @@ class FSDPModule:
                 unit.parameters.gradients.forget()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether gradients are complete after the next backward. With False, its pending reductions are waited for
-        after the next backward with True. For the outermost unit.
+        """Set whether gradients are complete after the next backward. With False, its reductions stay pending until a
+        later backward with True waits for them. Call it on the outermost unit.
 
         Raises:
             RuntimeError: before the first forward, which finds the outermost unit.
@@ -168,7 +170,7 @@ class FSDPModule:
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether gradients are complete only after `finalize_backward`. `set_is_last_backward` then has no effect.
-        For the outermost unit, before backward.
+        Call it on the outermost unit, before backward.
 
         Raises:
             RuntimeError: for another unit, and within backward.
@@ -181,11 +183,11 @@ class FSDPModule:
         unit.parameters.settings.finalized_by_hand = bool(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce accumulated gradients, where gradients are to be reduced, and wait for all reductions. For the
+        """Reduce accumulated gradients, unless reduction is switched off, and wait for all reductions. Call it on the
         outermost unit, after all backward passes of a step. Before the first forward it does nothing.
 
         Args:
-            async_op: begin to reduce, and return a handle that waits.
+            async_op: start to reduce, and return a handle that waits.
 
         Returns:
             The handle with ``async_op``, otherwise None.
@@ -225,17 +227,17 @@ class FSDPModule:
         unit_of(self).parameters.gradients.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call `set_gradient_divide_factor`, whose old name this is."""
+        """Call `set_gradient_divide_factor`, the new name of this method."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether collectives sum where an average is wanted, with a division after."""
+        """Set whether collectives sum and divide afterwards, in place of collectives that average."""
         unit_of(self).parameters.gradients.force_sum = bool(enable)
 
     # ---------------------------------------------------------------------- overlap
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Set the units to prefetch while this one computes in forward. The default is the unit that came next in the
-        forward before.
+        """Set the units to prefetch while this one computes in forward. The default is the unit that followed this one
+        in the previous forward.
 
         Raises:
             ValueError: for a module that is no unit.
@@ -243,7 +245,8 @@ class FSDPModule:
         unit_of(self).parameters.settings.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Set the units to prefetch while this one computes in backward. The default is the one before it in forward.
+        """Set the units to prefetch while this one computes in backward. The default is the unit that came before this
+        one in forward.
 
         Raises:
             ValueError: for a module that is no unit.
@@ -251,8 +254,8 @@ class FSDPModule:
         unit_of(self).parameters.settings.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many reductions of gradients may be pending when one of this unit begins, including that one. The
-        default is 1. Each holds a buffer as large as its unit.
+        """Set how many gradient reductions may be pending when this unit starts one, including the new one. The default
+        is 1. Each reduction holds a buffer as large as its unit.
 
         Raises:
             TypeError: for anything but a whole number.
@@ -267,7 +270,7 @@ class FSDPModule:
 
     # ---------------------------------------------------------------------- communication
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Ask for another group of the same ranks for reductions than for gathers: not supported here.
+        """Ask for separate process groups for reductions and gathers, which is not supported here.
 
         Raises:
             ValueError: for ``enable=True``.
@@ -279,7 +282,7 @@ class FSDPModule:
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Ask for buffers of collectives in memory that the process group gives: not supported here.
+        """Ask for collective buffers in memory that the process group allocates, which is not supported here.
 
         Raises:
             ValueError: for ``enable=True``.
@@ -288,7 +291,7 @@ class FSDPModule:
             raise _memory("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Ask for buffers of collectives in memory that all ranks see: not supported here.
+        """Ask for collective buffers in symmetric memory, which is not supported here.
 
         Raises:
             ValueError: always.
@@ -299,10 +302,10 @@ class FSDPModule:
         """Let ``comm`` gather the parameters of this unit.
 
         Args:
-            comm: object with two methods; None is the platform's own all-gather again. ``allocate(size, *, dtype,
-                device)`` returns a buffer. ``__call__(output_tensor, input_tensor, group, async_op=True)`` begins to
-                gather the 1-D ``input_tensor`` of every rank of ``group``, the framework's own, into ``output_tensor``.
-                It returns a handle with ``wait()``, or None when that is done.
+            comm: object with two methods; None restores the platform's all-gather. ``allocate(size, *, dtype, device)``
+                returns a buffer. ``__call__(output_tensor, input_tensor, group, async_op=True)`` starts to gather the
+                1-D ``input_tensor`` of every rank of ``group``, the framework's process group, into ``output_tensor``.
+                It returns a handle with ``wait()``, or None if the gather is complete.
 
         Raises:
             TypeError: for an object without these methods.
@@ -312,11 +315,11 @@ class FSDPModule:
         unit_of(self).parameters.collectives.all_gather = _comm(comm, "set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Let ``comm`` reduce-scatter the gradients of this unit. They are summed, and divided after.
+        """Let ``comm`` reduce-scatter the gradients of this unit. It sums the gradients, which are divided afterwards.
 
         Args:
-            comm: as in `set_custom_all_gather`, with ``__call__(output_tensor, input_tensor, group, op,
-                async_op=True)``, where ``op`` is the framework's own.
+            comm: object as in `set_custom_all_gather`, with ``__call__(output_tensor, input_tensor, group, op,
+                async_op=True)``, where ``op`` is the framework's reduce operation.
 
         Raises:
             TypeError: for an object without these methods.
@@ -326,14 +329,14 @@ class FSDPModule:
         unit_of(self).parameters.collectives.reduce_scatter = _comm(comm, "set_custom_reduce_scatter")
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
-        """Have ``hook(row)`` called for each reduction of gradients of this unit.
+        """Register ``hook(row)``, which is called for each reduction of gradients of this unit.
 
-        Parameters that no rank has used count as used then, with gradients of zeros: the hook may add to them.
+        Parameters that no rank has used then get zero gradients instead of None, because the hook may add to them.
 
         Args:
-            hook: takes the plain 1-D tensor of this rank's shards of the gradients, one after the other, reduced over
-                all dimensions of the mesh. It may change the tensor in place. None is no hook.
-            stream: None. The hook runs where gradients are waited for.
+            hook: function of a plain 1-D tensor, which may be changed in place. The tensor holds this rank's shards of
+                the gradients, one after the other, reduced over all dimensions of the mesh. None removes the hook.
+            stream: must be None. The hook runs where the program waits for gradients.
 
         Raises:
             TypeError: for a hook that cannot be called.
@@ -351,17 +354,17 @@ class FSDPModule:
         unit_of(self).parameters.collectives.all_reduce_hook = hook
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Have the next forward wait for ``event``, recorded after the optimizer's step, before it gathers parameters.
-        For the outermost unit, and one forward.
+        """Make the next forward wait for ``event``, recorded after the optimizer's step, before it gathers parameters.
+        Call it on the outermost unit. It applies to one forward.
 
-        Without it, gathers run after all earlier work on the current stream. That is enough where the optimizer steps
-        there.
+        Without an event, gathers run after all earlier work on the current stream. That suffices if the optimizer steps
+        on that stream.
 
         Args:
-            event: has ``wait()``, which lets the current stream wait.
+            event: object with ``wait()``, which makes the current stream wait.
 
         Raises:
-            TypeError: for an object without it.
+            TypeError: for an object without ``wait()``.
 
         Source: ``torch.distributed.fsdp.FSDPModule.set_post_optim_event``.
         """

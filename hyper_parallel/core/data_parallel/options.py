@@ -1,4 +1,4 @@
-"""Options of `fully_shard`: dtypes, the place of shards, and the meshes over which parameters are sharded."""
+"""Options of `fully_shard`: dtypes, where shards are stored, and the meshes over which parameters are sharded."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ class MixedPrecisionPolicy:
     keep the dtype of the parameters.
 
     Attributes:
-        param_dtype: dtype of the framework in which floating point parameters are gathered and read; None is their own.
-        reduce_dtype: dtype in which gradients are reduced, and accumulated before; None is that of the parameter.
-        output_dtype: dtype to which floating point outputs of the module are converted; None leaves them.
+        param_dtype: framework dtype in which floating point parameters are gathered and read; None keeps each
+            parameter's dtype.
+        reduce_dtype: dtype in which gradients are accumulated and reduced; None is the dtype of the parameter.
+        output_dtype: dtype to which floating point outputs of the module are converted; None converts nothing.
         cast_forward_inputs: convert floating point inputs of the module to ``param_dtype``.
-        param_dtype_override_fn: called with each parameter by `fully_shard`. A parameter keeps its own dtype where it
-            returns that, and gets ``param_dtype`` where it returns that or None. All ranks must return the same.
+        param_dtype_override_fn: function that `fully_shard` calls with each parameter. If it returns the parameter's
+            own dtype, the parameter keeps that dtype. If it returns ``param_dtype`` or None, the parameter gets
+            ``param_dtype``. It must return the same on all ranks.
 
     Example:
         >>> import torch
@@ -54,10 +56,11 @@ class MixedPrecisionPolicy:
 
         Args:
             p: the parameter.
-            what: its name, for messages.
+            what: name of the parameter in messages.
 
         Raises:
-            ValueError: where the function returns a dtype that is neither this nor ``param_dtype``.
+            ValueError: if ``param_dtype_override_fn`` returns a dtype that is neither the parameter's own nor
+                ``param_dtype``.
         """
         found = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(p)
         if found is not None and found not in (self.param_dtype, p.dtype):
@@ -70,7 +73,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Shards stay on this rank's device: the default, and the base class of policies that put them elsewhere.
+    """Policy that stores shards on this rank's device: the default, and the base class of other policies.
 
     Source: ``torch.distributed.fsdp.OffloadPolicy``.
     """
@@ -78,11 +81,11 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, their gradients and so the optimizer's state are kept in the memory of the host. A shard is copied to the
-    device to be gathered, and a gradient to the host when it was reduced.
+    """Policy that stores shards, their gradients and the optimizer's state in the memory of the host. A shard is copied
+    to the device before the all-gather. A gradient is copied to the host after its reduction.
 
     Attributes:
-        pin_memory: keep shards in page-locked memory, where there is such.
+        pin_memory: store shards in page-locked memory, if the platform has it.
 
     Source: ``torch.distributed.fsdp.CPUOffloadPolicy``.
     """
@@ -95,12 +98,12 @@ class DataParallelMeshDims:
     """Dimensions of a job's mesh that data parallelism uses.
 
     Attributes:
-        shard: name of the dimension over which parameters are sharded, or names of several, which are flattened into
-            one.
-        replicate: the same of the dimension over which they are replicated; None for none.
+        shard: name of the dimension over which parameters are sharded, or names of several dimensions, which are
+            flattened into one.
+        replicate: name or names of the dimensions over which parameters are replicated; None if there are none.
 
     Raises:
-        ValueError: without a dimension that shards: `replicate` is for that.
+        ValueError: without a dimension that shards. Use `replicate` in that case.
 
     Example:
         >>> from hyper_parallel import DataParallelMeshDims
@@ -136,11 +139,11 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DeviceMesh:
-    """Return the mesh that `fully_shard` was given, or its dimensions ``dims``; it has one dimension or two.
+    """Return the 1-D or 2-D mesh of data parallelism: ``mesh``, or its dimensions ``dims``.
 
     Raises:
         TypeError: for ``dims`` that are no `DataParallelMeshDims`.
-        ValueError: for a mesh of more dimensions, or without a dimension that is named.
+        ValueError: for a mesh of more than two dimensions, and for a mesh that lacks a named dimension.
     """
     if mesh is None:
         mesh = current_mesh() or init_device_mesh()
@@ -186,16 +189,16 @@ def _in_order(meshes: Sequence[DeviceMesh], dims: DataParallelMeshDims) -> Devic
 def fewer_ranks(mesh: DeviceMesh, reshard_after_forward: Any) -> DeviceMesh | None:
     """Return a mesh whose last dimension shards the parameters after forward, over fewer ranks than ``mesh``.
 
-    None means that all ranks of ``mesh`` shard them, or that each rank has them whole.
+    None means that all ranks of ``mesh`` shard the parameters, or that each rank keeps them unsharded.
 
     Args:
-        mesh: of data parallelism, whose last dimension shards.
-        reshard_after_forward: as `fully_shard` was given it.
+        mesh: data-parallel mesh, whose last dimension shards.
+        reshard_after_forward: argument of `fully_shard`.
 
     Raises:
         TypeError: for anything but a bool, a number or None.
-        ValueError: for a number that does not divide the number of ranks. Also where the root mesh of ``mesh`` lacks
-            ranks of the world: all of them have to make the new groups.
+        ValueError: for a number that does not divide the number of ranks. Also if the root mesh of ``mesh`` lacks ranks
+            of the world, because all ranks must create the new groups.
     """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return None

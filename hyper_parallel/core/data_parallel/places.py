@@ -1,8 +1,8 @@
-"""Places where the modules of a unit look for its parameters, the tensors that are there, and writes to these.
+"""Slots of modules that hold the parameters of a unit, the tensors put there, and writes to these tensors.
 
-Values that a forward writes go into the shards: each rank keeps its part. Frameworks and hooks of the platform count
-most writes. Others (`p.data.mul_()`) are found by comparing values. Values are compared in the first forwards of a
-unit, and inside `check_ranks`. A parameter with one such write is compared in every forward after it.
+Values that a forward writes are copied to the shards: each rank saves its part. Frameworks and hooks of the platform
+count most writes. Uncounted writes (`p.data.mul_()`) are found by comparing values. Values are compared in the first
+forwards of a unit, and inside `check_ranks`. A parameter with an uncounted write is compared in every later forward.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 __all__ = ["Places", "Slot", "Writes", "counts_of", "found_there"]
 
 _LAYOUT = attrgetter("_layout")
-#: Number of first forwards of a unit in which values are compared.
+#: Number of first forwards of a unit that compare values.
 _FIRST = 2
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter in one of the modules that hold it.
+    """The place of a parameter in one of the modules that hold it.
 
     Attributes:
-        path: path of the module, from the module of the unit.
-        root: index of that among the modules of the unit.
-        name: name of the parameter in the module.
-        index: index of the parameter in the unit. Modules that share one have slots of the same index.
+        path: path from the unit's module to the module that holds the parameter.
+        root: index of the unit's module among the modules of the unit.
+        name: name of the parameter in the module that holds it.
+        index: index of the parameter in the unit. Modules that share a parameter have slots of the same index.
         layout: layout of the shard.
     """
 
@@ -52,13 +52,13 @@ class Slot:
 
 
 class Places:
-    """The slots of the module objects of a unit. It keeps their tables of parameters alive, but no modules.
+    """The slots of a unit's module objects. Their tables of parameters are kept alive, but the modules are not.
 
     Args:
         modules: the modules of the unit.
         slots: all slots of the unit.
-        what: the unit, for messages.
-        applied: the function that made it a unit.
+        what: name of the unit in messages.
+        applied: name of the function that created the unit.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class Places:
     ) -> None:
         self._platform, self._what, self._applied, self._described = platform, what, applied, slots
         holders = [_module_at(modules[slot.root], slot.path) for slot in slots]
-        #: By slot: the parameter table of its module, the same one as long as the module lives; the name there; the
-        #: layout of the shard; the index of the parameter. Indices are None where each has one slot, in their order.
+        #: For each slot: the parameter table of its module, which never changes while the module lives; the name in
+        #: that table; the layout of the shard; the index of the parameter. `_indices` is None if each parameter has one
+        #: slot, in order.
         self._tables = [platform.own_parameters(holder) for holder in holders]
         self._names, self._layouts = [slot.name for slot in slots], [slot.layout for slot in slots]
         indices = [slot.index for slot in slots]
@@ -75,8 +76,8 @@ class Places:
         self._gone: list[Any] = []
         self._holders = [weakref.ref(holder, self._gone.append) for holder in holders]
         self._count = 1 + max((slot.index for slot in slots), default=-1)
-        #: Modules inside of the unit that hold parameters of it, or contain some that do: those that backward may
-        #: recompute and differentiate on their own, as MindSpore's ``recompute`` does.
+        #: Modules inside the unit that hold its parameters, or contain such modules. Backward may recompute and
+        #: differentiate these modules separately, as MindSpore's ``recompute`` does.
         self._inside: list[tuple[Any, str]] = []
         if platform.differentiates_again is not None and applied == "fully_shard":
             paths = [(slot.root, f"{slot.path}.") for slot in slots]
@@ -86,21 +87,21 @@ class Places:
                 for path, m in platform.named_modules(module)
                 if path and any(root == i and holder.startswith(f"{path}.") for root, holder in paths)
             ]
-        self.take_beside()  # attributes that a copy of a module has inherited
-        #: The shards by index, while other tensors are in their place, and these.
+        self.take_beside()  # remove attributes that a copy of a module has inherited
+        #: The shards by index, while other tensors are put in their place, and those other tensors.
         self._shards: list[Any] | None = None
         self._shown: Sequence[Any] = ()
 
     @property
     def holds_others(self) -> bool:
-        """Return whether other tensors are in the place of the parameters now."""
+        """Return whether other tensors are in the place of the shards now."""
         return self._shards is not None
 
     def parameters(self) -> list[Any]:
-        """Return the shards in the order of their indices, also while other tensors are in their place.
+        """Return the shards in the order of their indices, even while other tensors are in their place.
 
         Raises:
-            ValueError: where something has taken the place of one since, or a module is gone.
+            ValueError: if something else has replaced a parameter, or a module is gone.
         """
         if self._shards is not None:
             return self._shards
@@ -108,7 +109,7 @@ class Places:
         try:
             found = list(map(getitem, self._tables, self._names))
             as_planned = all(map(is_, map(_LAYOUT, found), self._layouts))
-        except (KeyError, AttributeError):  # nothing is there, or something plain
+        except (KeyError, AttributeError):  # the entry is missing, or has no layout
             as_planned = False
         if not as_planned:
             raise self._taken([getattr(x, "_layout", None) for x in self._found()], self._layouts)
@@ -123,7 +124,7 @@ class Places:
         return tensors if self._indices is None else [tensors[i] for i in self._indices]
 
     def _found(self) -> list[Any]:
-        """Return the entry of each slot, None where there is none."""
+        """Return the entry of each slot, or None if it is missing."""
         return [table.get(name) for table, name in zip(self._tables, self._names, strict=True)]
 
     def _check_holders(self) -> None:
@@ -131,7 +132,7 @@ class Places:
             raise self._taken([holder() is None for holder in self._holders], [False] * len(self._holders))
 
     def _taken(self, found: Sequence[Any], wanted: Sequence[Any]) -> ValueError:
-        """Return the error for the first slot in which the two differ."""
+        """Return the error for the first slot in which ``found`` and ``wanted`` differ."""
         at = next(i for i, (x, y) in enumerate(zip(found, wanted, strict=True)) if x is not y)
         return ValueError(
             f"{self._what}: something has taken the place of its parameter {self._described[at]}. Copy values into the "
@@ -140,9 +141,10 @@ class Places:
         )
 
     def check_recompute(self) -> None:
-        """Raise ValueError where backward recomputes a part of the unit and differentiates that on its own.
+        """Raise ValueError if backward will recompute a part of the unit and differentiate that part separately.
 
-        The recomputation asks for gradients of the shards. It reads whole parameters, which do not lead to the shards.
+        The recomputation asks for gradients of the shards. It reads unsharded parameters, which are not connected to
+        the shards.
         """
         for ref, path in self._inside:
             module = ref()
@@ -154,7 +156,7 @@ class Places:
                 )
 
     def check_values(self, parameters: Sequence[Any]) -> None:
-        """Raise ValueError where one of the shards has no values: it is on meta."""
+        """Raise ValueError if one of the shards has no values, because it is on meta."""
         for slot in self._described if self._platform.needs_values else ():
             if self._platform.is_meta(parameters[slot.index]):
                 raise ValueError(
@@ -163,14 +165,14 @@ class Places:
                 )
 
     def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> Any:
-        """Let modules find these tensors, by index; returns the argument of `take_back`.
+        """Let modules find ``tensors`` in place of the shards; return the argument for `take_back`.
 
         Args:
-            tensors: one for each parameter.
-            parameters: an earlier result of `parameters`, if there is one.
+            tensors: one tensor for each parameter, by index.
+            parameters: an earlier result of `parameters`, if the caller has one.
 
         Raises:
-            ValueError: as `parameters`.
+            ValueError: as `parameters` raises.
         """
         before = self._shards, self._shown
         if self._shards is None:
@@ -184,7 +186,8 @@ class Places:
         return before
 
     def check_there(self, tensors: Sequence[Any]) -> None:
-        """Raise ValueError where a module is gone, or its table has something else than ``tensors``, by index."""
+        """Raise ValueError if a module is gone, or its table holds anything but ``tensors``, which are ordered by
+        index."""
         self._check_holders()
         wanted = self._by_slot(tensors)
         try:
@@ -195,25 +198,25 @@ class Places:
             raise self._taken(self._found(), wanted)
 
     def check_shown(self) -> None:
-        """Raise ValueError where something has taken the place of a tensor that `put` has put there."""
+        """Raise ValueError if something else has replaced a tensor that `put` has put there."""
         self.check_there(self._shown)
 
     def take_back(self, before: Any) -> None:
-        """Let modules find the tensors that they found before a `put`."""
+        """Let modules find the tensors that were in place before a `put`."""
         found: Any = self._shards if before[0] is None else before[1]
         self._shards, self._shown = before
         self._write(found)
 
     def put_beside(self, tensors: Sequence[Any]) -> None:
-        """Let the attributes of modules be these tensors, by index. Parameters are looked for in the modules' tables,
-        and there the shards stay."""
+        """Set ``tensors``, ordered by index, as attributes of the modules. The modules' parameter tables still hold the
+        shards, and frameworks look for parameters there."""
         for holder, name, x in zip(self._holders, self._names, self._by_slot(tensors), strict=True):
             module = holder()
             if module is not None:
                 vars(module)[name] = x
 
     def take_beside(self) -> None:
-        """Undo `put_beside`."""
+        """Remove the attributes that `put_beside` has set."""
         for holder, table, name in zip(self._holders, self._tables, self._names, strict=True):
             module = holder()
             if module is not None and vars(module) is not table:
@@ -225,17 +228,17 @@ class Places:
 
 
 class Writes:
-    """Writes to the parameters of one unit.
+    """Detection of writes to the parameters of one unit, and copies of the written values to the shards.
 
     Args:
         plan: plan of the unit.
-        what: the unit, for messages.
+        what: name of the unit in messages.
     """
 
     def __init__(self, plan: Plan, what: str) -> None:
         self._plan, self._platform, self._what = plan, plan.mesh.platform, what
         self._forwards = 0
-        self._uncounted: set[int] = set()  # parameters with writes that are not counted
+        self._uncounted: set[int] = set()  # indices of parameters with uncounted writes
 
     def arrive(
         self,
@@ -245,11 +248,11 @@ class Writes:
         buffers: Sequence[FlatBuffer],
         members: Sequence[Sequence[int]],
     ) -> bool:
-        """Copy values that a forward has written into the shards; returns whether there were any. Interception is off.
+        """Copy values that a forward has written to the shards; return whether there were any. Interception is off.
 
         Args:
-            wholes: the tensors that modules have found, by the index of the parameter.
-            versions: their `counts_of` before the forward.
+            wholes: the unsharded parameters that modules have read, by index.
+            versions: `counts_of` these tensors before the forward.
             parameters: the shards.
             buffers, members: buffers of the unit, and the indices of their parameters.
         """
@@ -274,7 +277,8 @@ class Writes:
         return written
 
     def _take(self, buffer: FlatBuffer, place: int, whole: Any, parameter: Any) -> bool:
-        """Write this rank's part of a whole parameter to its shard; returns False where that has these values."""
+        """Write this rank's part of an unsharded parameter to its shard; return False if the shard has these values
+        already."""
         platform, block = self._platform, buffer.blocks[place]
         if not block.local_count:
             return False
@@ -283,14 +287,14 @@ class Writes:
             return False
         shard = platform.detach(parameter)
         if part.dtype != shard.dtype:
-            # Gathered in another dtype: elements that were not written keep their own precision.
+            # The parameter was gathered in another dtype: elements that were not written keep their full precision.
             kept = platform.masked_fill(platform.to_device(shard), part != sent, 0.0)
             part = kept + platform.masked_fill(platform.to_dtype(part, shard.dtype), part == sent, 0.0)
         platform.write(shard, self._plan.stored(part))
         return True
 
     def _compare(self, wholes: Sequence[Any]) -> None:
-        """Have ranks compare the whole parameters: gathered values, and values that they have written."""
+        """Make ranks compare the unsharded parameters: gathered values, and values that the ranks have written."""
         platform, mesh = self._platform, self._plan.mesh
         facts = {}
         for slot in self._plan.slots:
@@ -308,7 +312,7 @@ class Writes:
 
 
 def counts_of(wholes: Sequence[Any]) -> list[int]:
-    """Return how often each tensor has been written to, as far as that is counted."""
+    """Return the counted writes to each tensor."""
     try:
         return versions_of(wholes)
     except RuntimeError:  # torch's inference mode counts nothing
@@ -316,7 +320,7 @@ def counts_of(wholes: Sequence[Any]) -> list[int]:
 
 
 def found_there(platform: Any, x: Any) -> str:
-    """Return the end of a message about ``x`` in the place of a parameter, where it cannot become a DTensor."""
+    """Return the end of a message about ``x``, which replaces a parameter but cannot become a DTensor; may be empty."""
     foreign = platform.foreign_tensor(x)
     return "" if foreign is None else f". There is {foreign}"
 

@@ -1,4 +1,4 @@
-"""Findings of `fully_shard` about a module. They are the same for all its copies, and never change."""
+"""Facts that `fully_shard` found about a module. Copies of the module share these facts, which never change."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class Plan:
     """The parameters of a unit, and how they are treated.
 
     Attributes:
-        mesh: of data parallelism: 1-D, which shards, or 2-D, whose first dimension replicates.
-        slots: where the parameters are.
-        inner: for each, its layout on another mesh, as a tensor-parallel style has placed it; None for a plain one.
-        shapes: for each, its local shape under that layout.
-        dims: for each, the dimension that is sharded; None for one that every rank has whole.
-        reshard_after_forward, mp_policy, offload_policy: as `fully_shard` was given them. Several ranks are True.
-        fewer: mesh whose last dimension has that number of ranks; None without such a number.
-        keeps_dtype: for each, whether it is gathered in its own dtype whatever ``mp_policy`` says.
+        mesh: data-parallel mesh: 1-D, which shards, or 2-D, whose first dimension replicates.
+        slots: places in modules that hold the parameters.
+        inner: for each parameter, its layout on a tensor-parallel mesh; None for a plain parameter.
+        shapes: for each parameter, its local shape under that layout.
+        dims: for each parameter, the sharded dimension; None for a parameter that is replicated.
+        reshard_after_forward, mp_policy, offload_policy: arguments of `fully_shard`. A number of ranks becomes True.
+        fewer: mesh whose last dimension has the number of ranks to reshard over after forward; None without such a
+            number.
+        keeps_dtype: for each parameter, whether it is gathered in its own dtype, whatever ``mp_policy`` says.
     """
 
     def __init__(
@@ -47,13 +48,14 @@ class Plan:
         keeps_dtype: Sequence[bool] = (),
     ) -> None:
         self.mesh, self.slots, self.inner = mesh, tuple(slots), tuple(inner)
-        #: Index and layout of each that is read as a DTensor, and whether that replicates over some dimension.
+        #: Index and layout of each parameter that is read as a DTensor, and whether its layout replicates over some
+        #: mesh dimension.
         self.distributed = [
             (i, layout, any(p is Replicate() for p in layout.placements))
             for i, layout in enumerate(inner)
             if layout is not None
         ]
-        #: Indices of the others, which are read as plain tensors.
+        #: Indices of the parameters that are read as plain tensors.
         self.plain = [i for i, layout in enumerate(inner) if layout is None]
         self.shapes, self.dims, self.fewer = tuple(shapes), tuple(dims), fewer
         self.keeps_dtype = tuple(keeps_dtype) or (False,) * len(self.shapes)
@@ -109,13 +111,13 @@ class Settings:
     """Settings of one unit, which methods of its modules change.
 
     Attributes:
-        reshard_after_forward: None leaves it to the model: the outermost unit stays whole until its backward.
-        fewer: the mesh, in its last dimension, of the ranks over which parameters are sharded after forward, or None.
-        reshard_after_backward: whether parameters are sharded again after backward.
-        whole_in_backward: whether backward needs the whole parameters.
-        keeps_storage: whether the storage of whole parameters is never freed, so that its address stays.
-        forward_prefetch, backward_prefetch: units to prefetch in place of the next one.
-        finalized_by_hand: whether backward ends when the program says so, where this is the outermost unit.
+        reshard_after_forward: None lets the model decide: only the outermost unit stays unsharded until its backward.
+        fewer: mesh whose last dimension has the ranks over which parameters are resharded after forward, or None.
+        reshard_after_backward: whether parameters are resharded after backward.
+        whole_in_backward: whether backward needs the unsharded parameters.
+        keeps_storage: whether the storage of unsharded parameters is never freed, so that its address stays the same.
+        forward_prefetch, backward_prefetch: units to prefetch, in place of the unit that comes next.
+        finalized_by_hand: whether the user finalizes backward by a call. Only the outermost unit reads it.
         post_optim_event: event that the next forward waits for, or None.
     """
 

@@ -1,8 +1,8 @@
-"""Gradients of one dtype that are reduced together, in a bucket: by one reduce-scatter, or by one all-reduce.
+"""Buckets of gradients of one dtype, each reduced by one reduce-scatter or one all-reduce.
 
-Positions of elements in the buffers that ranks exchange are plain arithmetic. All ranks of the data-parallel mesh
-dimension send rows of one length. A parameter has the same columns in each row. They have room for the largest shard,
-which is that of rank 0. Smaller shards are padded with zeros.
+Positions of elements in the buffers of collectives follow from arithmetic alone. All ranks of the data-parallel mesh
+dimension send rows of one length. A parameter has the same columns in each row. The columns have room for the largest
+shard, which is the one of rank 0. Smaller shards are padded with zeros.
 
 All tensors here are plain local ones, and operations are not intercepted.
 """
@@ -26,19 +26,21 @@ __all__ = ["Block", "Bucket", "Buckets", "CustomCollectives", "Reduction"]
 
 
 class Block:
-    """One parameter of a buffer, as data parallelism sees it: a tensor of which each rank holds a chunk.
+    """One parameter of a buffer in the view of data parallelism: a tensor that is sharded into one chunk per rank.
 
     Args:
-        shape: shape that is gathered: of the whole tensor, or of this rank's tensor-parallel part of it.
-        dim: the dimension that is sharded; None for a parameter that every rank has whole.
-        size: number of ranks.
-        rank: this rank.
+        shape: unsharded shape of the plain tensor. With tensor parallelism that is the shape of this rank's local
+            tensor.
+        dim: the sharded dimension; None for a parameter that is replicated.
+        size: number of ranks that shard.
+        rank: index of this rank among them.
 
     Attributes:
-        sent: number of elements of a rank's row that are the shard, in the all-gather; 0 where every rank has all.
-        reduced: the same in the reduce-scatter. Where every rank has all, there is room for the summands of all ranks.
-        in_order: whether the rows, one after the other, begin with the whole tensor: chunks of dimension 0.
-        room: number of elements of the whole tensor, with the padding of `whole_from`.
+        sent: number of columns of the shard in a row of the all-gather; 0 for a replicated parameter.
+        reduced: number of columns in a row of the reduce-scatter. A replicated parameter has room for the summands of
+            all ranks.
+        in_order: whether the joined rows start with the full tensor, because chunks are along dimension 0.
+        room: number of elements of the full tensor, including the padding of `whole_from`.
     """
 
     def __init__(self, platform: Any, shape: tuple[int, ...], dim: int | None, size: int, rank: int) -> None:
@@ -48,9 +50,9 @@ class Block:
         self.local_shape = self._shape_on(rank)
         self.local_count, largest = math.prod(self.local_shape), math.prod(self._shape_on(0))
         self.sent = 0 if dim is None else largest
-        # A parameter that every rank has whole must get the same bits everywhere, but a backend may add in another
-        # order for each row. So each rank's summand has a place of its own, to which zeros are added. Then every rank
-        # adds the places.
+        # A replicated parameter must get the same bits on all ranks, but a backend may add each row in another order.
+        # So each rank's summand has columns of its own, to which the reduction adds zeros. Afterwards every rank adds
+        # these columns.
         self.reduced = size * self.count if dim is None else largest
         self.in_order = dim == 0
         self.room = self.size * self.sent if self.in_order else self.count
@@ -63,16 +65,17 @@ class Block:
 
     @cached_property
     def _parts(self) -> list[tuple[tuple[int, ...], int]]:
-        """Return shape and number of elements on each rank, made on demand: there may be a million ranks."""
+        """Return shape and number of elements on each rank. It is computed on demand, because there may be a million
+        ranks."""
         shapes = [self._shape_on(rank) for rank in range(self.size)]
         return [(shape, math.prod(shape)) for shape in shapes]
 
     def whole_from(self, columns: Any, shard: Any) -> list[Any]:
-        """Return tensors whose elements, one after the other, are the whole tensor with padding: `room` in number.
+        """Return tensors that are, when joined, the full tensor with padding: `room` elements.
 
         Args:
             columns: the block's columns of the gathered rows, ``(ranks, sent)``; None where nothing is sent.
-            shard: this rank's shard of a parameter of which nothing is sent: every rank has it whole, or it is empty.
+            shard: this rank's shard of a parameter that is not sent, because it is replicated or empty.
         """
         if not self.sent:
             return [shard]
@@ -86,7 +89,7 @@ class Block:
         return [platform.cat(parts, self.dim)]
 
     def rows_of(self, cotangent: Any) -> Any:
-        """Return ``(ranks, reduced)``: for each rank, its row of a cotangent of the whole tensor."""
+        """Return the rows of a cotangent of the full tensor, one for each rank, shaped ``(ranks, reduced)``."""
         platform, size, width = self.platform, self.size, self.reduced
         if self.dim is None:
             zeros = platform.zeros(self.shape, cotangent)
@@ -105,7 +108,7 @@ class Block:
         return platform.join(parts).reshape((size, width))
 
     def part_of(self, whole: Any) -> Any:
-        """Return this rank's shard of the whole tensor, as a view."""
+        """Return this rank's shard of the full tensor, as a view."""
         if self.dim is None:
             return whole
         start = sum(self._rows[: self.rank])
@@ -119,12 +122,14 @@ class Block:
 
 
 class CustomCollectives:
-    """The collectives of one unit: those of the platform, or custom ones that the program has set.
+    """The collectives of one unit: collectives of the platform, or custom ones that the program has set.
 
     Attributes:
         all_gather, reduce_scatter: an object with ``allocate(size, *, dtype, device)`` and ``__call__(output_tensor,
-            input_tensor, group[, op], async_op=True)``, as in ``torch.distributed.fsdp``; None for the platform's own.
-        all_reduce_hook: takes this rank's row of reduced gradients, and may change it in place; None for no hook.
+            input_tensor, group[, op], async_op=True)``, as in ``torch.distributed.fsdp``; None for the platform's
+            collective.
+        all_reduce_hook: function of this rank's row of reduced gradients, which it may change in place; None for no
+            hook.
     """
 
     def __init__(self) -> None:
@@ -140,7 +145,7 @@ class CustomCollectives:
         return comm.allocate((count,), dtype=like.dtype, device=getattr(like, "device", None))
 
     def operand(self, collective: str, x: Any, mesh: DeviceMesh) -> Any:
-        """Return ``x`` in the memory from which the collective reads."""
+        """Return ``x`` in the memory from which the collective reads, which may be a copy."""
         platform = mesh.platform
         if getattr(self, collective) is None:
             return x
@@ -149,7 +154,7 @@ class CustomCollectives:
         return found
 
     def start(self, collective: str, out: Any, x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "") -> Work:
-        """Begin a collective, as `asynchronous.start` does."""
+        """Start a collective, as `asynchronous.start` does."""
         comm = getattr(self, collective)
         if comm is None or mesh.shape[mesh_dim] == 1:
             return asynchronous.start(collective, out, x, mesh, mesh_dim, op)
@@ -161,22 +166,23 @@ class CustomCollectives:
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together, and facts about them that stay the same each time.
+    """Parameters whose gradients are reduced together, and facts about them that never change.
 
-    Besides the gradients, a row has a number for each parameter: zero if no rank has used it. A backend that does not
-    tell which parameters were unused leaves these out.
+    Besides the gradients, a row has one flag for each parameter, which is zero if no rank has used it. A backend that
+    does not report unused parameters has no flags.
 
     Args:
-        mesh: 1-D, or 2-D, whose first dimension replicates and whose second shards.
+        mesh: 1-D mesh, or 2-D mesh whose first dimension replicates and whose second shards.
         blocks: the parameters.
         dtype: dtype in which the gradients are reduced.
         is_computed: whether cotangents come in that dtype.
-        shards: whether the last dimension of ``mesh`` shards. If not, the gradients are all-reduced over that one.
+        shards: whether the last dimension of ``mesh`` shards. If not, the gradients are all-reduced over that
+            dimension.
 
     Attributes:
-        mesh, blocks, shards: see there.
-        width: number of elements of a row that are gradients. Flags that say who has used a parameter follow.
-        length: number of elements of a row.
+        mesh, blocks, shards: the arguments.
+        width: number of gradient elements in a row. The flags follow after these.
+        length: number of elements in a row.
     """
 
     def __init__(
@@ -188,9 +194,9 @@ class Bucket:
         self.width = sum(b.reduced for b in blocks)
         self._flags = len(blocks) if platform.tells_unused else 0
         self.length = self.width + self._flags
-        #: Shapes of this rank's shards, where each is as large as that of rank 0; otherwise None.
+        #: Shapes of this rank's shards, if no shard is padded; otherwise None.
         self._shapes = [b.local_shape for b in blocks] if all(b.local_count == b.reduced for b in blocks) else None
-        #: A fast path to cut a row into them; None where there is none.
+        #: A fast path that splits a row into shards; None if there is none.
         self._cut = None if fast is None or self._shapes is None else fast.cut(self._shapes)
         self._pack = None
         if fast is not None and is_computed and all(b.in_order and b.reduced for b in blocks):
@@ -198,12 +204,12 @@ class Bucket:
         self._ones: Any = None  # flags of parameters that this rank has used
 
     def reduce(self, cotangents: Sequence[Any], op: str, custom: CustomCollectives | None = None) -> Reduction:
-        """Begin to reduce gradients.
+        """Start to reduce gradients.
 
         Args:
-            cotangents: one for each parameter; None for one that this rank has not used.
+            cotangents: one cotangent for each parameter; None if this rank has not used the parameter.
             op: ``"sum"`` or ``"avg"``.
-            custom: collectives that the program has set.
+            custom: custom collectives of the program.
         """
         used = list(map(is_not, cotangents, repeat(None)))
         return Reduction(self, used, self._rows_of(cotangents, used), op, custom or CustomCollectives())
@@ -239,7 +245,7 @@ class Bucket:
         return platform.cat(columns, 1).reshape((-1,)) if columns else platform.zeros((0,), like)
 
     def split(self, mine: Any, used: Sequence[bool], hooked: bool) -> list[Any]:
-        """Return this rank's shard of each gradient, from its row of reduced ones.
+        """Return this rank's shard of each gradient, from its row of reduced gradients.
 
         Args:
             mine: the row.
@@ -255,7 +261,7 @@ class Bucket:
         if all(used) and self._shapes is not None:
             return platform.part(platform.narrow(mine, 0, 0, self.width), self._shapes)
         if not all(used) and self._flags and not hooked:
-            # Read as late as this, because on an accelerator the host waits for it.
+            # Read the flags as late as possible, because on an accelerator the host waits for them.
             flags = platform.clone(platform.narrow(mine, 0, self.width, self._flags))
             values, width = platform.bytes_of(flags), flags.itemsize
             used = [use or any(values[i * width : (i + 1) * width]) for i, use in enumerate(used)]
@@ -275,8 +281,8 @@ class Reduction:
     Args:
         bucket: the parameters.
         used: for each parameter, whether this rank has a cotangent.
-        rows: the summands: rows of all ranks, one after the other.
-        op: as in `Bucket.reduce`.
+        rows: the summands, which are joined rows for all ranks.
+        op: argument of `Bucket.reduce`.
         custom: the collectives.
     """
 
@@ -290,8 +296,8 @@ class Reduction:
             self.all_reduce()
             return
         self._mine = custom.buffer("reduce_scatter", bucket.length, rows, mesh)
-        if bucket.length:  # else tensor parallelism has left nothing on this rank, nor on those it reduces with
-            self._summands = custom.operand("reduce_scatter", rows, mesh)  # kept until it was sent
+        if bucket.length:  # zero where tensor parallelism left no elements
+            self._summands = custom.operand("reduce_scatter", rows, mesh)  # kept alive until it is sent
             self._work = custom.start("reduce_scatter", self._mine, self._summands, mesh, mesh.ndim - 1, op)
 
     def row(self) -> Any:
@@ -302,25 +308,26 @@ class Reduction:
         return self._mine
 
     def let_go(self) -> None:
-        """Free the memory of the sent rows, if they are reduced by now."""
+        """Free the memory of the sent rows, if their reduction is complete."""
         ask = getattr(self._work, "is_completed", None)
         if ask is not None and ask():
             self.row()
 
     def all_reduce(self, more: Any = None) -> None:
-        """Begin the all-reduce of the row over the dimension that replicates, with ``more`` added unless it is None."""
+        """Start the all-reduce of the row over the replicating mesh dimension. ``more`` is added first, unless it is
+        None."""
         mesh, op = self._bucket.mesh, self._op
         self._mine = self.row() if more is None else self.row() + more
         if not self._bucket.length or mesh.shape[0] == 1:
             return
         if op == "avg" and not mesh.platform.supports("all_reduce", "avg", self._mine):
-            self._mine /= mesh.shape[0]  # before, so that the sum is not too large for a narrow dtype
+            self._mine /= mesh.shape[0]  # before the sum, which could overflow in a narrow dtype
             op = "sum"
         self._work = asynchronous.start("all_reduce", self._mine, self._mine, mesh, 0, op)
 
     def shards(self, divisor: float = 1.0) -> list[Any]:
-        """Wait, and return this rank's shard of each gradient, divided by ``divisor``. It is None where no rank has
-        used the parameter, neither now nor in gradients accumulated before."""
+        """Wait, and return this rank's shard of each gradient, divided by ``divisor``. An entry is None if no rank has
+        used the parameter, neither now nor in gradients that were accumulated before."""
         mine, hook, bucket = self.row(), self._custom.all_reduce_hook, self._bucket
         if hook is not None:
             hook(mine if bucket.width == bucket.length else bucket.platform.narrow(mine, 0, 0, bucket.width))
@@ -328,21 +335,21 @@ class Reduction:
 
 
 class Buckets:
-    """Facts that follow from whole parameters: which are trained, and the bucket of each.
+    """Facts about unsharded parameters: which are trained, and the bucket of each.
 
     Args:
         mesh: 1-D.
-        parameters: the parameters, each once. Interception is off.
-        bucket_bytes: see `_assign`.
+        parameters: the parameters, without duplicates. Interception is off.
+        bucket_bytes: capacity of a bucket, which `_assign` takes as ``cap``.
 
     Attributes:
-        parameters: see there.
-        frozen, trained: indices of parameters. All that follows counts the trained ones from 0.
+        parameters: the argument.
+        frozen, trained: indices of parameters. The attributes below use positions in ``trained``.
         keys: ids of the trained parameters, by which gradients are accumulated.
         members: for each bucket, the trained parameters in it.
         buckets: the buckets, in the order of sending.
-        roots: for each dtype, the trained parameters that have it, and a 0-D zero.
-        dense: numbers of buckets that are known to get dense gradients.
+        roots: for each dtype, the trained parameters of that dtype, and a 0-D zero.
+        dense: numbers of buckets that have received only dense gradients so far.
     """
 
     def __init__(self, mesh: DeviceMesh, parameters: list[Any], bucket_bytes: float) -> None:
@@ -351,7 +358,8 @@ class Buckets:
         self.frozen = [i for i, p in enumerate(parameters) if not p.requires_grad]
         trained = [parameters[i] for i in self.trained]
         self.keys = [id(p) for p in trained]
-        # Sizes of evenly cut parts: where tensor parallelism has cut unevenly, all ranks make the same buckets.
+        # Use the sizes of even shards: so all ranks create the same buckets, even if tensor parallelism sharded
+        # unevenly.
         sizes = []
         for p in trained:
             layout = p._layout
@@ -369,14 +377,14 @@ class Buckets:
 
 
 def _assign(sizes: Sequence[tuple[Any, float]], cap: float) -> list[list[int]]:
-    """Assign parameters to buckets, each of which is all-reduced at once.
+    """Assign parameters to buckets, which are all-reduced one at a time.
 
-    The last parameter comes first, because its gradient does. A bucket is full when it has ``cap`` bytes or more.
-    Buckets are sent in the order in which their gradients become complete.
+    The last parameter is assigned first, because its gradient is computed first. A bucket is full when it has ``cap``
+    bytes or more. Buckets are sent in the order in which their gradients become complete.
 
     Args:
         sizes: (dtype, bytes) of each parameter, in the order in which the module holds them.
-        cap: bytes.
+        cap: bytes of a full bucket.
 
     Returns:
         For each bucket, in the order of sending, the indices of its parameters, which have one dtype.

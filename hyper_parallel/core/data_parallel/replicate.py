@@ -1,6 +1,7 @@
 """`replicate`: data parallelism. Mirrors ``torch.distributed._composable.replicate`` and ``DistributedDataParallel``.
 
-The module that is called is a unit with whole parameters (`replicated_unit.py`), and so is a submodule called directly.
+The module that is called is a unit with replicated parameters (`replicated_unit.py`). A submodule that is called
+directly gets a unit too.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from hyper_parallel.platform.contract.modules import APPLIED
 
 __all__ = ["ReplicatedModule", "replicate"]
 
-#: Attribute of a module at or below one that `replicate` was applied to: its `_Mark`.
+#: Attribute of a module that `replicate` was applied to, and of its submodules: the `_Mark` of the module.
 _MARK = "_replicated"
-#: Attribute of a module: the `ReplicatedUnit` that it belongs to; None before the first call, also of a copy.
+#: Attribute of a module: the `ReplicatedUnit` that it belongs to; None before the first call, also in a copy.
 _UNIT = "_replicated_unit"
 
 
@@ -39,11 +40,11 @@ class ReplicatedModule:
     """Methods that `replicate` adds to a module."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Set whether the backward of calls that begin now all-reduces gradients.
+        """Set whether the backward of calls that start from now on all-reduces gradients.
 
-        With False, backward leaves ``.grad`` as it is. On MindSpore its gradients are zeros. Each rank accumulates
-        its own gradients, and the next backward with True all-reduces the sum. Several batches then cost the
-        communication of one, and a gradient that can be seen is always complete.
+        With False, backward does not change ``.grad``. On MindSpore it returns zero gradients. Each rank accumulates
+        its local gradients, and the next backward with True all-reduces the sum. Several batches then cost the
+        communication of one, and a visible gradient is always complete.
 
         Args:
             requires_gradient_sync: True or False.
@@ -59,7 +60,8 @@ class ReplicatedModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Run a block without synchronisation, see `set_requires_gradient_sync`. The forward must be inside.
+        """Run a block without gradient synchronisation, as after `set_requires_gradient_sync`. The forward must be
+        inside.
 
         Example:
             >>> import torch
@@ -93,45 +95,47 @@ def replicate(
     process_group: Any = None,
     device_ids: Sequence[Any] | None = None,
 ) -> Any:
-    """Train a module on the batches of all ranks of a mesh (data parallelism). Each rank has the whole module.
+    """Train a module on the batches of all ranks of a mesh (data parallelism). Each rank has a full replica of the
+    module.
 
-    The parameters become DTensors placed ``[Replicate()]``, with the values of the first rank. Parameters that
-    `parallelize_module` has made tensor parallel are placed on both dimensions of the mesh. Modules read their local
-    parts, without copying them. Each rank calls the module with plain tensors, its own part of the batch. It has a loss
-    of its own, and gradients are averaged over the ranks. Called with DTensors on the mesh, such as a batch placed
-    ``[Shard(0)]``, the ranks have one loss. Gradients are sums then, and batches of unequal size are exact.
+    The parameters become DTensors placed ``[Replicate()]``, with the values of the first rank. Tensor-parallel
+    parameters of `parallelize_module` are placed on both dimensions of the mesh. Modules read the local tensors, which
+    are not copied. Each rank calls the module with plain tensors, its local part of the batch. Each rank has a local
+    loss, and gradients are averaged over the ranks. If the module is called with DTensors on the mesh (a batch placed
+    ``[Shard(0)]``), the ranks share one loss. Gradients are summed then, and batches of unequal size are exact.
 
-    Gradients are complete when backward is done. They are all-reduced in buckets while backward goes on, where the
-    framework can. The order and the size of parameters alone decide which share a bucket. A gradient that one rank has
-    not computed counts as zero there. A parameter that no rank has used keeps its ``grad``, None for example.
+    Gradients are complete when backward is done. They are all-reduced in buckets while backward continues, if the
+    framework supports that. The order and the size of parameters alone decide which parameters share a bucket. A
+    gradient that one rank has not computed counts as zero there. A parameter that no rank has used keeps its ``grad``,
+    None for example.
 
-    Give a model that was built without memory (on meta) its memory after this. It gets the first rank's values when it
-    is called.
+    Materialize a model that was built on the meta device after this call. It gets the first rank's values when it is
+    called.
 
-    The module may be called several times before a backward: each bucket is all-reduced once for all of them. It gets
-    the methods of `ReplicatedModule`, for accumulating gradients without communication.
+    The module may be called several times before a backward. Each bucket is then all-reduced once for all calls. The
+    module gets the methods of `ReplicatedModule`, for accumulating gradients without communication.
 
     Args:
         module: module of the selected platform; changed in place.
-        device_mesh: 1-D mesh; None is the one entered with ``with mesh:``, or else all ranks.
-        bucket_cap_mb: MiB of gradients with which a bucket is full.
-        broadcast_buffers: give all ranks the buffers of the first, such as running statistics, before each forward
-            whose gradients will be all-reduced. They get them once in any case, when this is called.
-        ignored_modules: modules whose parameters are left as they are, with all modules below them.
-        process_group: in place of ``device_mesh``, the framework's process group of the ranks.
-        device_ids: numbers of devices, or devices: that of this rank at most, to which the parameters go in any case.
+        device_mesh: 1-D mesh; None stands for the mesh entered with ``with mesh:``, or else for all ranks.
+        bucket_cap_mb: size of a full bucket, in MiB of gradients.
+        broadcast_buffers: before each forward whose gradients will be all-reduced, broadcast buffers such as running
+            statistics from the first rank. Buffers are also broadcast once by `replicate` itself.
+        ignored_modules: modules whose parameters stay unchanged, including those of their submodules.
+        process_group: the framework's process group of the ranks, in place of ``device_mesh``.
+        device_ids: the device of this rank, or its number, in a list. Parameters are moved to this device in any case.
 
     Returns:
         ``module``.
 
     Raises:
         TypeError: for a module of another framework, and an object that is no process group.
-        ValueError: on all ranks, before anything is changed, for a mesh and a process group at once, a device of other
-            ranks, a mesh that is not 1-D and a ``bucket_cap_mb`` that is
-            not positive. Also for a parameter without values, one to which `replicate` or `fully_shard` was applied
-            already, and one that is tensor parallel on a mesh with another root. When the module is called, before
-            communication, for plain tensors and DTensors at once.
-        RuntimeError: when a compiler traces its call, as `torch.export` does; for gradients of gradients of
+        ValueError: on all ranks, before anything is changed, for a mesh and a process group at once, a device of
+            another rank, a mesh that is not 1-D and a ``bucket_cap_mb`` that is not positive. Also for a parameter
+            without values, a parameter that is under `replicate` or `fully_shard` already, and a parameter that is
+            tensor parallel on a mesh with another root. When the module is called, before communication, for plain
+            tensors and DTensors at once.
+        RuntimeError: when a compiler traces the module's call, as `torch.export` does; for gradients of gradients of
             parameters.
 
     Example:
@@ -201,24 +205,25 @@ def replicate(
 
 @dataclass(frozen=True)
 class _Mark:
-    """Mark that `replicate` leaves on one module. Copies of the module share it.
+    """Record of one call of `replicate` on one module. Copies of the module share it.
 
     Attributes:
         options: the arguments of `replicate`.
-        layouts: name of a parameter that the module itself holds -> its layout, and the tensor-parallel layout with
-            which the module reads it, None for a plain parameter.
+        layouts: name of a parameter that the module itself holds -> its new layout, and the tensor-parallel layout with
+            which the module reads it (None for a plain parameter).
     """
 
     options: Options
     layouts: dict[str, tuple[Layout, Layout | None]] = field(default_factory=dict)
 
     def marks(self, module: Any) -> bool:
-        """Return whether this mark's call of `replicate` marked ``module`` too. Experts may have one of their own."""
+        """Return whether the same call of `replicate` marked ``module`` too. Experts may belong to another call."""
         other: _Mark | None = vars(module).get(_MARK)
         return other is not None and other.options is self.options
 
     def unit(self, module: Any, whole: ReplicatedUnit | None = None) -> ReplicatedUnit:
-        """Return a new unit of the parameters that ``module`` and those below it hold, as a part of ``whole``."""
+        """Return a new unit for the parameters of ``module`` and its submodules. The unit shares the state of
+        ``whole``."""
         platform = self.options.mesh.platform
         slots: list[Slot] = []
         indices: dict[int, int] = {}
@@ -237,7 +242,7 @@ class _Mark:
 
 
 def _unit_of(module: Any) -> ReplicatedUnit:
-    """Return the `ReplicatedUnit` of a module under `replicate`, made at its first use."""
+    """Return the `ReplicatedUnit` of a module under `replicate`. The unit is created at first use."""
     unit: ReplicatedUnit | None = vars(module)[_UNIT]
     if unit is None:
         mark: _Mark = vars(module)[_MARK]
@@ -251,12 +256,12 @@ def _unit_of(module: Any) -> ReplicatedUnit:
 def _entered(forward: Callable[..., Any], requires_grad: Callable[[Any], bool]) -> Callable[..., Any]:
     """Return the function that a call of a module runs in place of ``forward``.
 
-    The outermost call, usually of the whole model, puts local parameters in all submodules. Calls inside it change
+    The outermost call, usually of the full model, puts local parameters into all submodules. Calls inside it change
     nothing.
 
     Args:
         forward: the module's own forward.
-        requires_grad: see `Platform.requires_grad`.
+        requires_grad: the function `Platform.requires_grad`.
     """
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -268,7 +273,7 @@ def _entered(forward: Callable[..., Any], requires_grad: Callable[[Any], bool]) 
                 whole.parts[id(module)] = unit
             return unit.run(forward, args, kwargs)
         if shared.call is not None and not requires_grad(shared.call.anchors[0]):
-            # Perhaps backward recomputes this: until then no bucket is complete.
+            # Backward may be recomputing this forward, so no bucket counts as complete until the end.
             shared.call.deferred = True
         return forward(module, *args, **kwargs)
 
@@ -276,7 +281,7 @@ def _entered(forward: Callable[..., Any], requires_grad: Callable[[Any], bool]) 
 
 
 def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None]:
-    """Return the layout that a parameter gets, and the layout that it has, None for a plain one.
+    """Return a parameter's new layout, and its present tensor-parallel layout, or None for a plain parameter.
 
     Raises:
         ValueError, TypeError: for a parameter that cannot be replicated.
@@ -299,7 +304,7 @@ def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None
 
 
 def _check_devices(device_ids: Sequence[Any] | None, platform: Platform) -> None:
-    """Raise ValueError for other devices than that of this rank, which has one."""
+    """Raise ValueError if ``device_ids`` names anything but the one device of this rank."""
     if not device_ids:
         return
     own = str(platform.to_device(platform.host_tensor(np.zeros(1, np.int32))).device)
@@ -317,7 +322,7 @@ def _local(p: Any, platform: Platform) -> Any:
 
 
 def _apply(module: Any, mark: _Mark) -> None:
-    """Let one module run on local parameters, and get the methods."""
+    """Make one module run on local parameters, and add the methods of `ReplicatedModule`."""
     platform = mark.options.mesh.platform
     object.__setattr__(module, _MARK, mark)
     object.__setattr__(module, _UNIT, None)
@@ -326,7 +331,7 @@ def _apply(module: Any, mark: _Mark) -> None:
 
 
 class _Again:
-    """Function that applies `replicate` to a pickled module where it is loaded."""
+    """Function that applies `replicate` again to an unpickled module."""
 
     def __init__(self, mark: _Mark) -> None:
         self._mark = mark

@@ -1,12 +1,13 @@
-"""A unit of `replicate`: its parameters are whole on each rank, and its gradients are all-reduced in buckets.
+"""A unit of `replicate`: its parameters are replicated on each rank, and its gradients are all-reduced in buckets.
 
-A call makes these autograd functions. A root takes the parameters. For each bucket, views are the tensors that modules
-read in place of its parameters. An identity goes around the results (`Results`). Backward runs them in the reverse
-order. Views collect the gradients of their bucket, which is sent when it and all buckets before it are complete. The
-root waits for all buckets, and gives gradients to the parameters. A token, a zero, leads from each function to the
-next. So backward comes to the root on every rank, whichever parameters the rank has used.
+A call creates the following autograd functions. A root takes the parameters. For each bucket, a function returns views,
+which modules read in place of its parameters. An identity wraps the results (`Results`). Backward runs these functions
+in the reverse order. The views collect the gradients of their bucket. A bucket is sent when it and all earlier buckets
+are complete. The root waits for all buckets, and returns gradients for the parameters. A token, which is a zero tensor,
+leads from each function to the next. So backward reaches the root on every rank, whichever parameters the rank has
+used.
 
-No strong reference from a call leads to the module: its graph must not keep the model alive.
+A call holds no strong reference to the module, so that its graph does not keep the model alive.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ class Options:
     mesh: DeviceMesh
     bucket_bytes: float
     broadcast_buffers: bool
-    #: Whether some parameters had no values. All then get those of the first rank when the module is called.
+    #: Whether some parameters had no values. If so, all get the values of the first rank when the module is called.
     without_values: bool = False
 
 
 class _Shared:
-    """State that the unit of a module and those of its submodules share.
+    """State that the unit of a module shares with the units of its submodules.
 
     Attributes:
-        gradients: reduction of gradients, and accumulated ones by the ids of parameters.
+        gradients: reduction of gradients, and accumulated gradients by the ids of parameters.
         running: whether a forward is running.
-        call: the call that is running; None where nothing is recorded.
-        open: the call whose backward is running.
+        call: the running call; None if nothing is recorded.
+        open: the call whose backward is running, or None.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -67,17 +68,17 @@ class _Shared:
 
 
 class ReplicatedUnit:
-    """The parameters that a module and those below it hold, as this rank computes with them.
+    """The parameters of a module and its submodules, in the form in which this rank computes with them.
 
     Args:
         module: the module.
         options: the arguments of `replicate`.
-        slots: where the parameters are.
-        inner: for each parameter, the tensor-parallel layout with which it is read, None for a plain one.
-        shared: state of the unit that this one is a part of, if it is one.
+        slots: places in modules that hold the parameters.
+        inner: for each parameter, the tensor-parallel layout with which it is read; None for a plain parameter.
+        shared: state of the larger unit that contains this one; None for a unit of its own.
 
     Attributes:
-        module, options, shared: see there.
+        module, options, shared: the arguments. Without ``shared``, a new state is created.
         parts: id of a submodule that was called directly -> its unit.
     """
 
@@ -103,7 +104,7 @@ class ReplicatedUnit:
         self._last: _Last | None = None
 
     def __deepcopy__(self, memo: dict) -> None:
-        """Return None: a copy of the module makes its own unit."""
+        """Return None, because a copy of the module creates its own unit."""
 
     def __reduce__(self) -> tuple:
         return (_nothing, ())
@@ -129,18 +130,18 @@ class ReplicatedUnit:
                     output = forward(self.module, *args, **kwargs)
                 finally:
                     self._places.take_back(before)
-            # In a distributed batch all ranks use the same parameters, and backward comes to the root through them. But
-            # accumulated gradients wait for the next backward, also for one that comes to no parameters.
+            # In a distributed batch all ranks use the same parameters, and backward reaches the root through these. But
+            # accumulated gradients wait for the next backward, even if that backward reaches no parameters.
             if call is None or call.into is not None or (one_loss and not shared.gradients.has_accumulated):
                 return output
             return self._results.opening(output, call, one_loss)
         finally:
             shared.running, shared.call = False, None
             if call is not None:
-                call.anchors = ()  # the graph must not hold itself
+                call.anchors = ()  # else the graph would hold a reference to itself
 
     def _buckets(self) -> Buckets:
-        """Return the trained parameters and their buckets, made anew when parameters have changed."""
+        """Return the trained parameters and their buckets, which are recreated when parameters have changed."""
         parameters = self._places.parameters()
         key = [x for p in parameters for x in (id(p), p.requires_grad, p.dtype)]
         if self._known is None or self._known[0] != key:
@@ -148,7 +149,7 @@ class ReplicatedUnit:
         return self._known[1]
 
     def _begin(self, known: Buckets, one_loss: bool) -> tuple[_Call | None, list[Any]]:
-        """Begin a call. Return it, None where nothing is recorded, and the tensors that modules read."""
+        """Start a call. Return the call, or None if nothing is recorded, and the tensors that modules read."""
         platform, shared = self.platform, self.shared
         recorded = bool(known.trained) and platform.requires_grad(known.parameters[known.trained[0]])
         tensors: list[Any] = [None] * len(known.parameters)
@@ -172,7 +173,8 @@ class ReplicatedUnit:
         return call, tensors
 
     def _goes_on(self, last: _Last, known: Buckets, one_loss: bool) -> bool:
-        """Return whether a call shares the views, and so the all-reduces, of the last one: no backward came between."""
+        """Return whether a new call shares the views, and so the all-reduces, of the last call. It does if no backward
+        ran in between."""
         platform, (call, _, views, _) = self.platform, last
         trained = [known.parameters[i] for i in known.trained]
         return (
@@ -203,24 +205,25 @@ class ReplicatedUnit:
         return anchors, views, tensors
 
     def _as_read(self, known: Buckets, i: int, local: Any, whole: Any) -> Any:
-        """Return a parameter as modules read it. A tensor-parallel one computes with this rank's part of the batch.
+        """Return a parameter in the form that modules read. A tensor-parallel parameter computes with this rank's part
+        of the batch.
 
         Args:
             known: the parameters.
-            i: index of this one.
-            local: its data, whose cotangents are summands.
-            whole: in a distributed batch, the same data for readers whose cotangents all ranks have whole.
+            i: index of the parameter.
+            local: local data, whose cotangents are summands.
+            whole: in a distributed batch, the same data for readers whose full cotangent is equal on all ranks.
         """
         platform, inner = self.platform, self.inner[i]
         if inner is not None or whole is None:
             return local if inner is None else platform.wrap(local, inner)
         found = platform.wrap(whole, known.parameters[i]._layout)
-        if whole is not local:  # a trained one: summands come there, in place of an all-reduce for each parameter
+        if whole is not local:  # trained: here cotangents are summands, which need no separate all-reduce
             platform.write_cache(found, partial_key(self.mesh, (0,)), local)
         return found
 
     def _broadcast_values(self) -> None:
-        """Give all ranks the values of the first, for a module that had none when `replicate` was called."""
+        """Broadcast values from the first rank, for a module that had none when `replicate` was called."""
         parameters = self._places.parameters()
         self._places.check_values(parameters)
         broadcast_tensors(parameters, self.mesh, 0)
@@ -232,7 +235,7 @@ class ReplicatedUnit:
         broadcast_tensors([b for b in held if not isinstance(b, DTensor)], self.mesh, 0)
 
     def share_no_more(self, call: _Call) -> None:
-        """Let the next call make views of its own: the backward of ``call`` has ended."""
+        """Let the next call create new views, because the backward of ``call`` has ended."""
         if self._last is not None and self._last[0] is call:
             self._last = None
 
@@ -242,11 +245,11 @@ class _Call(RecordedCall):
 
     Attributes:
         known: the trained parameters and their buckets.
-        one_loss: whether all ranks have one loss, so that gradients are sums.
-        sync: whether gradients are all-reduced. Otherwise they are accumulated.
-        into: for a call within the backward of another one: the call that gets its gradients.
-        deferred: whether nothing is sent before all gradients are there.
-        touched: whether a gradient has come in a backward that has not ended.
+        one_loss: whether all ranks have one loss, so that gradients are summed.
+        sync: whether gradients are all-reduced. If not, they are accumulated.
+        into: for a call within the backward of another call: the outer call, which gets the gradients.
+        deferred: whether buckets are sent only when all gradients are complete.
+        touched: whether a gradient has arrived in a backward that has not ended.
     """
 
     def __init__(self, unit: ReplicatedUnit, known: Buckets, one_loss: bool, into: _Call | None) -> None:
@@ -257,7 +260,7 @@ class _Call(RecordedCall):
         self._reset()
 
     def anchors_as(self, dtype: Any) -> Sequence[Any]:
-        """See `RecordedCall.anchors_as`: the token costs nothing to convert."""
+        """Return the anchors converted to ``dtype``. The only one is the token, which costs nothing to convert."""
         return [self.known.mesh.platform.to_dtype(x, dtype) for x in self.anchors]
 
     def _reset(self) -> None:
@@ -269,19 +272,21 @@ class _Call(RecordedCall):
         self.touched = False
 
     def begin(self) -> None:
-        """Begin the backward, at cotangents of results. Further calls within the same backward change nothing."""
+        """Start the backward, when cotangents of results arrive. Further calls within the same backward change
+        nothing."""
         if self._shared.open is not self:
             self._reset()
             self._shared.open = self
 
     def collect(self, k: int, cotangents: Sequence[Any]) -> None:
-        """Take the cotangents of one bucket: summands, one for each parameter.
+        """Add the cotangents of one bucket to its gradients. Each parameter has one cotangent, which is a summand.
 
-        In a distributed batch as many whole cotangents follow, which all ranks have: those of the first rank count.
+        In a distributed batch the same number of full cotangents follow, which are equal on all ranks. Only the first
+        rank adds those.
 
         Raises:
-            RuntimeError: where they have gradients themselves.
-            TypeError: for sparse ones.
+            RuntimeError: if gradients of gradients are recorded.
+            TypeError: for sparse cotangents.
         """
         known, platform = self.known, self.known.mesh.platform
         refuse_second_order(platform, "replicate")
@@ -303,7 +308,7 @@ class _Call(RecordedCall):
         """Add ``x`` to the gradient of a parameter, unless it is None.
 
         Raises:
-            RuntimeError: when the gradient was sent already.
+            RuntimeError: if the gradient was sent already.
         """
         if x is None:
             return
@@ -318,7 +323,7 @@ class _Call(RecordedCall):
         self._found[i] = x if have is None else have + x
 
     def _send(self) -> None:
-        """Send the next bucket, with gradients that were accumulated for it."""
+        """Send the next bucket, including gradients that were accumulated for it."""
         gradients, keys, k = self._shared.gradients, self.known.keys, len(self._sent)
         members = self.known.members[k]
         found = gradients.with_accumulated([keys[i] for i in members], [self._found[i] for i in members])
@@ -327,8 +332,8 @@ class _Call(RecordedCall):
         self._sent.append(self.known.buckets[k].reduce(found, op))
 
     def take(self, members: Sequence[int]) -> list[Any]:
-        """Return gradients for parameters of one dtype, and drop them, so that autograd takes them without a copy. The
-        root that comes first completes the gradients of all."""
+        """Return gradients of parameters of one dtype, and release them, so that autograd takes them without a copy.
+        The first root that backward reaches completes the gradients of all roots."""
         if self._results is None:
             self._results = self._finish()
         found = [self._results[i] for i in members]
@@ -362,7 +367,7 @@ class _Call(RecordedCall):
 
 
 def _nothing() -> None:
-    """Return None. An unpickled module has this function in place of its unit."""
+    """Return None. An unpickled module has this function's result in place of its unit."""
 
 
 def _give(ctx: Any, static: tuple[_Call, Sequence[int], Any], *parameters: Any) -> Sequence[Any]:
@@ -387,9 +392,9 @@ def _read_backward(ctx: Any, *cotangents: Any) -> Sequence[Any]:
     return [ctx.zero]
 
 
-#: Platform -> functions. ``give((call, members, zero), *parameters)``, the root for one dtype, returns a token. A root
-#: for another dtype takes that token, too. ``read((call, number of the bucket, its parameters), token)`` returns plain
-#: tensors with their data.
+#: Platform -> (give, read). ``give((call, members, zero), *parameters)``, the root for one dtype, returns a token. A
+#: root for another dtype takes that token as a further operand. ``read((call, number of the bucket, its parameters),
+#: token)`` returns plain tensors with the data of the parameters.
 _FUNCTIONS: Table = Table(
     lambda platform: (
         platform.joint_function(named("ReplicateGive", _give), _give_backward),

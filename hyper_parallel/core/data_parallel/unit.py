@@ -1,11 +1,11 @@
-"""One unit of `fully_shard`: its parameters are whole while its module runs, in forward and in backward.
+"""One unit of `fully_shard`: its parameters are unsharded while its module runs, in forward and in backward.
 
-The walk of a batch has one direction. A `Unit` runs a module. It tells the `Model`, which knows the order of units.
-The model makes units whole and sharded (`UnitParameters`), and these gather and reduce (`FlatBuffer`, `Gradients`).
-Backward begins at hooks of autograd, and goes to the model at once.
+Calls go in one direction. A `Unit` runs a module and notifies the `Model`, which knows the order of units. The model
+unshards and reshards units (`UnitParameters`), which gather parameters and reduce gradients (`FlatBuffer`,
+`Gradients`). Backward starts at autograd hooks, which call the model directly.
 
-Whole parameters are results of one differentiable function of the shards, whose backward reduces the gradients. Results
-of the module pass an identity, which makes the parameters whole again at the first cotangent.
+Unsharded parameters are results of one differentiable function of the shards, whose backward reduces the gradients.
+Results of the module pass through an identity, which unshards the parameters again at the first cotangent.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from hyper_parallel.platform.contract.autograd import named
 
 __all__ = ["Unit", "is_unit", "make_unit", "shows_whole_parameters", "unit_of"]
 
-#: module -> its `Unit`. A copy of a module has the same plan, and makes its own unit.
+#: module -> its `Unit`. A copy of a module shares the plan, and gets its own unit.
 _UNITS = WeakTable()
-#: Attribute of a module in a unit of several: the `_Modules` of these.
+#: Attribute of a module in a unit of several modules: the `_Modules` of the unit.
 _GROUP = "_fully_sharded_group"
 
 
 class Unit:
     """The unit of one module object, or of several.
 
-    Args:
-        plan: facts that modules share with their copies.
+    plan: facts that a module shares with its copies.
+        modules: the modules, which are not kept alive.
         modules: the modules. They are not kept alive.
 
     Attributes:
-        what: the unit, for messages.
-        parameters: its parameters, sharded or whole.
-        model: state that it shares with the other units below the outermost one; None before the first forward.
+        what: name of the unit in messages.
+        parameters: the parameters of the unit, sharded or unsharded.
+        model: state shared with the other units below the outermost one; None before the first forward.
     """
 
     def __init__(self, plan: Plan, modules: Sequence[Any]) -> None:
@@ -70,7 +70,7 @@ class Unit:
 
     # ---------------------------------------------------------------------- forward
     def run(self, module: Any, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Run ``forward(module, *args, **kwargs)`` with whole parameters in their places."""
+        """Run ``forward(module, *args, **kwargs)`` with unsharded parameters in the module."""
         platform, parameters, settings = self.platform, self.parameters, self.parameters.settings
         running, again = RUNNING.get(), platform.in_backward()
         if running:
@@ -108,7 +108,7 @@ class Unit:
             RUNNING.reset(token)
 
     def _check_batch(self, inputs: Sequence[Any], decides: bool) -> None:
-        """Find out in the outermost unit whether the batch is distributed, and check that other units agree."""
+        """Determine in the outermost unit whether the batch is distributed, and check that the other units agree."""
         model = self.model
         distributed = is_distributed(inputs, self.parameters.plan.mesh, self.what)
         if decides:
@@ -133,7 +133,7 @@ class Unit:
             output = forward(module, *args, **kwargs)
             if within or again or not model.owes_gradients:
                 return output
-            # Accumulated gradients wait for the next backward, also for one that comes to no parameters.
+            # Accumulated gradients wait for the next backward, even if that backward reaches no parameters.
             return self._results.opening(output, Call([], [], True, within), model.one_loss)
         with platform.no_dispatch():
             parameters = unit.shards()
@@ -180,7 +180,7 @@ class Unit:
                 model.forward_is_over(unit, call)
 
     def _wholes(self, call: Call, values: Sequence[Any], asked: bool) -> list[Any]:
-        """Return the whole parameters in the order of their indices, differentiable where that is ``asked``."""
+        """Return the unsharded parameters in the order of their indices, differentiable if ``asked``."""
         found: list[Any] = [None] * len(call.parameters)
         for b, (buffer, members) in enumerate(zip(self.parameters.buffers, self.parameters.members, strict=True)):
             trained = call.trained[b] if asked else []
@@ -228,11 +228,12 @@ class Unit:
             return [*map(self.platform.detach, self.parameters.places.parameters())]
 
     def move(self, before: Sequence[Any] = ()) -> None:
-        """Move the shards of each buffer into one storage, which is gathered without copies. Called before the program
-        can hold any of them: from then on they stay where they are.
+        """Move the shards of each buffer into one storage, which is gathered without copies. It is called before the
+        program can hold a reference to a shard. From then on the shards keep their memory.
 
         Args:
-            before: an earlier result of `memory`. A shard that still has its memory may be held, and then all stay.
+            before: an earlier result of `memory`. If a shard still has its earlier memory, the program may hold it, and
+                no shard is moved.
         """
         platform, unit = self.platform, self.parameters
         if not unit.plan.slots:
@@ -250,7 +251,7 @@ class Unit:
 
 
 class _Modules:
-    """The modules of one unit. A copy of one of them has a copy of this, with copies of all."""
+    """The modules of one unit. A copy of one of these modules has a copy of this object, with copies of all modules."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self.modules = list(modules)
@@ -271,7 +272,7 @@ def is_unit(module: Any) -> bool:
 
 
 def unit_of(module: Any) -> Unit:
-    """Return the unit of a module to which `fully_shard` was applied, made when it is first asked for."""
+    """Return the unit of a module to which `fully_shard` was applied. The unit is created at first use."""
     unit = _UNITS.get(module)
     if unit is None:
         group = vars(module).get(_GROUP)
@@ -283,6 +284,7 @@ def unit_of(module: Any) -> Unit:
 
 
 def shows_whole_parameters(module: Any) -> bool:
-    """Return whether modules find whole parameters now where a unit has shards: inside of its forward."""
+    """Return whether the attributes of ``module`` are unsharded parameters now, because its unit's forward is
+    running."""
     unit = _UNITS.get(module) if is_unit(module) else None
     return unit is not None and unit.parameters.places.holds_others

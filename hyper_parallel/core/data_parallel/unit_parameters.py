@@ -1,7 +1,8 @@
-"""The parameters of one unit of `fully_shard`: sharded, gathered, and where modules find them.
+"""The parameters of one unit of `fully_shard`: their sharded and unsharded state, and where modules find them.
 
-While the unit runs, in forward and in backward, its parameters are whole: views of the storage of `FlatBuffer`s.
-Backward frees them when their cotangents are there, and with frozen ones that of the input, where the platform tells.
+While the unit runs, in forward and in backward, its parameters are unsharded: views of the storage of `FlatBuffer`s.
+Backward frees them when all their cotangents have arrived. With frozen parameters it also waits for the cotangent of
+the input, on platforms that report it.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class UnitParameters:
-    """Parameters of a unit.
+    """The parameters of a unit.
 
     Args:
         plan: plan of the unit.
-        modules: modules of the unit. They are not kept alive.
-        what: the unit, for messages.
+        modules: modules of the unit, which are not kept alive.
+        what: name of the unit in messages.
 
     Attributes:
-        plan, what: see there.
+        plan, what: the arguments.
         settings: settings of the unit.
-        steps: steps of the unit, which ranks compare.
+        steps: events of the unit that ranks compare.
         gradients: reduction of its gradients.
-        group: its modules, and the call that they share.
+        group: modules of the unit, and the call that they share.
         buffers: one for each dtype.
         members: for each buffer, the indices of its parameters.
-        places: where modules look for the parameters.
-        scope: the module that is recorded with the all-gather, also where another unit begins it; None until known.
+        places: slots where modules look for the parameters.
+        scope: module that is recorded with the all-gather, even if another unit starts it; None until known.
         collectives: the collectives of the buffers.
     """
 
@@ -63,23 +64,23 @@ class UnitParameters:
         self._dtypes: list[Any] | None = None
         self._asked: list[bool] | None = None
         self._trained: tuple[list[list[int]], int | None] = [], None
-        #: For each buffer, the flat storage that is whole now; None while the unit is sharded.
+        #: For each buffer, its flat storage of unsharded parameters; None while the unit is sharded.
         self._values: list[Any] | None = None
-        self._whole_at: Any = None  # versions of the shards, of a unit that stays whole until it is told otherwise
+        self._whole_at: Any = None  # versions of the shards of parameters that stay unsharded until `reshard`
         self._pending = False  # whether an all-gather is pending
         self._sent: Any = None  # the shards of the pending all-gather
-        self._read: list[Any] | None = None  # the shards that the last forward has read
-        self._shown: list[Any] = []  # the whole parameters that modules find since `unshard`
+        self._read: list[Any] | None = None  # the shards that the last forward gathered
+        self._shown: list[Any] = []  # the unsharded parameters that modules find since `unshard`
         self._put: list[Any] = []  # arguments of `Places.take_back`, innermost last
-        self._open = 0  # backward passes that need the whole parameters, one within the other
-        self._awaited = -1  # how many cotangents are missing until nothing reads them; negative: unknown
+        self._open = 0  # number of nested backward passes that need the unsharded parameters
+        self._awaited = -1  # number of cotangents to wait for before the parameters can be freed; negative: unknown
         self._leaves: Leaves | None = None
         self._leaves_of: Any = None  # the buffers that `_leaves` were made for
-        self._unsummed: list[Any] = []  # see `Call.unsummed`; of the leaves
+        self._unsummed: list[Any] = []  # `Call.unsummed` of the leaves
 
     def shards(self) -> list[Any]:
-        """Return the parameters, and make buffers for them when there are none for their dtypes. While an all-gather is
-        pending, return the shards of that: `show` finds out whether they are still there."""
+        """Return the parameters, and create buffers if there are none for their dtypes. While an all-gather is pending,
+        return the shards that it gathers. `show` checks later that modules still hold these shards."""
         if self._pending and self._sent is not None:
             return self._sent
         parameters = self.places.parameters()
@@ -96,7 +97,8 @@ class UnitParameters:
     def trained(self, parameters: Sequence[Any]) -> tuple[list[list[int]], int | None]:
         """Return the indices of the trained parameters of each buffer, and the index of one trained parameter.
 
-        One trained parameter is enough to ask whether gradients are recorded. Callers must not change the lists."""
+        That one index suffices to check whether gradients are recorded. Callers must not change the lists.
+        """
         asked = list(map(_REQUIRES_GRAD, parameters))
         if asked != self._asked:
             found = [[i for i in members if asked[i]] for members in self.members]
@@ -104,11 +106,11 @@ class UnitParameters:
         return self._trained
 
     def as_read(self, xs: list[Any], unsummed: list[Any], one_loss: bool) -> list[Any]:
-        """Return ``xs`` itself, with DTensors where modules read parameters as such.
+        """Return ``xs`` itself, with DTensors in place of parameters that modules read as DTensors.
 
         Args:
-            xs: whole parameters by index, as new plain tensors.
-            unsummed: takes cotangents that `coalesce_gradients` leaves to be summed over tensor-parallel ranks.
+            xs: unsharded parameters by index, as new plain tensors.
+            unsummed: list to which `coalesce_gradients` appends cotangents that tensor-parallel ranks must still sum.
             one_loss: whether the batch is distributed.
         """
         wrap = self._platform.wrap
@@ -121,28 +123,28 @@ class UnitParameters:
         return xs
 
     def _views(self, values: Sequence[Any]) -> list[Any]:
-        """Return new views of the whole parameters by index, from the storage of each buffer."""
+        """Return new views of the unsharded parameters by index, from the storage of each buffer."""
         pairs = zip(self.buffers, self.members, values, strict=True)
         found = {i: x for buffer, members, flat in pairs for i, x in zip(members, buffer.views(flat), strict=True)}
         return [found[i] for i in range(len(found))]
 
     def show(self, wholes: Sequence[Any], shards: list[Any] | None = None) -> None:
-        """Let modules find these tensors, until `hide`."""
+        """Let modules find ``wholes`` in place of the shards, until `hide`."""
         if self._shown and not self._put:
             self.places.take_beside()
         self._put.append(self.places.put(wholes, shards))
         self._platform.stand_for(wholes, self.places.parameters())
 
     def take_writes(self, call: Call, wholes: Sequence[Any], versions: Sequence[int]) -> None:
-        """Copy values that a forward has written to ``wholes`` into the shards.
+        """Copy values that a forward has written to the unsharded parameters into the shards.
 
         Args:
             call: call of the unit.
-            wholes: the tensors that modules have found.
-            versions: their `counts_of` before the forward.
+            wholes: the unsharded parameters that modules have read.
+            versions: `counts_of` these tensors before the forward.
 
         Raises:
-            ValueError: where the forward has put something in the place of a parameter.
+            ValueError: if the forward has replaced a parameter.
         """
         self.places.check_shown()
         with self._platform.no_dispatch():
@@ -157,13 +159,13 @@ class UnitParameters:
                 self._follow(wholes, self._values)
 
     def _follow(self, wholes: Sequence[Any], before: Sequence[Any]) -> None:
-        """Copy values that a forward has written to the parameters that stay whole until `reshard`.
+        """Copy values that a forward has written to parameters that stay unsharded until `reshard`.
 
-        A backend that does not count writes may have put them into other memory.
+        A backend that does not count writes may have put the written values into other memory.
 
         Args:
-            wholes: the tensors that modules have found.
-            before: the storage of each buffer, as it was gathered.
+            wholes: the unsharded parameters that modules have read.
+            before: the gathered storage of each buffer.
         """
         platform = self._platform
         with platform.no_grad():
@@ -174,17 +176,17 @@ class UnitParameters:
                 platform.write(shown, whole)
 
     def hide(self) -> None:
-        """Let modules find the tensors that they found before `show`."""
+        """Let modules find the tensors that were in place before `show`."""
         self.places.take_back(self._put.pop())
         if self._shown and not self._put:
             self.places.put_beside(self._shown)
 
     def stay_whole(self) -> None:
-        """Stay whole until `reshard`."""
+        """Keep the parameters unsharded until `reshard`."""
         self._whole_at = versions_of(self.places.parameters())
 
     def check_stale(self, shards: Sequence[Any]) -> None:
-        """Raise RuntimeError where parameters that have stayed whole are stale: the shards have changed since."""
+        """Raise RuntimeError if unsharded parameters are stale because the shards have changed."""
         if self._whole_at is not None and not self._is_current(shards):
             raise RuntimeError(
                 f"{self.what}: a parameter was changed while it was whole: call reshard() before the optimizer's step"
@@ -201,23 +203,23 @@ class UnitParameters:
 
     # ---------------------------------------------------------------------- whole and sharded
     def start_by_hand(self) -> None:
-        """Begin the all-gather, unless a forward or backward of the unit runs. There the parameters are whole anyway,
-        and values gathered before the end of a forward lack its writes."""
+        """Start the all-gather, unless a forward or backward of the unit is running. Parameters are unsharded there
+        already. Values gathered before the end of a forward would also lack the values that it writes."""
         if not self._put:
             self.start()
 
     def start(self, parameters: list[Any] | None = None, again: bool = False) -> bool:
-        """Begin the all-gather; returns False where nothing is to be done.
+        """Start the all-gather; return False if there is nothing to do.
 
         Args:
-            parameters: the result of `shards`, where that was just called.
-            again: whether this is for a backward: it gathers from parts that were kept on fewer ranks, if any.
+            parameters: a fresh result of `shards`, if the caller has one.
+            again: whether this is for a backward. It gathers from the parts that `shrink` saved on fewer ranks, if any.
         """
         if self._values is not None or not self.plan.slots or self._pending:
             return False
         self.steps.gather()
         with self._platform.no_dispatch():
-            # Backward needs the shards that forward has read; `show` finds out whether they are still there.
+            # Backward needs the shards that forward has gathered; `show` checks that modules still hold them.
             again = again and self._read is not None
             if parameters is None:
                 parameters = self._read if again else self.shards()
@@ -246,8 +248,9 @@ class UnitParameters:
                 buffer.drop()
 
     def unshard(self) -> None:
-        """Make the parameters whole, and let modules find them until `reshard`. The unit also frees them after its
-        forward or backward. Within these it does nothing: they are whole anyway."""
+        """Gather the parameters, and let modules find the unsharded ones until `reshard`. The unit also frees them
+        after its forward or backward. Within its forward or backward this does nothing, because the parameters are
+        unsharded already."""
         if not self.plan.slots or self._put or self._shown:
             return
         platform = self._platform
@@ -264,21 +267,21 @@ class UnitParameters:
         self.places.put_beside(wholes)
 
     def take_over(self) -> None:
-        """Let modules find shards again, and let `free` act as if `unshard` had not been called."""
+        """Let modules find shards again, so that `free` acts as if `unshard` had not been called."""
         if self._shown:
             self._shown, self._whole_at = [], None
             self.places.take_beside()
 
     def reshard(self) -> None:
-        """Undo `unshard`, and free parameters that have stayed whole after backward."""
+        """Undo `unshard`, and free parameters that stayed unsharded after backward."""
         self.drop()
         self.take_over()
         self._whole_at = None
         self.free()
 
     def gather(self, keep: bool, parameters: list[Any] | None = None) -> list[Any]:
-        """Return the flat storage of each buffer, whole. With ``keep`` it is the storage that `free` frees.
-        ``parameters`` as for `start`."""
+        """Return the flat storage of unsharded parameters of each buffer. With ``keep`` it is the storage that `free`
+        frees. ``parameters`` are passed to `start`."""
         if self._values is not None and (self._open or self._whole_at is not None):
             return self._values
         values, self._values = self._values, None
@@ -289,23 +292,23 @@ class UnitParameters:
         return found
 
     def shrink(self, mesh: DeviceMesh) -> None:
-        """Keep a part of the whole parameters on each rank of the last dimension of ``mesh``, before `free`."""
+        """Save a part of the unsharded parameters on each rank of the last dimension of ``mesh``, before `free`."""
         if self._values is not None and not self._open and self._whole_at is None and self.is_freed:
             with self._platform.no_grad(), self._platform.no_dispatch():
                 for buffer in self.buffers:
                     buffer.shrink(mesh)
 
     def drop_parts(self) -> None:
-        """Discard the parts that `shrink` has kept."""
+        """Discard the parts that `shrink` has saved."""
         for buffer in self.buffers:
             buffer.part = None
 
     def frees(self, x: Any) -> bool:
-        """Return whether a plain tensor lies in memory that `free` frees."""
+        """Return whether a plain tensor is stored in memory that `free` frees."""
         return any(buffer.holds(x) for buffer in self.buffers)
 
     def free(self) -> None:
-        """Free the whole parameters, unless they are to stay."""
+        """Free the unsharded parameters, unless they shall stay."""
         if self._values is not None and not self._open and self._whole_at is None:
             self._values = None
             for buffer in self.buffers if self.is_freed and not self.settings.keeps_storage else ():
@@ -314,22 +317,24 @@ class UnitParameters:
     # ---------------------------------------------------------------------- backward
     @property
     def is_freed(self) -> bool:
-        """Return whether the whole parameters are freed after forward, and gathered again: not on each platform."""
+        """Return whether this platform can free unsharded parameters after forward and gather them again for
+        backward."""
         return self._platform.frees_storage
 
     @property
     def reopens(self) -> bool:
-        """Return whether backward makes the parameters whole."""
+        """Return whether backward unshards the parameters."""
         return self.is_freed and bool(self.plan.slots) and self.settings.whole_in_backward
 
     def runs_in_order(self, call: Call) -> bool:
-        """Return whether all readers of the whole parameters have run in backward when their cotangents are there. The
-        last recorded node runs first. Another device has its own order, but its reads give trained ones cotangents."""
+        """Return whether every reader of an unsharded parameter has run in backward once all cotangents have arrived.
+        Backward runs the last recorded node first. Other devices have their own order, but a node that reads trained
+        parameters gives each a cotangent."""
         all_trained = sum(map(len, call.trained)) == len(call.parameters)
         return all_trained and (self._platform.fast or NOTHING_FASTER).backward_in_order
 
     def open(self, call: Call, one_loss: bool) -> None:
-        """Begin the backward: gather the parameters, for saved tensors and for recomputed forwards."""
+        """Start the backward: gather the parameters, for saved tensors and for recomputed forwards."""
         if not self.reopens:
             return
         self._open += 1
@@ -350,25 +355,26 @@ class UnitParameters:
         self.show(leaves, call.parameters)
 
     def is_last_awaited(self) -> bool:
-        """Count the cotangents of one buffer, or of the input. After the last one nothing reads the parameters."""
+        """Count the cotangents of one buffer, or of the input; return whether they were the last. After the last one
+        the parameters are not read any more."""
         self._awaited -= 1
         return self._awaited == 0
 
     def with_leaves(self, indices: Sequence[int], cotangents: Sequence[Any]) -> Sequence[Any]:
-        """Add the gradients of a recomputed forward to ``cotangents``, and clear them."""
+        """Return ``cotangents`` plus the gradients of a recomputed forward, which are cleared."""
         if not self._open or self._leaves is None:
             return cotangents
         with self._platform.no_dispatch():
             return with_summed(self._unsummed, indices, self._leaves.add(indices, cotangents))
 
     def close(self, recomputes: bool) -> list[tuple[int, Sequence[int], Sequence[Any]]]:
-        """End a backward. At the end of the outermost one the parameters are sharded again, unless they stay.
+        """End a backward. At the end of the outermost one the parameters are resharded, unless they shall stay.
 
         Args:
             recomputes: whether a recomputed forward may have had its own backward.
 
         Returns:
-            Gradients of such a forward that are to be reduced: for each, the number of the buffer, indices and
+            Gradients of such a forward that are still to be reduced: tuples of the number of the buffer, indices and
             cotangents.
         """
         if self._open != 1:

@@ -1,1 +1,1 @@
-"""Records of runs, and where two of them part: docs/compare.md. To compare needs NumPy and no framework."""
+"""Records of runs, and their comparison; see docs/compare.md. Comparing needs only NumPy and no framework."""

@@ -1,4 +1,4 @@
-"""Alignment of the tensors of two records whose modules have other paths."""
+"""Matching of the tensors of two records whose modules have different paths."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Key = tuple[str, int, str, int, str, str]
 
 
 class Names:
-    """Paths of the first record as those of the second.
+    """Mapping from paths of the first record to paths of the second.
 
     Args:
-        given: paths, or the beginnings of paths, of the first -> those of the second. ``*`` is any one part of a path,
-            and stands for the same on the right.
-        stripped, added: what all paths of the first begin with and the second lack, and the other way round.
-        found: paths of modules that were aligned by their order and shapes.
+        given: paths, or prefixes of paths, of the first record -> those of the second. ``*`` matches one component of a
+            path, and is replaced by the matched component on the right.
+        stripped, added: prefix that only paths of the first record have, and prefix that only paths of the second have.
+        found: paths of modules that were matched by their order and shapes.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Names:
         self.stripped, self.added, self.found = stripped, added, dict(found or {})
 
     def __call__(self, path: str) -> str:
-        """The path in the second record."""
+        """Return the path in the second record."""
         for pattern, new in self._given:
             match = pattern.fullmatch(path)
             if match:
@@ -49,18 +49,19 @@ class Names:
         return ".".join(filter(None, (self.added, path)))
 
     def as_dict(self) -> dict[str, object]:
-        """The paths that were found out, for people."""
+        """Return the automatically matched paths, for people."""
         return {"stripped": self.stripped, "added": self.added, "by_order": self.found}
 
 
 def _pattern(old: str) -> str:
-    """A regular expression for paths that begin with ``old``: a group for each ``*``, and one for the rest."""
+    """Return a regular expression for paths with the prefix ``old``: a group for each ``*``, and a group for the
+    rest."""
     parts = [r"([^.]+)" if part == "*" else re.escape(part) for part in old.split(".")] if old else []
     return rf"{re.escape('.').join(parts)}(?:\.(.*))?" if parts else "(.*)"
 
 
 def names_between(a: Mapping[Key, Tensor], b: Mapping[Key, Tensor], given: Mapping[str, str] | None) -> Names:
-    """Find the names: as given, else the same paths, without a prefix that one record has, and by order."""
+    """Return the mapping of paths: first as given, then equal paths, possibly without a prefix, and last by order."""
     paths_a, paths_b = _paths(a), _paths(b)
     best, most = Names(given), _matches(Names(given), paths_a, paths_b)
     if most < min(len(paths_a), len(paths_b)):
@@ -77,7 +78,7 @@ def names_between(a: Mapping[Key, Tensor], b: Mapping[Key, Tensor], given: Mappi
 
 
 def _paths(tensors: Mapping[Key, Tensor]) -> list[str]:
-    """Paths of modules and parameters."""
+    """Return the paths of modules and parameters."""
     return list(dict.fromkeys(key[2] for key in tensors if key[0] in ("output", "parameter", "update")))
 
 
@@ -87,7 +88,7 @@ def _matches(names: Names, paths_a: Collection[str], paths_b: Collection[str]) -
 
 
 def _prefixes(paths: Collection[str]) -> list[str]:
-    """Beginnings of paths, of up to three parts."""
+    """Return prefixes of paths, with up to three components."""
     found: dict[str, None] = {}
     for path in paths:
         parts = path.split(".")
@@ -97,7 +98,7 @@ def _prefixes(paths: Collection[str]) -> list[str]:
 
 
 def _by_order(a: Mapping[Key, Tensor], b: Mapping[Key, Tensor], names: Names) -> dict[str, str]:
-    """Modules without a namesake, aligned by the order of their calls and the shapes of their outputs."""
+    """Return modules without an equal path in the other record, matched by call order and output shapes."""
     there = {key[2] for key in b}
     taken = {names(key[2]) for key in a}
     left_a = [key for key in a if key[0] == "output" and key[1:2] == (0,) and names(key[2]) not in there]

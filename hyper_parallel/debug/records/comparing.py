@@ -1,4 +1,4 @@
-"""`compare`: where two recorded runs part."""
+"""`compare`: find the first tensor at which two recorded runs differ by more than rounding."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _PHASES = {"parameter": 0, "buffer": 0, "input": 1, "output": 1, "gradient": 2, 
 
 @dataclass(frozen=True)
 class Row:
-    """A tensor of both records.
+    """A tensor that both records have.
 
     Attributes:
-        kind, step, path, number, slot, of: see `files.Entry`.
-        shape: of the whole tensor.
-        dtypes: in the first record and in the second.
-        difference: norm of the difference over the larger norm; from the reference, if there is one.
-        bound: the largest that rounding explains.
-        departs: whether it is larger.
-        culprit: the module, or parameter, to which a first departure is charged.
-        how: what was assumed to make the tensor whole, and which copies differ.
+        kind, step, path, number, slot, of: fields of `files.Entry`.
+        shape: shape of the full tensor.
+        dtypes: its dtypes in the first and the second record.
+        difference: norm of the difference over the larger norm. With a reference it is the difference from the
+            reference.
+        bound: largest difference that rounding explains.
+        departs: whether ``difference`` exceeds ``bound``.
+        culprit: module or parameter that caused the first departure; set on the first departing row only.
+        how: assumptions with which the full tensor was assembled, and replicas that differ.
     """
 
     kind: str
@@ -55,28 +56,28 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The tensor, for people."""
+        """Return a description of the tensor for people."""
         what = f"gradient of the {self.of}" if self.kind == "gradient" else self.kind
         call = f", call {self.number + 1}" if self.number else ""
         slot = f" [{self.slot}]" if self.slot else ""
         return f"{what}{slot} of {self.path or 'the model'}{call}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The row for JSON, which has no infinity."""
+        """Return the row as JSON values. JSON has no infinity, so an infinite difference is None."""
         return {**asdict(self), "difference": self.difference if math.isfinite(self.difference) else None}
 
 
 @dataclass
 class Comparison:
-    """Two runs, tensor by tensor. ``str`` and ``print`` show where they part.
+    """Comparison of two runs, tensor by tensor. ``str`` and ``print`` show where they first differ.
 
     Attributes:
         a, b: paths of the records.
         reference: path of the third record, or None.
-        rows: tensors that both have, in the order in which the first run computed them.
-        only_a, only_b: names of what one record has alone.
-        unfit: names of tensors that could not be made whole in the same way, and why.
-        names: what was found out about paths.
+        rows: tensors of both records, in the order in which the first run computed them.
+        only_a, only_b: names of tensors that only one record has.
+        unfit: names of tensors that could not be assembled to one shape, with the reasons.
+        names: how paths of one record were matched to paths of the other.
         notes: tensors that were not recorded.
     """
 
@@ -92,27 +93,27 @@ class Comparison:
 
     @property
     def departs(self) -> bool:
-        """Return whether some tensor differs by more than rounding explains."""
+        """Return whether a tensor differs by more than rounding explains."""
         return self.first is not None
 
     @property
     def first(self) -> Row | None:
-        """The first tensor that departs, of forward, backward and updates."""
+        """Return the first tensor that departs, in forward, backward or updates; None if the runs agree."""
         return next((row for row in self.rows if row.departs), None)
 
     @property
     def first_gradient(self) -> Row | None:
-        """The first gradient that departs."""
+        """Return the first gradient that departs, or None."""
         kinds = ("gradient", "parameter gradient")
         return next((row for row in self.rows if row.departs and row.kind in kinds), None)
 
     @property
     def culprit(self) -> str | None:
-        """The module or parameter to which the first departure is charged, None where the runs agree."""
+        """Return the module or parameter that caused the first departure; None if the runs agree."""
         return None if self.first is None else self.first.culprit
 
     def as_dict(self) -> dict[str, Any]:
-        """The data for JSON. Differences that are infinite, as of a gradient that is missing, are None."""
+        """Return the data as JSON values. Infinite differences, such as that of a missing gradient, are None."""
         first, gradient = self.first, self.first_gradient
         return {
             **{name: value for name, value in asdict(self).items() if name != "rows"},
@@ -124,11 +125,11 @@ class Comparison:
         }
 
     def svg(self) -> str:
-        """A picture: the difference of each tensor and its bound, forward above and backward below."""
+        """Return an SVG picture of the difference and the bound of each tensor, forward above and backward below."""
         return picture(self)
 
     def table(self) -> str:
-        """All rows, for a terminal."""
+        """Return all rows as a table for a terminal."""
         return texts.table(self.rows)
 
     def __str__(self) -> str:
@@ -138,22 +139,21 @@ class Comparison:
 def compare(
     a: str | Path, b: str | Path, reference: str | Path | None = None, names: Mapping[str, str] | None = None
 ) -> Comparison:
-    """Compare two records, which `record` wrote, and find where the runs part. No framework is needed.
+    """Compare two records of `record`, and find where the runs first differ. No framework is needed.
 
-    A tensor departs where its relative difference (norm over norm) is above what rounding explains: see
-    `rounding.Rounding`. With a reference, such as a run in float64, the difference is that of ``b`` from it. The bound
-    follows from the difference of ``a`` from it.
+    A tensor departs if its relative difference (norm over norm) exceeds the bound of `rounding.Rounding`. With a
+    reference, such as a run in float64, ``b`` is compared to the reference. The bound follows from the difference
+    between ``a`` and the reference.
 
     Args:
-        a: folder of the run that is taken for right.
+        a: folder of the run that is assumed to be right.
         b: folder of the other run.
         reference: folder of a third run.
-        names: paths of ``a``, or their beginnings, to those of ``b``. ``*`` is one part of a path. Other paths are
-            found out.
+        names: paths of ``a``, or their prefixes, -> paths of ``b``. ``*`` matches one component of a path. Other paths
+            are matched automatically.
 
     Raises:
-        RecordError: when a folder holds no record, or a damaged one. ValueError: when the records have nothing in
-            common.
+        RecordError: if a folder holds no record, or a damaged one. ValueError: if the records have no tensor in common.
     """
     records = [read_record(path) for path in (a, b)]
     tensors = [tensors_of(record) for record in records]
@@ -203,7 +203,7 @@ class _Comparing:
         self._culprits = Culprits(self._record, a)
         self._rounding = Rounding()
         self._wholes: dict[Key, tuple[Whole, Whole]] = {}
-        #: Relative differences of the gradients of a parameter so far, element by element.
+        #: Parameter -> element-wise relative differences of its gradients so far.
         self._uncertain: dict[str, np.ndarray] = {}
         self._drifts: dict[str, float] = {}
         self.rows: list[Row] = []
@@ -216,7 +216,7 @@ class _Comparing:
         namesakes = {key: (key[0], key[1], self._names(key[2]), *key[3:]) for key in self._a}
         backwards = {other: key for key, other in namesakes.items()}
         paths = {self._names(call.path): call.path for call in self._record.calls}
-        # An input of one record may be the output of a module in the other, where no code lies between.
+        # An input in one record may be the output of a module in the other, if no code runs in between.
         also: dict[Key, list[tuple[Key, Key]]] = {}
         for other in self._b:
             if other not in backwards and other[1] in steps[0]:
@@ -249,7 +249,7 @@ class _Comparing:
         return (step, _PHASES[kind], self._culprits.backward_of(step, key[2]), 1, tensor.order)
 
     def _compare(self, key: Key, own: Key, other: Key) -> None:
-        """Compare two tensors, and name them ``key``."""
+        """Compare two tensors, and add a row with the key ``key``."""
         a, b = self._a[own], self._b[other]
         pair = _pair(a, b)
         if pair is None and a.ways() and b.ways():
@@ -282,7 +282,8 @@ class _Comparing:
             self._rounding.agree(found if key[0] != "update" else self._drift(key, x, y, a.entry.scale))
 
     def _lacks(self, key: Key) -> bool:
-        """Return whether a parameter of the second record has no gradient in a step in which others have one."""
+        """Return whether a parameter of the second record has no gradient, in a step in which other parameters have
+        one."""
         others = (other for other in self._b if other[:2] == key[:2])
         return ("parameter", 0, *key[2:]) in self._b and next(others, None) is not None
 
@@ -296,7 +297,7 @@ class _Comparing:
         bound: float,
         how: str,
     ) -> bool:
-        """Add a row for the tensor of this number, and return whether it departs."""
+        """Add a row for the tensor with number ``tensor``, and return whether it departs."""
         departs = not found <= bound
         culprit = self._culprits.of(key, tensor) if departs and not self._departed() else ""
         self.rows.append(Row(*key, tuple(shape), dtypes, found, bound, departs, culprit, how))
@@ -306,7 +307,8 @@ class _Comparing:
         return any(row.departs for row in self.rows)
 
     def _floor(self, key: Key) -> float:
-        """The size that a gradient of a bias has where its summands do not cancel: below it is rounding alone."""
+        """Return the magnitude that a bias gradient would have without cancellation. Smaller gradients are rounding
+        noise."""
         if key[0] != "parameter gradient" or len(self._a[key].entry.local) > 1:
             return 0.0
         above = self._wholes.get(self._culprits.gradient_of(key[1], key[2]) or key)
@@ -317,7 +319,7 @@ class _Comparing:
         return math.sqrt(g.squares / g.size * rows) if g.squares == g.squares else 0.0
 
     def _of_update(self, key: Key, x: Whole, y: Whole, a: Tensor, b: Tensor) -> float:
-        """The difference of an update that rounding of the parameter, and of its gradients so far, explains."""
+        """Return the difference of an update that rounding of the parameter, and of its gradients so far, explains."""
         size = max(math.sqrt(x.squares / x.size), math.sqrt(y.squares / y.size)) if x.size else 0.0
         if not size:
             return 0.0
@@ -337,7 +339,7 @@ class _Comparing:
         return bound + self._rounding.bound
 
     def _drift(self, key: Key, x: Whole, y: Whole, scale: float) -> float:
-        """The relative difference of a parameter after the updates so far, with which the next step begins."""
+        """Return the relative difference of a parameter after all updates so far, at the start of the next step."""
         if not x.size or not scale:
             return 0.0
         size = math.sqrt(max(x.squares, y.squares) / x.size)
@@ -348,7 +350,7 @@ class _Comparing:
     def _of_third(
         self, key: Key, x: Whole, y: Whole, floor: float, dtypes: tuple[str, str]
     ) -> tuple[float, float] | None:
-        """Difference from the reference, and the bound from that of the first record."""
+        """Return the difference from the reference, and the bound that follows from the first record's difference."""
         if self._third is None:
             return None
         tensors, names = self._third
@@ -362,7 +364,7 @@ class _Comparing:
 
 
 def _pair(a: Tensor, b: Tensor) -> tuple[Whole, Whole] | None:
-    """Whole tensors of one shape; of several ways to make them those that differ least."""
+    """Return the full tensors of one shape. If parts can be assembled in several ways, take those that differ least."""
     found = [(x, y) for x in a.ways() for y in b.ways() if x.shape == y.shape]
     if not found:
         found = [(x, z) for x in a.ways() for y in b.ways() if (z := _squeezed(y, x)) is not None]
@@ -370,7 +372,7 @@ def _pair(a: Tensor, b: Tensor) -> tuple[Whole, Whole] | None:
 
 
 def _squeezed(y: Whole, x: Whole) -> Whole | None:
-    """``y`` in the shape of ``x``, where they differ in dimensions of size 1 alone, as kernels of convolutions do."""
+    """Return ``y`` in the shape of ``x`` if only dimensions of size 1 differ, as in convolution kernels; else None."""
     if [n for n in x.shape if n != 1] != [n for n in y.shape if n != 1] or y.values.size != y.size != x.values.size:
         return None
     grid = tuple(np.arange(n) for n in x.shape)

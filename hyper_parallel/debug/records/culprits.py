@@ -1,4 +1,4 @@
-"""The module to which a difference is charged, from the calls that gave and took a tensor."""
+"""The module that caused a difference, found from the calls that produced and consumed a tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Key = tuple[str, int, str, int, str, str]
 
 
 class Links:
-    """Tensors under the names of all calls that gave or took them, and not of the first alone."""
+    """Tensors under the names of all calls that produced or consumed them, not only of the first call."""
 
     def __init__(self, record: Record, tensors: Mapping[Key, Any]) -> None:
         self._calls = {(c.step, c.path, c.number): c for c in record.calls}
@@ -25,7 +25,8 @@ class Links:
                 self._keys.setdefault((key[0] == "gradient", tensor.entry.tensor), key)
 
     def same(self, key: Key, other: Links, there: Key) -> Key | None:
-        """The key in ``other`` of the tensor that its call ``there`` gave or took in the place of ``key`` here."""
+        """Return the key in ``other`` of the tensor that matches ``key``. It has the same position in the call of
+        ``there``."""
         of = key[5] if key[0] == "gradient" else key[0]
         here, call = self._calls.get((key[1], key[2], key[3])), other._calls.get((there[1], there[2], there[3]))
         if here is None or call is None or of not in ("input", "output"):
@@ -38,11 +39,11 @@ class Links:
 
 
 class Culprits:
-    """Calls of a record, and the tensors between them.
+    """Calls of a record, and the tensors between these calls.
 
     Args:
-        record: whose calls they are.
-        tensors: of the record, by key.
+        record: the record of the calls.
+        tensors: tensors of the record, by key.
     """
 
     def __init__(self, record: Record, tensors: Mapping[Key, Any]) -> None:
@@ -52,18 +53,18 @@ class Culprits:
         for i, call in enumerate(self._calls):
             for number in call.inputs:
                 self._takers.setdefault(number, []).append(i)
-        #: tensor -> key of its gradient, and its place in the order of backward.
+        #: tensor -> key of its gradient, and position of the gradient in the order of backward.
         self._gradients = {t.entry.tensor: (key, t.order) for key, t in tensors.items() if key[0] == "gradient"}
         self._of_module: dict[tuple[int, str], list[int]] = {}
         for i, call in enumerate(self._calls):
             self._of_module.setdefault((call.step, call.path), []).append(i)
 
     def of(self, key: Key, tensor: int) -> str:
-        """The module or parameter to which the first departure is charged.
+        """Return the module or parameter that caused the first departure.
 
         Args:
-            key: of the tensor that departs, by the name of a call that gave or took it.
-            tensor: its number.
+            key: key of the departing tensor, under the name of a call that produced or consumed it.
+            tensor: number of that tensor.
         """
         kind, step, path, number, _, of = key
         if kind in ("parameter", "buffer", "parameter gradient", "update"):
@@ -84,7 +85,7 @@ class Culprits:
         inner = [i for i in takers if not any(self._is_inside(j, i) for j in takers)]
         inner = [i for i in inner if not (of == "output" and i == index)]
         if not inner:
-            # The code that takes it lies around the outermost call that gives the same tensor.
+            # The code that consumes the tensor is outside the outermost call that returns the same tensor.
             around = call.parent
             while of == "output" and around >= 0 and set(tensors) & set(self._calls[around].outputs):
                 around = self._calls[around].parent
@@ -102,7 +103,7 @@ class Culprits:
         return False
 
     def owner_of(self, step: int, parameter: str) -> str | None:
-        """The path of the innermost module that was called and holds a parameter."""
+        """Return the path of the innermost called module that contains a parameter."""
         parts = parameter.split(".")[:-1]
         for count in range(len(parts), -1, -1):
             path = ".".join(parts[:count])
@@ -111,12 +112,12 @@ class Culprits:
         return None
 
     def gradient_of(self, step: int, parameter: str) -> Key | None:
-        """The key of the last gradient of an output of the module that holds a parameter."""
+        """Return the key of the last output gradient of the module that contains a parameter."""
         found = self._last_gradient(step, parameter)
         return None if found is None else found[0]
 
     def backward_of(self, step: int, parameter: str) -> float:
-        """When backward came to the module that holds a parameter; at the end where that is not known."""
+        """Return the position in backward of the module that contains a parameter; infinity if unknown."""
         found = self._last_gradient(step, parameter)
         return math.inf if found is None else found[1]
 

@@ -8,8 +8,8 @@ __all__ = ["RecordError"]
 
 
 class RecordError(RuntimeError):
-    """A record is not there, or is not whole. The message names the file. Control characters of names are written
-    out."""
+    """Error for a record that is missing or incomplete. The message names the file. Control characters of names are
+    escaped."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))

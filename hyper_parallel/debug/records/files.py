@@ -1,4 +1,4 @@
-"""Files of a record: an index in JSON and raw arrays for each rank. Nothing in them is run when they are read."""
+"""Files of a record: for each rank an index in JSON and an array file. Reading them executes nothing."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["KINDS", "Call", "Entry", "Place", "Record", "Writer", "read_record"]
 
 FORMAT = "hyper_parallel record"
 VERSION = 1
-#: Kinds of entries, in the order within a step in which it comes into being.
+#: Kinds of entries, in the order in which a step creates them.
 KINDS = ("parameter", "buffer", "input", "output", "gradient", "parameter gradient", "update")
 _FILE = re.compile(r"rank-(\d+)\.json")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The ranks that share a tensor, and how.
+    """The ranks that share a tensor, and its placements.
 
     Attributes:
-        names, shape: of the mesh.
-        ranks: of the mesh, in row-major order.
-        placements: for each mesh dimension ``"R"`` for copies, ``"S1"`` for parts along dimension 1, ``"P"`` for
-            summands, ``"?"`` where it is not known.
+        names, shape: dimension names and shape of the mesh.
+        ranks: ranks of the mesh, in row-major order.
+        placements: for each mesh dimension ``"R"`` for replicas, ``"S1"`` for shards of dimension 1, ``"P"`` for
+            summands, ``"?"`` if unknown.
     """
 
     names: tuple[str, ...] = ()
@@ -46,11 +46,11 @@ class Call:
     """A call of a module.
 
     Attributes:
-        step, path: of the training step, and of the module.
+        step, path: training step, and path of the module.
         kind: class of the module.
-        number: how many calls of the module came before it in the step.
-        parent: index of the call around it, -1 for none.
-        inputs, outputs: numbers of tensors.
+        number: number of earlier calls of the module in the step.
+        parent: index of the enclosing call, -1 if there is none.
+        inputs, outputs: numbers of the tensors.
     """
 
     step: int
@@ -64,30 +64,31 @@ class Call:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor, as one rank recorded it.
+    """A tensor as one rank recorded it.
 
     Attributes:
         kind: one of `KINDS`.
-        step: of the training loop, from 0.
-        path: of the module, or of the parameter.
-        number: of the call of the module in this step.
-        slot: place among the inputs or outputs of the call, empty for one alone.
-        of: ``"input"`` or ``"output"``, of a gradient.
-        tensor: its number, the same as in `Call`; -1 for a parameter.
+        step: training step, from 0.
+        path: path of the module, or name of the parameter.
+        number: number of the module's call in this step.
+        slot: place among the inputs or outputs of the call; empty for a single tensor.
+        of: for a gradient, ``"input"`` or ``"output"``.
+        tensor: number of the tensor, as in `Call`; -1 for a parameter.
         dtype: name of the framework's dtype.
-        local: shape of this rank's part.
-        whole: shape of the whole tensor; None where it is not known.
-        place: index of the `Place`; -1 where no mesh is known.
-        boxes: where the part lies: (offsets, sizes, offsets in the part). Empty where the placements alone tell.
-        sampled: whether only the places of `samples.grid_of` are there.
-        values: index of the first number in the file of arrays, and how many there are; None for a copy of the values
-            of another rank.
-        digest: of the bytes; equal ones are equal tensors.
-        squares: sum of the squares of the finite elements of the part.
+        local: shape of this rank's local tensor.
+        whole: shape of the full tensor; None if unknown.
+        place: index of the `Place`; -1 if no mesh is known.
+        boxes: boxes of the local tensor: (offsets, sizes, offsets in the local tensor). Empty if only the placements
+            are known.
+        sampled: whether only the places of `samples.grid_of` are recorded.
+        values: index of the first number in the array file, and count of numbers; None for a replica of another rank's
+            values.
+        digest: digest of the bytes. Equal digests mean equal tensors.
+        squares: sum of the squares of the finite local elements.
         not_finite: number of elements that are infinite or NaN.
-        sums: `samples.signed_sums` of the whole, this rank's share, where there are samples alone; else empty.
-        own_sums: the same of the part as a tensor of its own, where other ranks may have copies.
-        scale: root of the mean square of the parameter, of an update; else 0.
+        sums: this rank's share of `samples.signed_sums` of the full tensor, if only samples are recorded; else empty.
+        own_sums: `samples.signed_sums` of the local tensor by itself, if other ranks may have replicas; else empty.
+        scale: for an update, root mean square of the parameter; else 0.
     """
 
     kind: str
@@ -113,24 +114,24 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, int, str, int, str, str]:
-        """The name under which entries of several ranks are parts of one tensor."""
+        """Return the key that is equal for entries of several ranks that belong to one tensor."""
         return (self.kind, self.step, self.path, self.number, self.slot, self.of)
 
 
 @dataclass
 class Record:
-    """All that was recorded of a run, by all ranks.
+    """The data that all ranks recorded of a run.
 
     Attributes:
-        path: of the folder.
+        path: path of the folder.
         platform: name of the backend.
-        largest: number of elements up to which tensors are whole.
-        root: mesh of all ranks; None where there is none.
-        calls: of the first rank, in the order in which they began.
-        entries: of each rank, in the order in which they came into being.
-        places: of each rank.
+        largest: maximum number of elements of a tensor that is recorded in full.
+        root: mesh of all ranks; None if there is none.
+        calls: calls of the first rank, in the order in which they started.
+        entries: entries of each rank, in the order of recording.
+        places: places of each rank.
         arrays: the numbers of each rank.
-        notes: what could not be recorded.
+        notes: tensors that could not be recorded, with reasons.
     """
 
     path: str
@@ -145,27 +146,27 @@ class Record:
 
 
 class Writer:
-    """Files of one rank. Values are written as they come, the index at the end."""
+    """Writer of the files of one rank. Values are written at once, and the index at the end."""
 
     def __init__(self, folder: str | Path, rank: int, ranks: int) -> None:
         self._folder, self._rank, self._count = Path(folder), rank, 0
         self._folder.mkdir(parents=True, exist_ok=True)
         for file in self._folder.glob("rank-*.json"):
             match = _FILE.fullmatch(file.name)
-            # Its own of an earlier run, and those of ranks that there are none of now.
+            # Files of this rank's earlier run, and of ranks that do not exist now.
             if match and (int(match[1]) == rank or (rank == 0 and int(match[1]) >= ranks)):
                 file.unlink(missing_ok=True)
         self._arrays: IO[bytes] = (self._folder / f"rank-{rank}.bin").open("wb")
 
     def values(self, x: np.ndarray) -> tuple[int, int]:
-        """Write numbers, and return where they are."""
+        """Write numbers, and return their start and count in the file."""
         flat = np.ascontiguousarray(x, "<f8").reshape(-1)
         self._arrays.write(flat.data)
         self._count += flat.size
         return self._count - flat.size, flat.size
 
     def close(self, index: Mapping[str, Any], calls: list[Call], entries: list[Entry], places: list[Place]) -> None:
-        """Write the index, which makes the record whole."""
+        """Write the index, which completes the record."""
         self._arrays.close()
         data = {
             "format": FORMAT,
@@ -184,7 +185,7 @@ def read_record(path: str | Path) -> Record:
     """Read the record in a folder.
 
     Raises:
-        RecordError: when there is none, or a file of it is missing, cut short or not of this format.
+        RecordError: if there is no record, or a file is missing, truncated or of another format.
     """
     folder = Path(path)
     found = {int(m[1]): file for file in sorted(folder.glob("rank-*.json")) if (m := _FILE.fullmatch(file.name))}
@@ -259,7 +260,7 @@ def _index(file: Path, rank: int) -> dict[str, Any]:
 
 
 def _make(cls: Any, row: Any, file: Path) -> Any:
-    """An object of lists in JSON, with tuples in place of lists."""
+    """Return an object of class ``cls`` from a JSON object, with tuples in place of lists."""
     names = [f.name for f in fields(cls)]
     if not isinstance(row, dict) or set(row) != set(names):
         raise RecordError(f"{file} is damaged: {row!r:.80} is no {cls.__name__.lower()}")
@@ -271,7 +272,7 @@ def _frozen(x: Any) -> Any:
 
 
 def _check(entries: Sequence[Entry], places: Sequence[Place], calls: Sequence[Call], head: Any, file: Path) -> None:
-    """Refuse an index whose parts do not fit each other."""
+    """Raise RecordError if parts of an index contradict each other."""
     checks: tuple[tuple[str, Sequence[Any], Callable[[Any], bool]], ...] = (
         ("place", places, _is_place),
         ("call", calls, lambda call: _is_call(call, len(calls))),
@@ -281,7 +282,7 @@ def _check(entries: Sequence[Entry], places: Sequence[Place], calls: Sequence[Ca
         for i, row in enumerate(rows):
             try:
                 right = fits(row)
-            except (TypeError, ValueError):  # of fields that are no numbers, or too few
+            except (TypeError, ValueError):  # fields that are no numbers, or are missing
                 right = False
             if not right:
                 name = f" of {row.path!r} ({row.kind})" if kind != "place" else ""
@@ -289,7 +290,7 @@ def _check(entries: Sequence[Entry], places: Sequence[Place], calls: Sequence[Ca
 
 
 def _is_place(place: Place) -> bool:
-    """Return whether a mesh has as many ranks as its shape says, and a letter for each dimension."""
+    """Return whether a place has one rank for each element of its shape, and a letter for each dimension."""
     letters = all(re.fullmatch(r"[RP?]|S\d+", letter) for letter in place.placements)
     known = len(place.placements) == len(place.shape) == len(place.names)
     return known and letters and math.prod(place.shape) == len(place.ranks) > 0

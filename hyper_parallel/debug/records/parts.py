@@ -1,4 +1,4 @@
-"""This rank's part of a tensor, as an entry of a record. Nothing is sent for it."""
+"""Recording of this rank's local part of a tensor as an entry of a record. Nothing is communicated."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hyper_parallel.debug.records.samples import SUMS, grid_of, signed_sums
 
 __all__ = ["Parts", "numbers_of"]
 
-#: dtypes of which NumPy has the numbers.
+#: dtypes that NumPy supports.
 _NUMPY = frozenset({"bool", "float16", "float32", "float64", "complex64", "complex128"}) | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
 
 
 def numbers_of(local: Any, platform: Any) -> tuple[str, np.ndarray | None, bytes]:
-    """The dtype of a plain tensor by name, its numbers in float64, and its bytes. Complex numbers have one dimension
-    more. The numbers are None for dtypes that are not known."""
+    """Return a plain tensor's dtype name, its numbers in float64, and its bytes. Complex numbers get one more
+    dimension. The numbers are None for unknown dtypes."""
     local = platform.detach(local)
     values, shape = platform.bytes_of(local), tuple(platform.shape_of(local))
     dtype = next((name for name, own in platform.dtypes.items() if own == local.dtype), str(local.dtype))
@@ -42,12 +42,12 @@ def numbers_of(local: Any, platform: Any) -> tuple[str, np.ndarray | None, bytes
 
 
 class Parts:
-    """Entries of this rank, and the files that they go to.
+    """Entries of this rank, and the writer of their files.
 
     Args:
-        platform: of the tensors.
-        writer: of the files.
-        largest: number of elements up to which tensors are written whole.
+        platform: platform of the tensors.
+        writer: writer of the files.
+        largest: maximum number of elements of a tensor that is written in full.
     """
 
     def __init__(self, platform: Any, writer: Writer, largest: int) -> None:
@@ -59,7 +59,7 @@ class Parts:
         self._place_of: dict[tuple[DeviceMesh, tuple[str, ...]], int] = {}
 
     def see(self, mesh: DeviceMesh) -> None:
-        """Note the mesh of which ``mesh`` is a slice: the first with several ranks counts."""
+        """Record the root mesh of ``mesh``. The first root mesh with several ranks is stored."""
         root = mesh.get_root_mesh()
         if self.root is None and root.size() > 1:
             self.root = _place(root, ("?",) * root.ndim)
@@ -76,15 +76,15 @@ class Parts:
         scale: float = 0.0,
         array: np.ndarray | None = None,
     ) -> None:
-        """Record ``x``, a plain tensor, or the local tensor of a DTensor.
+        """Record ``x``, a plain tensor or the local tensor of a DTensor.
 
         Args:
-            key: see `Entry.key`.
+            key: result of `Entry.key`.
             x: the tensor. Interception is off.
-            layout: of a DTensor.
-            mesh, placement: of a plain tensor that a style placed, on a mesh of one dimension.
-            tensor, scale: see `Entry`.
-            array: the numbers to record in place of those of ``x``.
+            layout: layout of a DTensor.
+            mesh, placement: 1-D mesh and placement of a plain tensor that a style placed.
+            tensor, scale: fields of `Entry`.
+            array: numbers to record in place of the numbers of ``x``.
         """
         platform = self._platform
         what = platform.foreign_tensor(x)
@@ -126,7 +126,8 @@ class Parts:
         for offsets, sizes, starts in boxes if alone and sums.size else ():
             index = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
             sums += signed_sums(clean[index], whole or (), offsets)
-        # Copies have no values in the files, and samples have none of the other elements.
+        # Replicas have no values in the files, and samples lack the other elements: sums of the local part stand in for
+        # both.
         own = signed_sums(clean, local, (0,) * len(local)) if place >= 0 or (sampled and whole is None) else np.zeros(0)
         self.entries.append(
             Entry(
@@ -151,7 +152,7 @@ class Parts:
     def _taken(
         self, numbers: np.ndarray, whole: tuple[int, ...] | None, boxes: Sequence[Any]
     ) -> tuple[bool, np.ndarray]:
-        """Return whether samples are taken, and the numbers to write: of each box those at the places of the whole."""
+        """Return whether samples are taken, and the numbers to write: from each box the elements at sampled places."""
         shape = numbers.shape if whole is None else whole
         grid = grid_of(shape, self._largest)
         sampled = math.prod(map(len, grid)) < math.prod(shape)
@@ -167,7 +168,7 @@ class Parts:
         return sampled, np.concatenate(taken)
 
     def _of(self, mesh: DeviceMesh, placements: tuple[str, ...]) -> int:
-        """The index of a place."""
+        """Return the index of a place, which is added if it is new."""
         found = self._place_of.get((mesh, placements))
         if found is None:
             self.see(mesh)
@@ -182,7 +183,7 @@ def _place(mesh: DeviceMesh, placements: tuple[str, ...]) -> Place:
 
 
 def _letter(placement: Placement) -> str:
-    """See `Place.placements`. Reductions that are no sum are not made whole."""
+    """Return the letter of a placement, as in `Place.placements`. Reductions other than sums are unknown."""
     if isinstance(placement, Shard):
         return f"S{placement.dim}"
     return "R" if placement is Replicate() else "P" if placement.is_partial("sum") else "?"

@@ -9,7 +9,7 @@ from hyper_parallel.debug.svg import COLOURS, HEIGHT, WIDTH, Svg
 
 __all__ = ["picture"]
 
-#: Points of a power of ten, and the smallest power that is drawn.
+#: Width of a power of ten in points, and the smallest power that is drawn.
 _DECADE, _LEAST = 26, -9
 _PARTS = (
     ("forward", ("parameter", "buffer", "input", "output")),
@@ -18,7 +18,7 @@ _PARTS = (
 
 
 def picture(comparison: Any) -> str:
-    """The picture as SVG. A bar ends at the difference, a line stands where rounding ends."""
+    """Return the picture as SVG. A bar shows the difference of a tensor, and a vertical line shows its bound."""
     svg = Svg()
     first = comparison.first
     title = "the runs agree" if first is None else f"the runs part at {first.culprit}"

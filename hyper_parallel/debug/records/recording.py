@@ -1,4 +1,4 @@
-"""`record`: what a model computes, written down module by module."""
+"""`record`: write the tensors that a model computes, module by module, into files."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ __all__ = ["record"]
 
 
 class record:
-    """Context manager that writes what a model computes inside it into a folder, for `hyper-parallel compare`.
+    """Context manager that writes the tensors that a model computes inside it into a folder, for `hyper-parallel
+    compare`.
 
-    These are outputs of modules in the order of calls, inputs that no module gave, and the gradients of both.
-    Parameters are written at the beginning, and buffers in each step. Gradients and updates of parameters are written
-    at its end. Each rank writes its own part. Nothing is sent, and no number of the program changes. A forward that is
-    computed again in backward does not count. Ranks that share no disk need their files copied into one folder.
+    It writes outputs of modules in the order of calls, inputs that no module computed, and the gradients of both.
+    Parameters are written at the start, and buffers in each step. Gradients and updates of parameters are written at
+    the end of a step. Each rank writes its local part. Nothing is communicated, and no number of the program changes. A
+    forward that backward recomputes is not recorded. Ranks without a shared disk need their files copied into one
+    folder.
 
-    A step ends with the step of an optimizer, with `step`, or with the context.
+    A step ends with the optimizer's step, with a call of `step`, or with the context.
 
     Args:
-        path: of the folder. Files of a record that are there are replaced.
-        model: whose modules are meant. Without it, all modules that are called: the first outermost one has the empty
-            path, and others have the name of their class.
-        largest: number of elements up to which tensors are written whole. Larger ones have samples and digests. None
-            writes all of them whole.
+        path: path of the folder. Files of an earlier record in it are replaced.
+        model: the model whose modules are recorded. Without it, all called modules are recorded: the first outermost
+            one has the empty path, and other outermost ones are named after their class.
+        largest: maximum number of elements of a tensor that is written in full. Of larger tensors only samples and
+            digests are written. None sets no limit.
 
     Raises:
         ValueError: for a number below 1. TypeError: where ``model`` is no module of the framework.
@@ -107,10 +109,10 @@ class record:
         self._before.clear()
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> None:
-        """End a step of training, where no optimizer of the framework does.
+        """End a training step, for programs without an optimizer of the framework.
 
         Args:
-            gradients: of parameters, by their names in checkpoints, where the framework returns gradients.
+            gradients: gradients of parameters, by their names in checkpoints, if the framework returns gradients.
         """
         if not self._updated:
             for name, p in self._parameters():
@@ -124,15 +126,17 @@ class record:
 
     # ------------------------------------------------------------------------------------------------- the program
     def called(self, module: Any) -> None:
-        """See `StepWatcher.called`: outermost modules are found here, unless a model was given."""
+        """Attach to an outermost module when it is called, unless a model was given. Implements
+        `StepWatcher.called`."""
         unknown = self._model is None and not self._open and id(module) not in self._paths
         if unknown and not self._platform.in_backward():
             self._attach(module)
-            # A framework may not run hooks that come while it calls the module: then the inputs are noted at its end.
+            # Some frameworks do not run hooks that are registered while the module is called. Then the inputs are
+            # recorded at the end.
             self._found_late = self._begin(module)
 
     def steps(self, optimizer: Any, gradients: Any) -> None:
-        """See `StepWatcher.steps`."""
+        """Record gradients before an optimizer's step. Implements `StepWatcher.steps`."""
         with self._platform.no_dispatch():
             names = {id(p): name for name, p in self._parameters()}
             held = [p for group in self._platform.optimizer_state(optimizer).parameters for p in group]
@@ -148,7 +152,7 @@ class record:
                     self._before[name] = numbers
 
     def stepped(self, optimizer: Any) -> None:
-        """See `StepWatcher.stepped`."""
+        """Record updates after an optimizer's step. Implements `StepWatcher.stepped`."""
         with self._platform.no_dispatch():
             for name, p in self._parameters():
                 before = self._before.pop(name, None)
@@ -165,12 +169,12 @@ class record:
             self.step()
 
     def _gradient_on(self, p: Any) -> Any:
-        """Return the gradient that a parameter holds, None where the framework returns gradients."""
+        """Return the gradient that a parameter holds; None if the framework returns gradients."""
         return p.grad if self._platform.accumulates_gradients else None
 
     # ------------------------------------------------------------------------------------------------- modules
     def _attach(self, root: Any) -> None:
-        """Put hooks around the modules of ``root``."""
+        """Register hooks on the modules of ``root``."""
         prefix = ""
         if self._roots:
             taken = {name for name, _ in self._roots}
@@ -188,7 +192,7 @@ class record:
             self._paths[id(module)] = path
             self._named.add(path)
             if platform.is_optimizer(module) or any(path.startswith(f"{own}.") for own in self._optimizers):
-                self._optimizers.add(path)  # a module of its own on some frameworks, within that which trains
+                self._optimizers.add(path)  # on some frameworks an optimizer is a module inside the module that trains
                 continue
             for _, mesh in getattr(module, APPLIED, ()):
                 self._parts.see(mesh)
@@ -220,7 +224,7 @@ class record:
         platform = self._platform
         if platform.is_compiling() or platform.in_backward():
             return
-        # An exception may have left calls inside of it open.
+        # An exception may have left nested calls open.
         while self._open and self._open[-1][0] is not module:
             self._open.pop()
         if not self._open:
@@ -238,13 +242,13 @@ class record:
             self._calls[index] = _with(call, outputs=tuple(numbers))
 
     def _begin(self, module: Any) -> int:
-        """Open a call, and with it perhaps a step."""
+        """Open a call, and a step if none is open."""
         if not self._begun:
             self._begun = True
             with self._platform.no_dispatch():
                 self._describe_state()
         if any(module is root for _, root in self._roots):
-            # Calls that are open below an earlier call of the root are left over from one that failed.
+            # Calls that are open below an earlier call of the root are left over from a failed call.
             places = [i for i, (other, _) in enumerate(self._open) if other is module]
             del self._open[places[0] if places else len(self._open) :]
         path = self._paths[id(module)]
@@ -256,7 +260,7 @@ class record:
         return len(self._calls) - 1
 
     def _tensor(self, x: Any, key: tuple, placed: tuple[DeviceMesh, Placement] | None) -> int:
-        """The number of a tensor, which is recorded when it is new."""
+        """Return the number of a tensor, which is recorded when it is new."""
         known = self._tensors.get(id(x))
         if known is not None and known[0]() is x:
             return known[1]
@@ -270,7 +274,7 @@ class record:
             of = key[0]
 
             def tell(cotangent: Any) -> None:
-                # A leaf of the program keeps the hook, and may be used in later steps.
+                # A leaf tensor of the program keeps the hook, and may be used in later steps.
                 if not self._live or key[1] != self._step:
                     return
                 with platform.no_dispatch():
@@ -287,7 +291,7 @@ class record:
         return number
 
     def _placed(self, module: Any, attribute: str, slot: str) -> tuple[DeviceMesh, Placement] | None:
-        """Where a plain input or output of a module lies, as its style says."""
+        """Return the mesh and placement of a module's plain input or output, from its style; None if unknown."""
         found = None
         for style, mesh in getattr(module, APPLIED, ()):
             desired = getattr(style, "desired_output_layouts", None) if attribute == "output_layouts" else None
@@ -302,7 +306,7 @@ class record:
 
     # ------------------------------------------------------------------------------------------------- parameters
     def _saved(self) -> Iterator[tuple[str, Any]]:
-        """Each parameter and buffer once, by its name in checkpoints."""
+        """Yield each parameter and buffer once, with its name in checkpoints."""
         found: dict[int, tuple[str, Any]] = {}
         named: set[int] = set()
         for prefix, root in self._roots:
@@ -310,7 +314,7 @@ class record:
                 name = ".".join(filter(None, (prefix, own)))
                 if id(x) in named or any(name.startswith(f"{path}.") for path in self._optimizers):
                     continue
-                # A cell that trains another has its parameters, too, under names that are no paths.
+                # A cell that trains another cell contains its parameters too, under names that are no module paths.
                 if name.rpartition(".")[0] in self._named:
                     named.add(id(x))
                 elif id(x) in found:
@@ -324,7 +328,7 @@ class record:
                 yield name, x
 
     def _describe_state(self) -> None:
-        """Record buffers, and in the first step parameters."""
+        """Record buffers, and in the first step also parameters."""
         for name, x in self._saved():
             kind = "parameter" if isinstance(x, self._platform.Parameter) else "buffer"
             if kind == "buffer" or self._step == 0:
@@ -340,13 +344,13 @@ class record:
         placed: tuple[DeviceMesh, Placement] | None = None,
         **more: Any,
     ) -> None:
-        """Record a tensor; ``like`` is the parameter whose gradient or update it is."""
+        """Record a tensor. For gradients and updates, ``like`` is the parameter."""
         found = getattr(x, "_layout", None) or layout or getattr(like, "_layout", None)
         mesh, placement = placed if placed is not None and found is None else (None, None)
         self._parts.add(key, x, layout=found, mesh=mesh, placement=placement, **more)
 
 
-#: Names under which wrappers hold a module, which are no part of its path.
+#: Names under which wrappers hold a module. They are left out of its path.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
@@ -359,7 +363,8 @@ def _cotangent(placement: Placement) -> Placement:
 
 
 def _slots(values: Any, platform: Any, slot: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors in values, each with its place: empty for a tensor alone, else such as ``"1.mask"``."""
+    """Yield the tensors in nested values, each with its slot: empty for a single tensor, else for example
+    ``"1.mask"``."""
     if platform.is_tensor(values):
         yield slot, values
         return

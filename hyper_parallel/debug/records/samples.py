@@ -1,7 +1,8 @@
-"""Places at which large tensors are recorded, and sums with random signs that stand for all of their elements.
+"""Sampled places of large tensors, and sums with random signs that represent all elements.
 
-The places follow from the shape alone: every ``stride``-th index of each dimension, where strides are powers of two.
-Two records of one tensor have them in common. Most places of a part are places of the whole.
+The places follow from the shape alone: every ``stride``-th index of each dimension, where strides are powers of two. So
+two records of one tensor sample the same places. Most sampled places of a part are also sampled places of the full
+tensor.
 
 Source of the sums: Alon, Matias and Szegedy, "The space complexity of approximating the frequency moments" (1996). The
 square of a sum of numbers with random signs is, on average, the sum of their squares.
@@ -16,12 +17,13 @@ import numpy as np
 
 __all__ = ["SUMS", "grid_of", "signed_sums"]
 
-#: How many sums with random signs are kept of a tensor.
+#: Number of sums with random signs that are stored for a tensor.
 SUMS = 8
 
 
 def grid_of(shape: Sequence[int], largest: int) -> list[np.ndarray]:
-    """The indices along each dimension at which a tensor is recorded: all where it has at most ``largest`` elements.
+    """Return the sampled indices along each dimension of a tensor. With at most ``largest`` elements these are all
+    indices.
 
     Example:
         >>> [list(places) for places in grid_of((2, 6), 6)]
@@ -37,12 +39,12 @@ def grid_of(shape: Sequence[int], largest: int) -> list[np.ndarray]:
 
 
 def signed_sums(x: np.ndarray, shape: Sequence[int], offsets: Sequence[int]) -> np.ndarray:
-    """`SUMS` sums of the elements of ``x`` with signs that each element of the whole tensor has.
+    """Return `SUMS` sums of the elements of ``x``. Signs depend on an element's index in the full tensor.
 
     Args:
         x: a box of the tensor.
-        shape: of the whole tensor.
-        offsets: of the first element of the box.
+        shape: shape of the full tensor.
+        offsets: offset of the box's first element.
 
     Example:
         >>> x = np.arange(6.0).reshape(2, 3)
@@ -53,12 +55,12 @@ def signed_sums(x: np.ndarray, shape: Sequence[int], offsets: Sequence[int]) -> 
     sums = np.asarray(x, np.float64)[..., None]
     for dim in reversed(range(len(shape))):
         own = _signs(dim, shape[dim])[offsets[dim] : offsets[dim] + x.shape[dim]]
-        # The last axis is that of the sums, of length 1 before the first dimension.
+        # The last axis holds the sums; it has length 1 before the first dimension is processed.
         sums = (sums[..., 0] @ own) if sums.shape[-1] == 1 else np.einsum("...ik,ik->...k", sums, own)
     return np.broadcast_to(sums, (SUMS,)).copy() if not len(shape) else sums
 
 
 @functools.lru_cache(maxsize=64)
 def _signs(dim: int, size: int) -> np.ndarray:
-    """Signs of the indices along a dimension, for each sum."""
+    """Return the sign of each index along a dimension, for each sum."""
     return np.random.default_rng((dim, size)).integers(0, 2, (size, SUMS)) * 2.0 - 1.0

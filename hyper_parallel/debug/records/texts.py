@@ -1,4 +1,4 @@
-"""A comparison in words, for terminals."""
+"""A comparison as text for terminals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hyper_parallel.debug.text import format_table
 
 __all__ = ["report", "table"]
 
-#: Names of tensors that one record has alone that are shown.
+#: Maximum number of names shown in each list of leftover tensors.
 _SHOWN = 4
 
 
 def table(rows: Sequence[Any]) -> str:
-    """Rows of a comparison as a table."""
+    """Return rows of a comparison as a table."""
     steps = any(row.step for row in rows)
     head = (*(("step",) if steps else ()), "tensor", "shape", "difference", "rounding", "")
     cells = [
@@ -32,7 +32,7 @@ def table(rows: Sequence[Any]) -> str:
 
 
 def report(comparison: Any) -> str:
-    """Where two runs part, and the tensors around that place."""
+    """Return a text that says where two runs first differ, with the rows around that tensor."""
     rows, first = comparison.rows, comparison.first
     lines = []
     if first is None:

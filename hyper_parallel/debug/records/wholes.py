@@ -1,4 +1,4 @@
-"""Whole tensors, made of the parts that ranks recorded."""
+"""Full tensors, assembled from the local parts that ranks recorded."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Whole:
     """A tensor, or samples of one.
 
     Attributes:
-        shape: of the whole tensor.
-        grid: the indices along each dimension of which there are values.
-        values: of these.
+        shape: shape of the full tensor.
+        grid: for each dimension, the indices whose values are recorded.
+        values: values at these indices.
         squares: sum of the squares of all elements.
         not_finite: number of elements that are infinite or NaN.
-        sums: see `samples.signed_sums`; None where they are not those of the whole.
-        how: how parts without a known place were put together, for people.
-        spread: largest relative difference of copies that ranks hold, as far as the values tell.
+        sums: `samples.signed_sums` of the full tensor; None if unknown.
+        how: how parts without known placements were assembled, for people.
+        spread: largest relative difference between the replicas of several ranks, as far as recorded values show it.
     """
 
     shape: tuple[int, ...]
@@ -41,17 +41,17 @@ class Whole:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
 
 def difference(a: Whole, b: Whole, floor: float = 0.0) -> float:
-    """The norm of the difference over the larger norm: of the places that both have, or as the sums of all elements
-    estimate it, whichever is larger.
+    """Return the norm of the difference over the larger norm. It is the larger of two results: from the common sampled
+    places, and estimated from the sums of all elements.
 
     Args:
-        a, b: of one shape.
-        floor: a root mean square below which norms are not taken, since it is rounding.
+        a, b: tensors of one shape.
+        floor: minimum root mean square for the norm, because smaller values are rounding noise.
     """
     if a.not_finite != b.not_finite:
         return float("inf")
@@ -68,7 +68,7 @@ def difference(a: Whole, b: Whole, floor: float = 0.0) -> float:
     found = float(np.linalg.norm(x - y)) / norm if norm else 0.0
     if a.sums is not None and b.sums is not None:
         whole = max(a.squares, b.squares, floor**2 * a.size) ** 0.5
-        # A sum of half the usual size is left out: an estimate errs to both sides.
+        # The estimate is halved, because it may be too large by chance.
         estimate = float(np.sqrt(np.mean(np.square(a.sums - b.sums)))) / whole if whole else 0.0
         if x.size < a.size:
             found = max(found, estimate / 2)
@@ -76,7 +76,7 @@ def difference(a: Whole, b: Whole, floor: float = 0.0) -> float:
 
 
 def _common(a: Whole, b: Whole) -> tuple[np.ndarray, np.ndarray]:
-    """The values at the places that two tensors have in common."""
+    """Return the values of two tensors at their common sampled places."""
     if all(np.array_equal(i, j) for i, j in zip(a.grid, b.grid, strict=True)):
         return a.values.reshape(-1), b.values.reshape(-1)
     own, other = [], []
@@ -88,12 +88,12 @@ def _common(a: Whole, b: Whole) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Tensor:
-    """A tensor of a record, of which ranks have parts.
+    """A tensor of a record, with the local parts of ranks.
 
     Args:
-        record: it is of.
-        parts: entry of each rank that has one, by rank.
-        order: its place in the order in which the first of these ranks recorded.
+        record: the record of the tensor.
+        parts: rank -> its entry, for each rank that has one.
+        order: position in the order in which the first of these ranks recorded.
     """
 
     def __init__(self, record: Record, parts: dict[int, Entry], order: int) -> None:
@@ -102,19 +102,19 @@ class Tensor:
         self._ways: list[Whole] | None = None
 
     def ways(self) -> list[Whole]:
-        """The tensors that the parts may be: one, where it is known how they lie."""
+        """Return the candidates for the full tensor. There is one if the placements of the parts are known."""
         if self._ways is None:
             self._ways = list(self._made())
         return self._ways
 
     def like(self, other: Whole) -> Whole | None:
-        """The way that has the shape of ``other`` and differs least from it; None where there is none."""
+        """Return the candidate with the shape of ``other`` that differs least from it; None if no shape matches."""
         fitting = [way for way in self.ways() if way.shape == other.shape]
         return min(fitting, key=lambda way: max(difference(way, other), way.spread), default=None)
 
     def strays(self) -> tuple[int, float] | None:
-        """The rank whose copy differs most from that of the first rank with copies, and by how much. None where all
-        copies are equal."""
+        """Return the rank whose replica differs most from the first one, and the relative difference. None if all
+        replicas are equal."""
         worst: tuple[int, float] | None = None
         for group in self._copies():
             first = self.parts[group[0]]
@@ -131,7 +131,7 @@ class Tensor:
         return worst
 
     def _copies(self) -> Iterator[list[int]]:
-        """The ranks that hold copies of one part."""
+        """Yield the ranks that hold replicas of one part."""
         for ranks, place in self._groups():
             if place is None:
                 continue
@@ -143,7 +143,7 @@ class Tensor:
                     yield [int(r) for r in row]
 
     def _groups(self) -> Iterator[tuple[tuple[int, ...], Place | None]]:
-        """The ranks that share a place, for each such group."""
+        """Yield each group of ranks that share a place."""
         seen: set[tuple[int, ...]] = set()
         for rank, entry in sorted(self.parts.items()):
             place = None if entry.place < 0 else self.record.places[rank][entry.place]
@@ -185,7 +185,7 @@ class Tensor:
             yield from self._folded(list(way), shape, ("?",) * len(shape))
 
     def _one(self, rank: int) -> Whole:
-        """The part of one rank as a tensor of its own."""
+        """Return the part of one rank as an independent tensor."""
         entry = self.parts[rank]
         if entry.whole is not None:
             return self._of_boxes((rank,))
@@ -199,7 +199,7 @@ class Tensor:
         return np.asarray(self.record.arrays[rank][start : start + count]).reshape(shape)
 
     def _of_boxes(self, ranks: Sequence[int]) -> Whole:
-        """The tensor of which ranks hold known boxes; those of several are summands."""
+        """Return the tensor whose known boxes the ranks hold. Values of several ranks for one box are summands."""
         entries = [self.parts[rank] for rank in ranks]
         shape = entries[0].whole or ()
         grid = tuple(grid_of(shape, self.record.largest))
@@ -223,7 +223,7 @@ class Tensor:
         return Whole(tuple(shape), grid, values, squares, not_finite, sums if sums.size else None)
 
     def _folded(self, ones: Sequence[Whole | None], shape: Sequence[int], placements: Sequence[str]) -> Iterator[Whole]:
-        """The tensors that pieces on a mesh of ``shape`` may be, the last mesh dimension cutting last."""
+        """Yield the candidates for parts on a mesh of ``shape``, which the last mesh dimension shards last."""
         options = []
         array = np.empty(len(ones), object)
         array[:] = list(ones)
@@ -245,7 +245,7 @@ class Tensor:
                 )
 
     def _letters(self, array: np.ndarray, dim: int) -> list[str]:
-        """How pieces may lie along a mesh dimension: equal ones are no summands."""
+        """Return possible placements of parts along a mesh dimension. Equal parts cannot be summands."""
         rows = np.moveaxis(array, dim, 0).reshape(array.shape[dim], -1)
         same = all(
             a is not None
@@ -260,8 +260,10 @@ class Tensor:
 
 
 def _averaged(whole: Whole, told: Sequence[str], sizes: Sequence[int]) -> Iterator[Whole]:
-    """The same where ranks along some of the mesh dimensions, of these sizes, have losses of their own: the gradient of
-    the mean of the losses."""
+    """Yield gradients of the mean of separate losses.
+
+    Ranks along some of the mesh dimensions, which have these sizes, may have separate losses.
+    """
     products = {prod(some) for count in range(1, len(sizes) + 1) for some in combinations(sizes, count)}
     for n in sorted(products - {1}):
         yield replace(
@@ -279,7 +281,7 @@ def _words(letter: str) -> str:
 
 
 def _fold_last(array: np.ndarray, letter: str) -> np.ndarray | None:
-    """Join pieces along the last mesh dimension; None where they do not fit."""
+    """Assemble parts along the last mesh dimension; None if their shapes do not match."""
     made = np.empty(array.shape[:-1], object)
     for index in np.ndindex(made.shape):
         pieces = list(array[index])
@@ -298,7 +300,7 @@ def _fold_last(array: np.ndarray, letter: str) -> np.ndarray | None:
 
 
 def _one_of(copies: Sequence[Whole]) -> Whole:
-    """The first of copies, and how far others are from it."""
+    """Return the first replica, with the largest difference of the others in ``spread``."""
     first = copies[0]
     spread = max((difference(first, p) if p.shape == first.shape else float("inf") for p in copies[1:]), default=0.0)
     return replace(first, spread=max(spread, *(p.spread for p in copies)))
@@ -311,7 +313,7 @@ def _added(pieces: Sequence[Whole]) -> Whole | None:
     values = np.sum([p.values for p in pieces], axis=0)
     found = [p.sums for p in pieces if p.sums is not None]
     sums = np.sum(found, axis=0) if len(found) == len(pieces) else None
-    # Of all elements the squares are known; of samples those of sums with random signs are as large on average.
+    # If all elements are recorded, their squares are exact. Otherwise the sums with random signs estimate them.
     if values.size == first.size or sums is None:
         squares = float(np.square(values[np.isfinite(values)]).sum()) * first.size / max(values.size, 1)
     else:
@@ -344,8 +346,8 @@ def _joined(pieces: Sequence[Whole], dim: int) -> Whole | None:
 
 
 def tensors_of(record: Record) -> dict[tuple, Tensor]:
-    """The tensors of a record by their keys, in the order of the first rank that has them. A
-    gradient that came several times, as in a backward that is run again, counts as the last."""
+    """Return the tensors of a record by their keys, in the order of the first rank that has them. A gradient that was
+    recorded several times, as in a repeated backward, counts as the last."""
     found: dict[tuple, dict[int, Entry]] = {}
     order: dict[tuple, int] = {}
     for rank, entries in record.entries.items():
