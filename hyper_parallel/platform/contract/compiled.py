@@ -1,8 +1,8 @@
 """Description of a styled module for a compiler that traces it: the second forward of a plan.
 
-Where a framework compiles Python code, DTensors are in the way: a compiler sees local tensors that claim to be
-larger. So a backend with a compiler builds, from a style's data, a forward of plain local tensors. It also builds two
-autograd functions and collectives that the compiler can see. A backend without one takes the data and does nothing.
+Where a framework compiles Python code, DTensors are in the way: a compiler sees local tensors that claim to be larger.
+So a backend with a compiler builds, from a style's data, a forward of plain local tensors. It also builds two autograd
+functions and collectives that the compiler can see. A backend without a compiler ignores the data.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ __all__ = [
     "Cut",
 ]
 
-#: How a tensor lies on a 1-D mesh: the dimension that is cut into consecutive parts, or None where all have all of it.
+#: Placement of a tensor on a 1-D mesh: the dimension that is sharded in consecutive shards, None if replicated.
 Cut: TypeAlias = "int | None"
-#: ``compare(module, shape)`` raises, on all ranks, where plain shards for a module differ in shape between them;
+#: ``compare(module, shape)`` raises on all ranks if plain shards passed to a module differ in shape between ranks.
 #: ``module`` is its name in messages. Functions that compare in the same way are equal.
 Comparison: TypeAlias = Callable[[str, tuple[int, ...]], None]
 
 
 @dataclass(frozen=True)
 class CompiledForward:
-    """A module as its style runs it.
+    """Module as its style runs it.
 
     Attributes:
-            kind: the kind of the module and of its parameters.
+        kind: the kind of the module and of its parameters.
 
-            - ``"column"``: a linear layer, or an embedding, of which each rank has some output features. The input is
-              whole, and each rank computes a part of its gradient.
-            - ``"row"``: a linear layer of which each rank has some input features, or an embedding of which it has some
-              rows; the bias is whole. Each rank computes a summand of the output.
-            - ``"parts"``: any module that treats the parts of its input as the whole: norms. Its parameters are whole,
-              and each rank computes a summand of their gradients. The output is cut as the input.
-            - ``"alike"``: any module that computes the same on all ranks.
-            - ``"distributed"``: any module, which computes by its own forward on a distributed input and distributed
-              parameters. A backend traces it where each operation of it is one that needs no communication in forward.
+            - ``"column"``: a linear layer or embedding whose output features are sharded. The input is replicated, and
+              each rank computes a partial gradient of it.
+            - ``"row"``: a linear layer whose input features are sharded, or an embedding whose rows are; the bias is
+              replicated. The output is a partial sum.
+            - ``"parts"``: a module, such as a norm, that treats each shard as the full input. Its parameters are
+              replicated, and their gradients are partial sums. The output has the placement of the input.
+            - ``"alike"``: a module that computes the same on all ranks.
+            - ``"distributed"``: a module whose own forward runs on distributed inputs and parameters. A backend traces
+              it where no operation of it communicates in forward.
         mesh: 1-D mesh of core.
-        group: of its ranks.
-        size, rank: how many they are, and which one this is.
-        given: how a plain input lies.
-        wanted: how the output is to lie.
+        group: process group of the mesh.
+        size, rank: size of the mesh, and this rank's index in it.
+        given: placement of a plain input.
+        wanted: placement of the output.
         local: whether the output is plain, not a DTensor.
-        layouts: of the parameters that the module itself holds, by name, None for one that is plain.
-        sizes: of ``"column"`` and ``"row"``, how many of the features or rows each rank has.
-        packed: whether these are several matrices in one, each cut by itself.
-        normalized: of ``"parts"``, how many of the last dimensions of the input must be whole.
-        partial_features: of ``"alike"`` with a plain output, of how many of its last features each rank computes a part
-            of the gradient, which is added up; -1 of all.
-        compare: for plain inputs of which no weight knows the size; None where the ranks need not compare them.
+        layouts: layouts by name of the parameters that the module itself holds; None for a plain parameter.
+        sizes: for ``"column"`` and ``"row"``: how many of the features or rows each rank has.
+        packed: whether the weight packs several matrices, each sharded separately.
+        normalized: for ``"parts"``: how many of the last input dimensions must be unsharded.
+        partial_features: for ``"alike"`` with a plain output: the number of last features whose gradient is a partial
+            sum; -1 for all.
+        compare: checks plain inputs whose size no weight fixes; None where ranks need not compare them.
     """
 
     kind: str
@@ -78,19 +78,19 @@ class CompiledForward:
 
     @property
     def key(self) -> tuple:
-        """All that tells it from others on its mesh: equivalent modules have equal keys, and share compiled code."""
+        """Return a key of the other fields. Modules with equal keys on one mesh share compiled code."""
         shape = self.kind, self.given, self.wanted, self.local, self.sizes, self.packed, self.normalized
         return (*shape, self.partial_features, self.compare, tuple(self.layouts.items()))
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """One input or output of a module that a hook brings to another layout.
+    """One input or output of a module that a hook converts to another layout.
 
     Attributes:
-        key: its position, or its keyword.
-        given: how a plain one lies.
-        wanted: how it is to lie.
+        key: position or keyword of the argument.
+        given: placement of a plain argument.
+        wanted: placement after the conversion.
         compare: as in `CompiledForward`.
     """
 
@@ -107,9 +107,9 @@ class CompiledInputs:
     Attributes:
         mesh, group, size, rank: see `CompiledForward`.
         conversions: in order.
-        count: how many there must be: outputs, or at least so many positional inputs.
+        count: required number of outputs, or least number of positional inputs.
         local: whether the results are plain, not DTensors.
-        of_outputs: whether they are outputs.
+        of_outputs: whether the hook converts outputs.
     """
 
     mesh: Any
@@ -123,20 +123,20 @@ class CompiledInputs:
 
     @property
     def key(self) -> tuple:
-        """The key of the compiled program, as `CompiledForward.key`."""
+        """Return the key of the compiled program, as `CompiledForward.key` does."""
         return self.conversions, self.count, self.local, self.of_outputs
 
 
 @dataclass(frozen=True)
 class ClassShards:
-    """The classes that this rank has of logits.
+    """Shard of the classes of logits that this rank holds.
 
     Attributes:
-        group: of the ranks that share the classes.
-        size: how many they are.
-        total: how many classes.
-        first, count: those of this rank, at least one, as of all ranks.
-        compare: for local logits.
+        group: group of ranks that share the classes.
+        size: number of ranks in the group.
+        total: total number of classes.
+        first, count: first class of this rank, and number of its classes; every rank has at least one.
+        compare: check of the shape of local logits.
     """
 
     group: Any
@@ -148,29 +148,29 @@ class ClassShards:
 
 
 class CompiledLosses(Protocol):
-    """Questions of a backend with a compiler about losses of sharded logits; a part of `Core`."""
+    """Services for a backend with a compiler about losses of sharded logits; a part of `Core`."""
 
     def watch_losses_of_shards(self, watcher: Callable[[Callable[..., Any]], None]) -> None:
-        """Call ``watcher`` with each function of the library that computes a loss of sharded classes. Their logits are
-        plain, with some classes on each rank. It is called now, or when the function's module is imported."""
+        """Call ``watcher`` with each function of the library that computes a loss of plain logits with sharded classes.
+        The call happens now, or when the function's module is imported."""
         ...
 
     def class_shards(
         self, mesh: Any, own: int, dim: int | None = None, vocab_size: int | None = None
     ) -> ClassShards | None:
-        """Return the classes that this rank has of plain local logits. Communicates nothing.
+        """Return the shard of the classes that this rank holds in plain local logits. Communicates nothing.
 
         Args:
-            mesh: that shards them.
-            own: how many classes this rank has.
+            mesh: mesh that shards the classes.
+            own: number of classes that this rank has.
             dim, vocab_size: arguments of such a loss.
 
         Returns:
-            None where some rank has none; `ClassShards.compare` reports parts that do not fit.
+            None where some rank has no class; `ClassShards.compare` reports shards that do not fit.
         """
 
     def mesh_with_id(self, number: int) -> Any:
-        """The mesh of which ``id()`` is ``number``, for a compiler that passes numbers."""
+        """Return the mesh whose ``id()`` is ``number``, for a compiler that passes numbers."""
         ...
 
     def is_loss_parallel(self) -> bool:
@@ -179,20 +179,20 @@ class CompiledLosses(Protocol):
 
 
 class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings nothing
-    """Verbs of a framework with a compiler. By default they do nothing: there is no compiler, or DTensors are kept
-    from it."""
+    """Verbs for a framework with a compiler. The defaults do nothing: there is no compiler, or DTensors are kept from
+    it."""
 
     def set_compiled_forward(self, module: Any, how: CompiledForward | None) -> None:
-        """Let a compiler trace the forward that ``how`` describes in place of the one that `ModuleRole.replace_forward`
-        gave ``module``. With None the module stays outside of compiled code."""
+        """Let a compiler trace the forward that ``how`` describes, not the one that `ModuleRole.replace_forward` gave
+        ``module``. With None, the module stays outside compiled code."""
         return
 
     def compiled_hook(self, hook: Callable, how: CompiledInputs | None) -> Callable:
-        """Return ``hook``, which a style is about to register, or a hook for compilers in its place. That one does the
-        work that ``how`` describes where a compiler traces it. With None, the hook stays outside of compiled code."""
+        """Return ``hook``, which a style is about to register, or a replacement for compilers. The replacement does the
+        work that ``how`` describes where a compiler traces it. With None, the hook stays outside compiled code."""
         return hook
 
     def share_compiled_inputs(self, module: Any) -> None:
-        """Inside of ``module`` several column-parallel modules may read one of its inputs: in compiled code one
-        collective is to sum their parts of its gradient, as in eager mode."""
+        """Announce that several column-parallel modules inside ``module`` may read one of its inputs. Compiled code
+        then sums their partial gradients of it with one collective, as eager mode does."""
         return
