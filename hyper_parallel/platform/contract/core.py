@@ -78,7 +78,7 @@ class Core(CompiledLosses, Protocol):
         count once in a second backward. Interception is off."""
 
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Convert the local tensor of a user's gradient to the form that the backward of a tensor of ``layout`` reads."""
+        """Convert the local tensor of a user's gradient to the form that backward of a tensor of ``layout`` reads."""
 
     def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
         """Report ``error`` in a backward pass to the other ranks of ``meshes``, on which it communicates; see
