@@ -24,7 +24,7 @@ class _WithStrides(AutogradFunction):
 
 
 def with_strides(x: Tensor, strides: Sequence[int], behind: bool = False) -> Tensor:
-    """See `Platform.with_strides`."""
+    """Copy ``x`` to new memory with these strides; see `Platform.with_strides`."""
     return _WithStrides.apply(x, tuple(strides), behind)
 
 

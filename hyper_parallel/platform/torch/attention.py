@@ -117,7 +117,7 @@ class AttentionVerbs(Platform):
     def attention_calls(
         self, run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]
     ) -> AbstractContextManager[None]:
-        """See `Platform.attention_calls`."""
+        """Return a context that replaces the framework's attention function by ``run``."""
         calls: Any = _Calls(run, mixes)
         return calls
 
@@ -132,7 +132,7 @@ class AttentionVerbs(Platform):
         return out.to(lse.dtype), lse.unsqueeze(-1)
 
     def joined_attention(self, out: Any, lse: Any, other: Any, of_other: Any) -> tuple[Any, Any]:
-        """See `Platform.joined_attention`."""
+        """Combine the attention to two sets of keys; see `Platform.joined_attention`."""
         total = torch.logaddexp(lse, of_other)
         return out.lerp_(other, of_other.sub_(total).exp_()), total
 

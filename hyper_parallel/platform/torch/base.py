@@ -61,7 +61,7 @@ class TorchPlatform(
 
     # ------------------------------------------------------------------------------------------------ types
     def foreign_tensor(self, x: Any) -> str | None:
-        """See `Platform.foreign_tensor`."""
+        """Describe ``x`` for messages if it cannot be a local tensor of a DTensor; see `Platform.foreign_tensor`."""
         if not isinstance(x, T) or tensor.is_dtensor(x):
             return None
         cls = type(x)
@@ -98,31 +98,31 @@ class TorchPlatform(
     is_meta: Any = staticmethod(attrgetter("is_meta"))
 
     def has_values(self, x: torch.Tensor) -> bool:
-        """See `Platform.has_values`."""
+        """Return whether the values of ``x`` can be read and replaced as bytes; see `Platform.has_values`."""
         usual = x.layout is torch.strided and not x.is_nested and not x.is_quantized and not x.is_meta
         return usual and not is_lazy(x) and not is_traceable_wrapper(x)
 
     def bytes_of(self, x: torch.Tensor) -> bytes:
-        """See `Platform.bytes_of`."""
+        """Return the values of ``x`` as bytes, in row-major order."""
         if MAYBE_INSIDE:
             refuse_transforms(x)
         return self.host_memory(x).tobytes()
 
     def host_memory(self, x: torch.Tensor) -> memoryview:
-        """See `Platform.host_memory`."""
+        """Return the bytes of ``x`` for immediate reading; see `Platform.host_memory`."""
         dense = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         # Without elements it may have a stride of 0, with which torch does not view it as another dtype.
         return dense.view(torch.uint8).numpy().data if dense.numel() else memoryview(b"")
 
     def write(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """See `Platform.write`."""
+        """Overwrite the values of ``x``."""
         for dim, stride in enumerate(x.stride()):
             if stride == 0 and x.shape[dim] > 1:  # expanded: one element stands for all
                 x, values = x.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
         x.copy_(values)
 
     def from_bytes(self, values: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See `Platform.from_bytes`."""
+        """Make a plain tensor from bytes; see `Platform.from_bytes`."""
         memory = memoryview(values)
         if not memory.nbytes:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device())
@@ -130,7 +130,7 @@ class TorchPlatform(
         return dense.reshape(tuple(shape)).to(self.device())
 
     def write_bytes(self, x: torch.Tensor, size: int, fill: Callable[[memoryview], None]) -> None:
-        """See `Platform.write_bytes`."""
+        """Write values into ``x`` that ``fill`` puts into a buffer; see `Platform.write_bytes`."""
         if x.device.type != "cpu" or not x.is_contiguous() or x.is_conj() or x.is_neg() or not x.numel():
             super().write_bytes(x, size, fill)
             return
@@ -168,11 +168,11 @@ class TorchPlatform(
 
         return how
 
-    #: See `Platform.dtype_of`.
+    #: dtype of a tensor.
     dtype_of: Any = staticmethod(torch.Tensor.dtype.__get__)
 
     def shape_of(self, local: torch.Tensor) -> tuple[int, ...]:
-        """See `Platform.shape_of`."""
+        """Return the local shape of a tensor."""
         if type(local) is torch.Tensor:
             return local.shape
         with DisableTorchFunctionSubclass():
@@ -187,11 +187,11 @@ class TorchPlatform(
     op_table: Any = OP_TABLE
 
     def patched_names(self) -> list[str]:
-        """See `Platform.patched_names`."""
+        """Return the names in the framework that patches replace."""
         return [target for patch in patches.PATCHES.patches for target in patch.targets]
 
     def is_compiling(self) -> bool:
-        """See `Platform.is_compiling`."""
+        """Return whether a compiler is tracing the caller."""
         return torch.compiler.is_compiling()
 
     def in_loss_parallel(self) -> bool:
@@ -209,11 +209,11 @@ class TorchPlatform(
         return (packet, *(f for f in found if f is not None and f not in OP_TABLE and f not in tensor.HANDLERS))
 
     def meta_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See `Platform.meta_tensor`."""
+        """Return a plain tensor of that shape and dtype without data."""
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
     def why_no_rule(self, function: Any) -> str | None:
-        """See `Platform.why_no_rule`."""
+        """Return why a native operation without a row cannot have a rule, or None; see `Platform.why_no_rule`."""
         if function in tensor.HANDLERS:
             return (
                 "hyper_parallel.platform.torch.handlers serves it, because it does not compute or by other operations: "
@@ -227,12 +227,12 @@ class TorchPlatform(
     dry_class = "hyper_parallel.platform.torch.meta:TorchMetaPlatform"
 
     def differentiate(self, call: Callable[[], torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[Any]:
-        """See `Platform.differentiate`."""
+        """Run backward of ``call()``, and return the gradients of ``parameters``."""
         torch.autograd.backward([call()])
         return [p.grad for p in parameters]
 
     def recompute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """See `Platform.recompute`."""
+        """Run ``call`` under activation checkpointing."""
         return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
     # ------------------------------------------------------------------------------------------------ devices, random
@@ -256,51 +256,51 @@ class TorchPlatform(
         return x if x.is_meta or x.device.type == self.device_type else x.to(self.device())
 
     def to_host(self, x: torch.Tensor, pin_memory: bool) -> torch.Tensor:
-        """See `Platform.to_host`."""
+        """Return ``x`` in host memory."""
         if x.device.type == "cpu":
             return x
         x = x.cpu()
         return x.pin_memory() if pin_memory else x
 
     def host_tensor(self, values: np.ndarray) -> torch.Tensor:
-        """See `Platform.host_tensor`."""
+        """Return a new plain tensor in host memory with the values of an array."""
         return torch.tensor(values, device="cpu")
 
     def device_count(self) -> int:
-        """See `Platform.device_count`."""
+        """Return the number of devices on the machine."""
         return 1 if self.device_type in ("cpu", "meta") else int(self.device_module().device_count())
 
     def synchronize(self) -> None:
-        """See `Platform.synchronize`."""
+        """Wait until this rank's device has finished its queued work."""
         if self.device_type not in ("cpu", "meta"):
             self.device_module().synchronize()
 
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
-        """See `Platform.factory`."""
+        """Return a new plain tensor made by the factory ``name``; see `Platform.factory`."""
         if name in ("linspace", "logspace"):
             start, end, *base = fill_value
             return getattr(torch, name)(start, end, shape[0], *base, dtype=dtype, device=self.device())
         fill = (fill_value,) if name == "full" else ()
         return getattr(torch, name)(tuple(shape), *fill, dtype=dtype, device=self.device())
 
-    #: See `Platform.numbers_by_counter`.
+    #: Return a shard of random numbers from the counter-based generator; see `Platform.numbers_by_counter`.
     numbers_by_counter: Any = staticmethod(counter.numbers)
 
-    #: See `Platform.manual_seed`.
+    #: Seed the default generator.
     manual_seed: Any = staticmethod(torch.manual_seed)
 
     def get_rng_state(self) -> Any:
-        """See `Platform.get_rng_state`."""
+        """Return the state of the default generator of this rank's device."""
         return self.device_module().get_rng_state()
 
     def set_rng_state(self, state: Any) -> None:
-        """See `Platform.set_rng_state`."""
+        """Restore the state of the default generator of this rank's device."""
         self.device_module().set_rng_state(state)
 
     def get_host_rng_state(self) -> Any:
-        """See `Platform.get_host_rng_state`."""
+        """Return the state of the host's separate default generator, or None."""
         return None if self.device_type == "cpu" else torch.get_rng_state()
 
     def set_host_rng_state(self, state: Any) -> None:
-        """See `Platform.set_host_rng_state`."""
+        """Restore the state of the host's default generator."""
         torch.set_rng_state(state)

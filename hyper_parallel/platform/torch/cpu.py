@@ -26,7 +26,7 @@ class TorchCpuPlatform(TorchPlatform):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """See `Platform.unavailable_reason`."""
+        """Return why this backend cannot run here, or None."""
         if not dist.is_available() or not dist.is_gloo_available():
             return "this torch was built without torch.distributed or without gloo"
         return None

@@ -36,7 +36,7 @@ class TorchCudaPlatform(TorchPlatform):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """See `Platform.unavailable_reason`."""
+        """Return why this backend cannot run here, or None."""
         if not torch.backends.cuda.is_built():
             return "the installed torch was built without CUDA"
         if not torch.cuda.is_available():

@@ -68,19 +68,19 @@ class TorchFast(Fast):
     }
 
     def norm_call(self, module: nn.Module) -> Callable[[Any, Any, Any], Any] | None:
-        """See `Fast.norm_call`."""
+        """Return the forward of a norm with other parameters; see `Fast.norm_call`."""
         return self.norm_calls.get(type(module))
 
     def is_plain_linear(self, module: Any) -> bool:
-        """See `Fast.is_plain_linear`."""
+        """Return whether a call of ``module`` computes exactly `linear`; see `Fast.is_plain_linear`."""
         return type(module) is nn.Linear
 
-    #: See `Fast.linear`.
+    #: ``x @ weight.T + bias``.
     linear: Any = staticmethod(F.linear)
 
     # ------------------------------------------------------------------------------------------------ autograd
     def autograd_step(self, forward: Callable[[Any, Tensor], Tensor], backward: TensorFunction) -> TensorFunction:
-        """See `Fast.autograd_step`."""
+        """Make a differentiable function that saves nothing for backward; see `Fast.autograd_step`."""
         name = name_of(forward)
         apply = make_apply(name, forward, _without_context(backward))
 
@@ -104,7 +104,7 @@ class TorchFast(Fast):
         forward: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
         backward: Callable[[Any, Any], Tensor],
     ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """See `Fast.autograd_pair`."""
+        """Make a differentiable function with two results; see `Fast.autograd_pair`."""
 
         def run_forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
             ctx.set_materialize_grads(False)
@@ -114,11 +114,11 @@ class TorchFast(Fast):
 
         return make_apply(name_of(forward), run_forward, _without_context(backward))
 
-    #: See `Fast.backward_in_order`.
+    #: Backward runs ready nodes in reverse order of recording.
     backward_in_order = True
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
-        """See `Fast.can_delay_gradient`."""
+        """Return whether gradients may be accumulated after backward of a function; see `Fast.can_delay_gradient`."""
         with no_dispatch():
             if not all(map(_IS_LEAF, parameters)) or any(map(_HOOKS, parameters)) or any(map(_READ, parameters)):
                 return False
@@ -135,7 +135,7 @@ class TorchFast(Fast):
             return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
 
     def add_to_gradients(self, parameters: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
-        """See `Fast.add_to_gradients`."""
+        """Accumulate ``cotangents`` into the gradients of ``parameters``; see `Fast.add_to_gradients`."""
         for parameter, cotangent in zip(parameters, cotangents, strict=True):
             if cotangent is not None:
                 gradient: Any = parameter.grad
@@ -145,7 +145,7 @@ class TorchFast(Fast):
                     gradient.add_(cotangent)
 
     def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
-        """See `Fast.tell_gradient`."""
+        """Return ``x`` as another tensor, and call ``call`` when its cotangent is complete."""
         y: Any = x.view_as(x)
         y._backward_hooks = OrderedDict({0: lambda cotangent: call()})
         y.grad_fn._register_hook_dict(y)
@@ -157,7 +157,7 @@ class TorchFast(Fast):
     in_one_storage: Any = staticmethod(find_flat)
 
     def pack_rows(self, xs: Sequence[Tensor], size: int) -> Tensor | None:
-        """See `Fast.pack_rows`."""
+        """Pack tensors into rows of equal chunks; see `Fast.pack_rows`."""
         if not all(map(Tensor.is_contiguous, xs)):
             xs = [x.contiguous() for x in xs]
         return chunk_cat(xs, 0, size)
@@ -171,7 +171,7 @@ class TorchFast(Fast):
             start += math.prod(shape)
         return lambda x: [x.as_strided(*place) for place in places]
 
-    #: See `Fast.gathered_rows`.
+    #: Staging buffer for an all-gather; see `Fast.gathered_rows`.
     gathered_rows: Any = GatheredRows
 
     def run_soon(self, x: Tensor) -> None:
@@ -234,7 +234,7 @@ class TorchFast(Fast):
         write: TensorFunction,
         record: TensorFunction,
     ) -> TensorFunction:
-        """See `Fast.in_place_step`."""
+        """Return ``apply(y)``, which writes into ``y`` without a node in the graph; see `Fast.in_place_step`."""
         hooks = OrderedDict({0: hook_of(None, record)})
 
         def apply(y: Any) -> Tensor:

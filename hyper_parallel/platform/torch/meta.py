@@ -115,17 +115,17 @@ class TorchMetaPlatform(TorchCpuPlatform):
 
     @contextmanager
     def without_data(self) -> Iterator[None]:
-        """See `Platform.without_data`."""
+        """Return a context in which new tensors have no data; see `Platform.without_data`."""
         with _META, _FusedAttention(), _Kernels():
             yield
 
     def free_storage(self, x: Tensor) -> None:
-        """See `Platform.free_storage`."""
+        """Free the memory of ``x``; see `Platform.free_storage`."""
         super().free_storage(x)
         resized(x)
 
     def refill_storage(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
-        """See `Platform.refill_storage`."""
+        """Allocate the memory of ``x`` again and write ``pieces`` into it; see `Platform.refill_storage`."""
         super().refill_storage(x, pieces)
         resized(x)
 
@@ -138,11 +138,11 @@ class TorchMetaPlatform(TorchCpuPlatform):
 
         return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
-    #: See `Platform.make_decoder`.
+    #: Return a decoder with the layers and names of Llama; see `Platform.make_decoder`.
     make_decoder: Any = staticmethod(make_decoder)
 
     def usage(self) -> AbstractContextManager[Usage]:
-        """See `Platform.usage`."""
+        """Return a context manager that yields the work and memory of the operations inside; see `Platform.usage`."""
         return UsageMode()
 
     def optimizer_bytes(self, parameters: Any, optimizer: str) -> int | None:

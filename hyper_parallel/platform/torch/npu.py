@@ -62,7 +62,7 @@ class TorchNpuPlatform(TorchPlatform):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """See `Platform.unavailable_reason`."""
+        """Return why this backend cannot run here, or None."""
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed"
         if torch.cuda.is_available():
@@ -96,7 +96,7 @@ class TorchNpuPlatform(TorchPlatform):
 
     # ----------------------------------------------------------------------------------------- devices without bfloat16
     def supports(self, collective: str, op: str, local: Tensor) -> bool:
-        """See `Platform.supports`."""
+        """Return whether ``collective`` takes the dtype of ``local`` and the operation ``op``."""
         if local.dtype is torch.bfloat16:
             self._check_bfloat16(f"{collective} of a tensor of shape {tuple(self.shape_of(local))}")
         return super().supports(collective, op, local)
@@ -108,7 +108,7 @@ class TorchNpuPlatform(TorchPlatform):
         return super().to_device(x)
 
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
-        """See `Platform.factory`."""
+        """Return a new plain tensor made by the factory ``name``; see `Platform.factory`."""
         if dtype is torch.bfloat16 or (dtype is None and torch.get_default_dtype() is torch.bfloat16):
             self._check_bfloat16(f"{name} of shape {tuple(shape)}")
         return super().factory(name, shape, fill_value, dtype)
@@ -139,7 +139,7 @@ class _NpuFast(TorchFast):
         self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")
 
     def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Any:
-        """See `Fast.linear_with_collective`."""
+        """Compute a linear layer overlapped with a collective; see `Fast.linear_with_collective`."""
         platform = self.platform
         with platform.no_dispatch():
             if self.fuses_linear and fused_linear.applies(x, weight, how, platform.device_module().get_soc_version()):

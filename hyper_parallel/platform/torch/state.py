@@ -33,7 +33,7 @@ class StateVerbs(Platform):
     singleton_dims: Mapping[type, Mapping[str, int]] = {nn.Conv1d: {"weight": 2}, nn.ConvTranspose1d: {"weight": 2}}
 
     def saved_tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """See `Platform.saved_tensors`."""
+        """Yield (path, tensor) for the tensors of a module that a checkpoint saves; see `Platform.saved_tensors`."""
         for path, submodule in module.named_modules(remove_duplicate=False):
             prefix = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
             temporary = submodule._non_persistent_buffers_set
@@ -43,18 +43,18 @@ class StateVerbs(Platform):
                     yield f"{prefix}.{name}" if prefix else name, x
 
     def give_memory(self: Any, x: Tensor) -> None:
-        """See `Platform.give_memory`."""
+        """Allocate memory for a tensor without values; see `Platform.give_memory`."""
         with no_dispatch(), torch.no_grad():
             memory = torch.empty_like(x.detach().as_subclass(Tensor), device=self.device())
             # The implementation below the Python object is exchanged: class, attributes and weak references to it stay.
             swap_implementation(x, memory.requires_grad_(x.requires_grad))
 
     def is_optimizer(self, x: Any) -> bool:
-        """See `Platform.is_optimizer`."""
+        """Return whether ``x`` is an optimizer of the framework."""
         return isinstance(x, torch.optim.Optimizer)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """See `Platform.optimizer_state`."""
+        """Return the present state of the optimizer."""
         groups = optimizer.param_groups
         parameters = [list(group["params"]) for group in groups]
         options = [{name: _option(x) for name, x in group.items() if name != "params"} for group in groups]
@@ -66,7 +66,7 @@ class StateVerbs(Platform):
         return OptimizerState(parameters, options, state)
 
     def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-        """See `Platform.set_optimizer_state`."""
+        """Set the state of the optimizer; see `Platform.set_optimizer_state`."""
         rows = iter(state.state)
         for group, options in zip(optimizer.param_groups, state.options, strict=True):
             for name, value in options.items():

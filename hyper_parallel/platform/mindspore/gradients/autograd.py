@@ -249,7 +249,7 @@ class AutogradVerbs:
         return is_recording() and x._requires_grad and x.dtype not in DISCRETE
 
     def is_made_with(self, x: Any, parameter: Any) -> bool | None:
-        """See `Platform.is_made_with`."""
+        """Return whether the recorded graph of ``x`` leads back to ``parameter``; see `Platform.is_made_with`."""
         node = grad_node(parameter)
         return (
             None

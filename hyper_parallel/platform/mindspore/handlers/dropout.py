@@ -77,7 +77,7 @@ def drops_apart(cell: Any) -> bool:
 
 
 def share_draws(cells: Iterable[Any], share: Callable[[Any], Any]) -> None:
-    """See `DeviceRole.share_draws`."""
+    """Let ``modules`` draw the same random numbers on all ranks of a group; see `DeviceRole.share_draws`."""
     found = []
     for cell in cells:
         if type(cell) is nn.Dropout1d:

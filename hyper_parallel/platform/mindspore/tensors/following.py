@@ -67,7 +67,7 @@ MarkedTensor._dispatch = staticmethod(MarkedTensor._follow)  # type: ignore[assi
 
 
 def write_mark(x: Any, mark: Any) -> None:
-    """See `Platform.write_mark`."""
+    """Set the mark of a plain tensor."""
     x._marks_of_plain = mark
     if mark is None and type(x) is MarkedTensor:
         x.__class__ = Tensor
@@ -78,7 +78,7 @@ def write_mark(x: Any, mark: Any) -> None:
 
 @contextmanager
 def follow(follower: Follower) -> Iterator[None]:
-    """See `Platform.follow`."""
+    """Return a context that passes operations on marked plain tensors to ``follower``; see `Platform.follow`."""
     _Followers.active.append(follower)
     try:
         yield

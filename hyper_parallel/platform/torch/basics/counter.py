@@ -20,7 +20,7 @@ _BITS = {getattr(torch, name): bits for name, bits in BITS.items()}
 def numbers(
     kind: str, key: Tensor, shape: Sequence[int], ranges: Sequence[Sequence[tuple[int, int]]], dtype: torch.dtype
 ) -> Tensor:
-    """See `Platform.numbers_by_counter`."""
+    """Return a shard of random numbers from the counter-based generator; see `Platform.numbers_by_counter`."""
     if dtype not in _BITS:
         raise TypeError(
             f"random numbers of {dtype} cannot be drawn by counter: draw floating point numbers, and convert them"

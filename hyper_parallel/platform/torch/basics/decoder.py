@@ -95,5 +95,5 @@ class Decoder(nn.Module):
 
 
 def make_decoder(sizes: Any) -> nn.Module:
-    """See `Platform.make_decoder`."""
+    """Return a decoder with the layers and names of Llama; see `Platform.make_decoder`."""
     return Decoder(sizes)

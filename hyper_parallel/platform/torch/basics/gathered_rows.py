@@ -23,7 +23,7 @@ class GatheredRows(Rows):
         self.free()
 
     def take(self) -> Tensor:
-        """See `Rows.take`."""
+        """Return the staging tensor of the rows."""
         self._storage.resize_(self._size)
         return self._rows
 
@@ -35,5 +35,5 @@ class GatheredRows(Rows):
         self._storage.resize_(0)
 
     def free(self) -> None:
-        """See `Rows.free`."""
+        """Free the memory of the rows."""
         self._storage.resize_(0)

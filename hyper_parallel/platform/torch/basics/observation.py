@@ -62,7 +62,7 @@ class ObservationVerbs(Platform):
 
     @contextmanager
     def observe(self, observer: Observer) -> Iterator[None]:
-        """See `Platform.observe`."""
+        """Return a context that reports modules and collectives to ``observer``; see `Platform.observe`."""
         active = [True]
         hooks = [
             register_module_forward_pre_hook(lambda module, args: _before(observer, active, module, args)),
@@ -80,7 +80,7 @@ class ObservationVerbs(Platform):
 
     @contextmanager
     def watch_steps(self, watcher: StepWatcher, calls: bool) -> Iterator[None]:
-        """See `Platform.watch_steps`."""
+        """Return a context that reports optimizer steps and module calls to ``watcher``; see `Platform.watch_steps`."""
 
         def before(module: Any, args: Any) -> None:
             if not is_compiling():  # asked first: a compiler traces no more of this
@@ -98,7 +98,7 @@ class ObservationVerbs(Platform):
                 hook.remove()
 
     def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
-        """See `Platform.on_gradient`."""
+        """Register ``tell`` for the cotangent of ``x``; see `Platform.on_gradient`."""
         x.register_hook(lambda cotangent: None if cotangent is None else tell(cotangent))
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
@@ -108,7 +108,7 @@ class ObservationVerbs(Platform):
         return partial(scope.__exit__, None, None, None)
 
     def collective_kind(self, native: Any) -> str | None:
-        """See `Platform.collective_kind`."""
+        """Return core's name of the collective for an operation of the framework; see `Platform.collective_kind`."""
         if not isinstance(native, OpOverloadPacket):
             return None
         namespace, _, name = str(native).rpartition(".")

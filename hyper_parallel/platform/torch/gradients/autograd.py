@@ -67,33 +67,33 @@ class AutogradVerbs(Platform):
     accumulates_gradients = True
 
     def in_backward(self) -> bool:
-        """See `Platform.in_backward`."""
+        """Return whether a backward pass is running on this thread."""
         return graph_task() != -1
 
-    #: See `Platform.backward_is_recorded`.
+    #: Return whether the running backward is itself recorded.
     backward_is_recorded: Any = staticmethod(is_grad_enabled)
 
     def backward_pass(self) -> Any:
-        """See `Platform.backward_pass`."""
+        """Return an object that identifies the running backward pass, or None; see `Platform.backward_pass`."""
         task = graph_task()
         return None if task == -1 else task
 
-    #: See `Platform.with_grad`.
+    #: Return a context manager that enables the recording of gradients.
     with_grad: Any = staticmethod(torch.enable_grad)
 
-    #: See `Platform.after_backward`.
+    #: Register a callback for the end of the running backward pass; see `Platform.after_backward`.
     after_backward: Any = staticmethod(queue_callback)
 
     tells_beginning = True
 
     def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
-        """See `Platform.before_backward`."""
+        """Register a callback for the start of each backward pass; see `Platform.before_backward`."""
         _WATCHERS.append(weakref.WeakMethod(callback))
 
     def autograd_function(
         self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
     ) -> Callable[..., Tensor]:
-        """See `Platform.autograd_function`."""
+        """Make a differentiable function with one differentiable operand; see `Platform.autograd_function`."""
 
         def run_forward(ctx: Any, x: Tensor, *static: Any) -> Tensor:
             ctx.static_count = len(static)
@@ -127,7 +127,7 @@ class AutogradVerbs(Platform):
     def joint_function(
         self, forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]]
     ) -> Callable[..., tuple[Tensor, ...]]:
-        """See `Platform.joint_function`."""
+        """Make a differentiable function with several operands and results; see `Platform.joint_function`."""
 
         def run_forward(ctx: Any, static: Any, *xs: Tensor) -> tuple[Tensor, ...]:
             ctx.set_materialize_grads(False)
@@ -182,11 +182,11 @@ class AutogradVerbs(Platform):
         return view
 
     def requires_grad(self, x: Tensor) -> bool:
-        """See `Platform.requires_grad`."""
+        """Return whether an operation on ``x`` now would be recorded for backward."""
         return is_grad_enabled() and x.requires_grad
 
     def is_made_with(self, x: Tensor, parameter: Any) -> bool | None:
-        """See `Platform.is_made_with`."""
+        """Return whether the recorded graph of ``x`` leads back to ``parameter``; see `Platform.is_made_with`."""
         if not x.requires_grad:
             return None
         todo, seen, wanted = [x.grad_fn], {None}, parameter.grad_fn
@@ -201,7 +201,7 @@ class AutogradVerbs(Platform):
         return False
 
     def detach(self, x: Tensor) -> Tensor:
-        """See `Platform.detach`."""
+        """Return a plain tensor with the data of ``x`` and without gradient."""
         if MAYBE_INSIDE:
             refuse_transforms(x)
         if type(x) is Tensor:
@@ -210,23 +210,23 @@ class AutogradVerbs(Platform):
             return _detach(x)
 
     def counted_apart(self, x: Tensor) -> Tensor:
-        """See `Platform.counted_apart`."""
+        """Return a tensor with the memory of ``x`` that counts its own writes; see `Platform.counted_apart`."""
         return x.data
 
     def alias(self, x: Tensor) -> Tensor:
-        """See `Platform.alias`."""
+        """Return a new tensor object with the data of ``x``."""
         with no_dispatch():
             return _view_as(x, x)
 
     def same_memory(self, x: Tensor, y: Tensor) -> bool:
-        """See `Platform.same_memory`."""
+        """Return whether ``y`` shares the storage of ``x``."""
         return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
-    #: See `Platform.no_grad`.
+    #: Return a context manager that disables the recording of gradients.
     no_grad: Any = staticmethod(torch.no_grad)
 
     def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
-        """See `Platform.read_cache`."""
+        """Return the tensor cached on ``holder`` under ``key``, or None if it is stale; see `Platform.read_cache`."""
         cache = holder.__dict__.get("_cached")
         if not cache or not is_grad_enabled():
             return None
@@ -245,7 +245,7 @@ class AutogradVerbs(Platform):
         return value if same else None
 
     def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
-        """See `Platform.write_cache`.
+        """Store ``value`` on ``holder`` for `read_cache`; see `Platform.write_cache`.
 
         A strong reference from a leaf to a value computed from it would be a cycle through its gradient accumulator.
         One to a view of it would be a cycle through the view's base. Both run through C++, where the garbage collector
@@ -264,7 +264,7 @@ class AutogradVerbs(Platform):
         cache[key] = entry
 
     def clear_cache(self, holder: Tensor) -> None:
-        """See `Platform.clear_cache`."""
+        """Discard all tensors cached on ``holder``."""
         holder.__dict__.pop("_cached", None)
 
 

@@ -17,7 +17,7 @@ __all__ = ["find_flat", "move_to_flat"]
 
 
 def move_to_flat(xs: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
-    """See `Fast.move_to_one_storage`."""
+    """Move the data of parameters into one new 1-D tensor; see `Fast.move_to_one_storage`."""
     if any(x.is_meta or x.is_pinned() or not x.is_contiguous() for x in xs):
         return None
     locals_ = [as_plain(x.detach()) for x in xs]
@@ -30,7 +30,7 @@ def move_to_flat(xs: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
 
 
 def find_flat(xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
-    """See `Fast.in_one_storage`."""
+    """Return the 1-D tensor that holds the data of the parameters; see `Fast.in_one_storage`."""
     known: Any = flat
     if known is not None and list(map(address_of, xs)) == known.addresses:
         if not known.asked or all(xs[i].is_contiguous() for i in known.asked):

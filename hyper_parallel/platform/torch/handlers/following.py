@@ -22,12 +22,12 @@ _FLAGS = frozenset({"requires_grad_", "share_memory_", "detach_", "retain_grad",
 
 
 def follow(follower: Follower) -> AbstractContextManager[Any]:
-    """See `Platform.follow`."""
+    """Return a context that passes operations on marked plain tensors to ``follower``; see `Platform.follow`."""
     return _Mode(follower)
 
 
 def base_of(x: Tensor) -> Tensor | None:
-    """See `Platform.base_of`."""
+    """Return the base of the view ``x``, or None."""
     return x._base
 
 

@@ -58,7 +58,7 @@ def _own_forward(module: nn.Module) -> Callable | None:
 
 
 def share_compiled_inputs(module: nn.Module) -> None:
-    """See `Platform.share_compiled_inputs`."""
+    """Let compiled code share one collective for gradients of an input of ``module``."""
     cls: Any = type(module)
     if not getattr(cls, "_shares", False):
         module.__class__ = _with_shared_inputs(cls)
@@ -70,7 +70,7 @@ def _with_shared_inputs(cls: Any) -> type:
 
 
 def set_compiled_forward(module: nn.Module, how: CompiledForward | None) -> None:
-    """See `Platform.set_compiled_forward`."""
+    """Let the compiler trace the forward that ``how`` describes; see `Platform.set_compiled_forward`."""
     module.__dict__["_compiled_run"] = make_run(module, how)
     module.__dict__[NUMBER] = str(next(_NUMBERS))
 

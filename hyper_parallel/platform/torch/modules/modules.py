@@ -30,15 +30,15 @@ class ModuleVerbs(Platform):
     }
 
     def named_modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """See `Platform.named_modules`."""
+        """Yield (path, module) for ``root`` and its submodules, parents first."""
         return root.named_modules()
 
     def named_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """See `Platform.named_buffers`."""
+        """Yield (name, buffer) for the buffers that ``module`` itself holds."""
         return ((name, b) for name, b in module._buffers.items() if b is not None)
 
     def set_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
-        """See `Platform.set_buffer`."""
+        """Replace a buffer."""
         if name not in module._buffers:
             raise AttributeError(f"{type(module).__name__} has no buffer {name!r}")
         module._buffers[name] = value
@@ -65,32 +65,32 @@ class ModuleVerbs(Platform):
             if gradient is not None and tuple(gradient.shape) == tuple(layout.shape) and not is_dtensor(gradient):
                 parameter.grad = gradient[layout.local_index()].clone()
 
-    #: See `Platform.own_parameters`.
+    #: Return the table of parameters that ``module`` itself holds; see `Platform.own_parameters`.
     own_parameters: Any = staticmethod(attrgetter("_parameters"))
 
-    #: See `Platform.replace_forward`.
+    #: Let calls of ``module`` run ``make(forward)``; see `Platform.replace_forward`.
     replace_forward: Any = staticmethod(calls.replace_forward)
 
     def show_styles(self, module: nn.Module) -> None:
-        """See `Platform.show_styles`."""
+        """Add styles and placements to the representation of ``module``; see `Platform.show_styles`."""
         calls.call_quickly(module)
 
-    #: See `Platform.set_compiled_forward`.
+    #: Let the compiler trace the forward that ``how`` describes; see `Platform.set_compiled_forward`.
     set_compiled_forward: Any = staticmethod(calls.set_compiled_forward)
-    #: See `Platform.compiled_hook`.
+    #: Return ``hook``, or a replacement for the compiler; see `Platform.compiled_hook`.
     compiled_hook: Any = staticmethod(compiled_hook)
-    #: See `Platform.share_compiled_inputs`.
+    #: Let compiled code share one collective for gradients of an input of ``module``.
     share_compiled_inputs: Any = staticmethod(calls.share_compiled_inputs)
 
     def register_forward_pre_hook(
         self, module: nn.Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
-        """See `Platform.register_forward_pre_hook`."""
+        """Register a hook that runs before forward; see `Platform.register_forward_pre_hook`."""
         calls.call_quickly(module)
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def register_forward_hook(self, module: nn.Module, hook: Callable, *, always: bool = False, **how: bool) -> Any:
-        """See `Platform.register_forward_hook`."""
+        """Register a hook that runs after forward; see `Platform.register_forward_hook`."""
         calls.call_quickly(module)
         return module.register_forward_hook(hook, always_call=always, **how)
 

@@ -154,7 +154,7 @@ def _described(p: Any) -> tuple[Any, ...]:
 
 
 def describe_placement(p: Any) -> tuple[Any, ...] | None:
-    """See `Platform.describe_native_placement`."""
+    """Describe a placement of the framework by core's class and its arguments."""
     api: Any = sys.modules.get(_API)
     kind = type(p)
     if api is None:

@@ -16,7 +16,7 @@ __all__ = ["describe_mesh", "make_mesh"]
 
 
 def describe_mesh(native: Any, device_type: str, group_of: Callable[[Any, str], Any]) -> NativeMesh:
-    """See `Platform.describe_native_mesh`.
+    """Describe a mesh of the framework; see `Platform.describe_native_mesh`.
 
     Args:
         native: a mesh of torch's.
@@ -43,7 +43,7 @@ def describe_mesh(native: Any, device_type: str, group_of: Callable[[Any, str], 
 def make_mesh(
     ranks: np.ndarray, names: tuple[str, ...] | None, groups: Sequence[Any], root: Any, device_type: str
 ) -> Any:
-    """See `Platform.native_mesh`."""
+    """Return the framework's mesh with these ranks and groups; see `Platform.native_mesh`."""
     if root is not None:
         try:
             return root[names]

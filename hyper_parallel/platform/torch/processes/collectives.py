@@ -76,7 +76,7 @@ class CommunicationVerbs(Platform):
     """The verbs of `Platform` about process groups and collectives; a group is a `_Group`."""
 
     def native_op(self, op: str) -> Any:
-        """See `Platform.native_op`."""
+        """Return the framework's object for the reduction ``op``."""
         return getattr(dist.ReduceOp, op.upper())
 
     #: dtypes that the backend moves natively; others travel as bytes.
@@ -87,11 +87,11 @@ class CommunicationVerbs(Platform):
 
     # ------------------------------------------------------------------------------------------------ groups
     def world(self) -> Any:
-        """See `Platform.world`."""
+        """Return an object that identifies the default process group, or None."""
         return dist.group.WORLD if dist.is_initialized() else None
 
     def init_process_group(self, timeout: float | None = None) -> None:
-        """See `Platform.init_process_group`."""
+        """Initialise the default process group, and select this rank's device; see `Platform.init_process_group`."""
         seconds = timeout_seconds(timeout)
         if not dist.is_initialized():
             launch.init_process_group(launch.chosen_backend(self.comm_backend), self._select_device, seconds)
@@ -102,15 +102,15 @@ class CommunicationVerbs(Platform):
             launch.destroy_process_group()
 
     def rank(self) -> int:
-        """See `Platform.rank`."""
+        """Return this rank's index in the default group."""
         return dist.get_rank()
 
     def world_size(self) -> int:
-        """See `Platform.world_size`."""
+        """Return the size of the default group."""
         return dist.get_world_size()
 
     def new_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None, options: Any = None) -> Any:
-        """See `Platform.new_group`."""
+        """Make one process group for each list of ranks; see `Platform.new_group`."""
         world_size, mine = dist.get_world_size(), None
         more: dict[str, Any] = {} if backend is None else {"backend": backend}
         if options is not None:
@@ -127,11 +127,11 @@ class CommunicationVerbs(Platform):
         return mine
 
     def native_group(self, group: Any) -> Any:
-        """See `Platform.native_group`."""
+        """Return the framework's process group for ``group``."""
         return None if group is None else _resolve(group)
 
     def describe_group(self, native: Any) -> NativeGroup:
-        """See `Platform.describe_group`."""
+        """Describe a process group of the framework; see `Platform.describe_group`."""
         if not isinstance(native, dist.ProcessGroup):
             raise TypeError(f"from_group takes a torch.distributed.ProcessGroup, got {type(native).__name__}")
         ranks = tuple(dist.get_process_group_ranks(native))
@@ -140,14 +140,14 @@ class CommunicationVerbs(Platform):
     def native_mesh(
         self, ranks: np.ndarray, names: tuple[str, ...] | None, groups: Sequence[Any], root: Any = None
     ) -> Any:
-        """See `Platform.native_mesh`."""
+        """Return the framework's mesh with these ranks and groups; see `Platform.native_mesh`."""
         return native_meshes.make_mesh(ranks, names, groups, root, self.device_type)
 
     def describe_native_mesh(self, native: Any) -> NativeMesh:
-        """See `Platform.describe_native_mesh`."""
+        """Describe a mesh of the framework; see `Platform.describe_native_mesh`."""
         return native_meshes.describe_mesh(native, self.device_type, _Group)
 
-    #: See `Platform.describe_native_placement`.
+    #: Describe a placement of the framework by core's class and its arguments.
     describe_native_placement: Any = staticmethod(native_dtensors.describe_placement)
 
     # ------------------------------------------------------------------------------------------------ collectives
@@ -160,7 +160,7 @@ class CommunicationVerbs(Platform):
         return True
 
     def all_reduce(self, local: Tensor, op: str, group: Any) -> Tensor:
-        """See `Platform.all_reduce`."""
+        """Return the reduction of ``local`` over the group."""
         if MAYBE_INSIDE or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
         backend = _resolve(group) if dispatch_modes() else group.backend or _resolve(group)
@@ -168,7 +168,7 @@ class CommunicationVerbs(Platform):
         return local
 
     def all_gather(self, local: Tensor, group: Any, size: int) -> Tensor:
-        """See `Platform.all_gather`."""
+        """Concatenate the tensors of all ranks along dimension 0."""
         if MAYBE_INSIDE or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
         shape = local.shape
@@ -181,7 +181,7 @@ class CommunicationVerbs(Platform):
         return out
 
     def reduce_scatter(self, local: Tensor, op: str, group: Any, size: int) -> Tensor:
-        """See `Platform.reduce_scatter`."""
+        """Reduce ``local`` over the group, and return this rank's chunk."""
         if MAYBE_INSIDE or local._is_zerotensor() or local.is_conj() or local.is_neg():
             local = _sendable(local)
         shape = local.shape
@@ -191,7 +191,7 @@ class CommunicationVerbs(Platform):
         return out
 
     def start_collective(self, collective: str, out: Tensor, local: Tensor, op: str, group: Any, size: int) -> Any:
-        """See `Platform.start_collective`."""
+        """Start a collective that writes into ``out``; see `Platform.start_collective`."""
         if MAYBE_INSIDE:
             refuse_transforms(local)
         backend = _resolve(group) if dispatch_modes() else group.backend or _resolve(group)
@@ -215,7 +215,7 @@ class CommunicationVerbs(Platform):
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> Tensor:
-        """See `Platform.all_to_all`."""
+        """Send chunk i of ``local`` to rank i, and return the received chunks; see `Platform.all_to_all`."""
         local = _sendable(local)
         if sent is None or received is None:
             out = torch.empty_like(local)
@@ -229,7 +229,7 @@ class CommunicationVerbs(Platform):
         return out
 
     def shift(self, local: Tensor, group: Any, size: int) -> Tensor:
-        """See `Platform.shift`."""
+        """Send ``local`` to the next rank, and return the previous rank's tensor."""
         local = _sendable(local)
         out = torch.empty_like(local)
         self._start_shift(_resolve(group), out, local, size).wait()
@@ -242,13 +242,13 @@ class CommunicationVerbs(Platform):
         return backend.alltoall_base(out, local, *_sizes_of_shift(backend.rank(), size, local.numel()))
 
     def broadcast(self, local: Tensor, src: int, group: Any) -> Tensor:
-        """See `Platform.broadcast`."""
+        """Return the tensor of global rank ``src``."""
         local = _sendable(local)
         dist.broadcast(self._movable(local), src, group=_resolve(group))
         return local
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Any) -> Tensor:
-        """See `Platform.scatter`."""
+        """Fill ``out`` with this rank's entry of ``parts`` of global rank ``src``."""
         if MAYBE_INSIDE:
             refuse_transforms(out)
         sent = None if parts is None else [self._movable(p) for p in parts]
@@ -260,7 +260,7 @@ class CommunicationVerbs(Platform):
         dist.barrier(group=_resolve(group))
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
-        """See `Platform.all_gather_object`."""
+        """Return one picklable value of each rank, in rank order."""
         if MAYBE_INSIDE:
             refuse_transforms()
         values: list[Any] = [None] * size
@@ -268,21 +268,21 @@ class CommunicationVerbs(Platform):
         return values
 
     def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
-        """See `Platform.exchange_texts`."""
+        """Exchange ``text`` with ``ranks`` through the store, without a collective; see `Platform.exchange_texts`."""
         return lost_ranks.exchange_texts(ranks, place, text, self.device_type)
 
     # ------------------------------------------------------------------------------------------------ faults
-    #: See `Platform.is_communication_failure`.
+    #: Return whether ``error`` means that a rank did not take part in a collective.
     is_communication_failure: Any = staticmethod(lost_ranks.is_communication_failure)
 
     def find_missing_ranks(
         self, group: Any, ranks: Sequence[int], report: str
     ) -> tuple[dict[int, str], tuple[int, ...]] | None:
-        """See `Platform.find_missing_ranks`."""
+        """Find the missing ranks after a failed collective; see `Platform.find_missing_ranks`."""
         return lost_ranks.find_missing_ranks(group(), ranks, report)
 
     def tell_of_failure(self, groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
-        """See `Platform.tell_of_failure`."""
+        """Report to ``ranks`` that this rank failed outside a collective; see `Platform.tell_of_failure`."""
         lost_ranks.tell_of_failure([group() for group in groups], ranks, report)
 
     def _movable(self, x: Tensor) -> Tensor:

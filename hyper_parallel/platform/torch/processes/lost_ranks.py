@@ -62,7 +62,7 @@ def find_missing_ranks(group: Any, ranks: Sequence[int], report: str) -> tuple[d
 
 
 def exchange_texts(ranks: Sequence[int], place: str, text: str, device_type: str) -> dict[int, str] | None:
-    """See `Platform.exchange_texts`."""
+    """Exchange ``text`` with ``ranks`` through the store, without a collective; see `Platform.exchange_texts`."""
     if dist.get_backend() == "fake":  # torch's group of ranks that are not there
         return None
     wait = timeout_of(dist.group.WORLD, device_type)
