@@ -1,4 +1,4 @@
-"""`TorchPlatform`: everything that torch backends share."""
+"""`TorchPlatform`: code that all torch backends share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T: Any = torch.Tensor
 _local_shape = T.shape.__get__
 
 
-#: Ends of names of operations whose schema does not say that they write.
+#: Suffixes of operations that write to running statistics although their schema does not declare it.
 _UNCOUNTED = ("batch_norm", "instance_norm", "_batch_norm_impl_index", "_batch_norm_with_update")
 
 
@@ -55,7 +55,7 @@ class TorchPlatform(
         warn_of_untested("torch", torch.__version__)
         self.fast = TorchFast(self)
 
-    #: See `Platform.follow` and `base_of`.
+    #: Context that passes operations on marked plain tensors to a follower, and the base of a view.
     follow: Any = staticmethod(following.follow)
     base_of: Any = staticmethod(following.base_of)
 
@@ -88,12 +88,12 @@ class TorchPlatform(
         return None
 
     def check_local(self, x: torch.Tensor) -> None:
-        """Raise TypeError when ``x`` cannot become the local part of a DTensor."""
+        """Raise TypeError if ``x`` cannot become the local tensor of a DTensor."""
         foreign = self.foreign_tensor(x)
         if foreign is not None:
             raise TypeError(f"a DTensor is made of plain dense tensors, got {foreign}")
 
-    #: See `Platform.is_floating_point` and `is_meta`.
+    #: Whether a tensor has a floating point dtype, and whether it has no data.
     is_floating_point: Any = staticmethod(T.is_floating_point)
     is_meta: Any = staticmethod(attrgetter("is_meta"))
 
@@ -111,13 +111,13 @@ class TorchPlatform(
     def host_memory(self, x: torch.Tensor) -> memoryview:
         """Return the bytes of ``x`` for immediate reading; see `Platform.host_memory`."""
         dense = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        # Without elements it may have a stride of 0, with which torch does not view it as another dtype.
+        # An empty tensor may have a stride of 0, with which torch does not view it as another dtype.
         return dense.view(torch.uint8).numpy().data if dense.numel() else memoryview(b"")
 
     def write(self, x: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite the values of ``x``."""
         for dim, stride in enumerate(x.stride()):
-            if stride == 0 and x.shape[dim] > 1:  # expanded: one element stands for all
+            if stride == 0 and x.shape[dim] > 1:  # expanded: all elements share one memory location
                 x, values = x.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
         x.copy_(values)
 
@@ -136,27 +136,29 @@ class TorchPlatform(
             return
         flat = x.detach().reshape(-1)
         fill(flat.view(torch.uint8).numpy().data)
-        flat[:0].zero_()  # autograd is to know that the values are others
+        flat[:0].zero_()  # an empty write, so that autograd counts a change of the values
 
     frees_storage = True
 
     def free_storage(self, x: torch.Tensor) -> None:
-        """See `Platform.free_storage`. Torch does not free memory that NumPy shares."""
+        """Free the memory of ``x``. Torch does not free memory that NumPy shares."""
         storage = x.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
 
     def refill_storage(self, x: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        """See `Platform.refill_storage`. Autograd does not count writes to ``data``."""
+        """Allocate the memory of ``x`` again and write ``pieces`` into it. Autograd does not count writes to
+        ``data``."""
         storage = x.untyped_storage()
-        if storage.nbytes() != x.nbytes and storage.resizable():  # torch takes new memory also for the same size
+        if storage.nbytes() != x.nbytes and storage.resizable():  # torch reallocates also for the same size
             storage.resize_(x.nbytes)
         parts = x.data.split_with_sizes([piece.numel() for piece in pieces])
-        # Into place at once: joined they would take as much memory again.
+        # Copy each piece to its place: joined first, the pieces would take the memory twice.
         torch._foreach_copy_([part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)], pieces)
 
     def watch(self, x: torch.Tensor, operation: str) -> Callable[[], str]:
-        """See `Platform.watch`. Torch does not count writes to running statistics, nor any in inference mode."""
+        """Return a function that reports later writes to ``x``. Torch counts no writes to running statistics, nor in
+        inference mode, so values are compared there."""
         if operation.endswith(_UNCOUNTED) or torch.is_inference_mode_enabled() or x.is_inference():
             return super().watch(x, operation)
         version, node = x._version, x.grad_fn
@@ -179,7 +181,7 @@ class TorchPlatform(
             return _local_shape(local)
 
     # ------------------------------------------------------------------------------------------------ interception
-    #: See `Platform`: the functions and the class themselves, which saves a call.
+    #: Functions and a class in place of methods, which saves a call.
     make_dtensor_class: Any = staticmethod(dtensor_class.make_dtensor_class)
     wrap: Any = staticmethod(tensor.wrap)
     no_dispatch = staticmethod(DisableTorchFunctionSubclass)
@@ -195,11 +197,11 @@ class TorchPlatform(
         return torch.compiler.is_compiling()
 
     def in_loss_parallel(self) -> bool:
-        """See `Platform.in_loss_parallel`: `torch.distributed.tensor.parallel.loss_parallel`."""
+        """Return whether the caller is inside `torch.distributed.tensor.parallel.loss_parallel`."""
         return in_loss_parallel()
 
     def other_names(self, function: Any) -> Sequence[Any]:
-        """See `Platform.other_names`: of an overload the packet that stands for it, and public functions."""
+        """Return the packet of an overload, and public functions without a row that compute the same."""
         if not isinstance(function, OpOverload) or function._overloadname != "default":
             return ()
         packet = function.overloadpacket
@@ -237,11 +239,11 @@ class TorchPlatform(
 
     # ------------------------------------------------------------------------------------------------ devices, random
     def device_module(self) -> Any:
-        """``torch.cuda`` or its like, which has this rank's device and generator."""
+        """Return ``torch.cuda`` or a similar module, which has this rank's device and generator."""
         return getattr(torch, self.device_type)
 
     def device(self) -> torch.device:
-        """This rank's device: the current one."""
+        """Return this rank's device: the current one."""
         return torch.device(self.device_type, self.device_module().current_device())
 
     def _select_device(self, local_rank: int) -> None:
@@ -250,7 +252,7 @@ class TorchPlatform(
         module.set_device(local_rank % module.device_count())
 
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Platform.to_device`. A meta tensor stays one."""
+        """Return ``x`` on this rank's device. A meta tensor stays on the meta device."""
         if type(x) is not T or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             self.check_local(x)
         return x if x.is_meta or x.device.type == self.device_type else x.to(self.device())

@@ -1,4 +1,4 @@
-"""Verbs that make torch faster than the contract asks for: see `hyper_parallel.platform.contract.fast`."""
+"""Verbs that make torch faster than the contract requires: see `hyper_parallel.platform.contract.fast`."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ _NODE = itemgetter(0)
 
 
 class TorchFast(Fast):
-    """`Platform.fast` of the torch backends; ``platform`` is the one that it belongs to."""
+    """`Platform.fast` of the torch backends; ``platform`` is its owner."""
 
     def __init__(self, platform: Any) -> None:
         self.platform = platform
 
     # ------------------------------------------------------------------------------------------------ modules
-    #: See `Fast.norm_call`: the function below that of `torch.nn.functional`.
+    #: Norm class -> the native function that `torch.nn.functional` calls; see `Fast.norm_call`.
     norm_calls: ClassVar[dict[type, Callable[[Any, Any, Any], Any]]] = {
         nn.LayerNorm: lambda module, x, own: torch.layer_norm(
             x, module.normalized_shape, own["weight"], own["bias"], module.eps
@@ -124,7 +124,7 @@ class TorchFast(Fast):
                 return False
         if graph_task() in ADDING:
             return True
-        # The node that runs now is the function's own backward; next to it are the nodes that accumulate.
+        # The current node is the function's own backward; its next functions accumulate gradients.
         node = current_node()
         edges = () if node is None else node.next_functions
         if len(edges) != len(parameters):
@@ -132,7 +132,7 @@ class TorchFast(Fast):
         try:
             return all(map(will_execute, map(_NODE, edges)))
         except RuntimeError:
-            return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
+            return False  # torch rejects this query for leaves inside `autograd.grad`, which accumulates nothing
 
     def add_to_gradients(self, parameters: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
         """Accumulate ``cotangents`` into the gradients of ``parameters``; see `Fast.add_to_gradients`."""
@@ -152,7 +152,7 @@ class TorchFast(Fast):
         y._backward_hooks = None  # see `in_place_step`
         return y
 
-    #: See `Fast.move_to_one_storage` and `Fast.in_one_storage`.
+    #: Functions that move parameters into one tensor, and find that tensor.
     move_to_one_storage: Any = staticmethod(move_to_flat)
     in_one_storage: Any = staticmethod(find_flat)
 
@@ -163,7 +163,7 @@ class TorchFast(Fast):
         return chunk_cat(xs, 0, size)
 
     def cut(self, shapes: Sequence[tuple[int, ...]]) -> Callable[[Tensor], list[Tensor]]:
-        """See `Fast.cut`. By strides it is half of `narrow` and `view`."""
+        """Return a function that splits a 1-D tensor by strides, in half the time of `narrow` and `view`."""
         places, start = [], 0
         for shape in shapes:
             strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
@@ -175,7 +175,8 @@ class TorchFast(Fast):
     gathered_rows: Any = GatheredRows
 
     def run_soon(self, x: Tensor) -> None:
-        """See `Fast.run_soon`. Among the nodes that it could run, torch's engine takes the one that was made last."""
+        """Let backward run the function that returned ``x`` as soon as it can. Torch's engine picks the ready node with
+        the highest sequence number."""
         set_order(x.grad_fn, 1 << 62)
 
     def linear_view(
@@ -185,7 +186,8 @@ class TorchFast(Fast):
         key: Any,
         otherwise: TensorFunction,
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """See `Fast.linear_view`: as `gradient_view`, with one table of hooks for all views, and the cache."""
+        """Return ``view(x, weight)`` as `gradient_view` does. All views share one table of hooks, and the cache is
+        inlined."""
         hooks = OrderedDict({0: hook_of(convert, record)})
 
         def view(x: Tensor, weight: Tensor) -> Tensor:
@@ -195,7 +197,7 @@ class TorchFast(Fast):
                 return x
             cache = x.__dict__.get("_cached")
             if cache:
-                # As `Platform.read_cache`, of the weak references that are written below.
+                # Inlined `Platform.read_cache`, for the weak references that are written below.
                 entry = cache.get(key)
                 if entry is not None and entry[1] == x._version and (found := entry[0]()) is not None:
                     data = entry[2]
@@ -207,10 +209,10 @@ class TorchFast(Fast):
                         return found
             dims = x.dim()
             if dims < 2 or not weight.requires_grad or any_autocast() or saved_tensor_hooks(True) is not None:
-                # `F.linear` would keep something else: nothing, a copy in the dtype of autocast, or what hooks on saved
-                # tensors (checkpointing, offloading) make of it.
+                # `F.linear` would save no view: nothing, a copy in the dtype of autocast, or the result of hooks on
+                # saved tensors (checkpointing, offloading).
                 return otherwise(x)
-            # `F.linear` would save a 2-D view of a view with more dimensions, and not that view itself.
+            # `F.linear` would save a 2-D view of a view with more dimensions, and not that view.
             y: Any = x.view_as(x) if dims == 2 else x.flatten(0, -2)
             y._backward_hooks = hooks
             if BACKWARD_WRAPPERS:
@@ -219,7 +221,7 @@ class TorchFast(Fast):
             y.grad_fn._register_hook_dict(y)
             if cache is None:
                 cache = x.__dict__["_cached"] = Cache()
-            # Weak, see `Platform.write_cache`: the operation keeps it.
+            # Weak, see `Platform.write_cache`: the operation keeps the view alive.
             if type(x) is not Tensor:
                 compared: Any = NOTHING
             else:
@@ -246,7 +248,7 @@ class TorchFast(Fast):
                 data.copy_(written)
             y._backward_hooks = hooks
             y.grad_fn._register_hook_dict(y)
-            # The graph has the table now. The tensor must not: a hook of its user would go into it.
+            # The graph holds the table now. The tensor must not, or a user's hook would be added to it.
             y._backward_hooks = None
             return y
 
@@ -254,7 +256,7 @@ class TorchFast(Fast):
 
     # ------------------------------------------------------------------------------------------------ overlap
     def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor | None:
-        """See `Fast.linear_with_collective`: in chunks."""
+        """Compute a linear layer overlapped with a collective, in chunks; see `Fast.linear_with_collective`."""
         platform = self.platform
         with no_dispatch():
             reduces = "all_reduce" if how.collective == "all_reduce" else "reduce_scatter"
@@ -267,7 +269,7 @@ class TorchFast(Fast):
 
 
 def _without_context(backward: Callable) -> Callable:
-    """``backward`` of plain cotangents as a method of an autograd function."""
+    """Wrap ``backward``, which takes plain cotangents, as a static method of an autograd function."""
 
     def run(ctx: Any, *cotangents: Any) -> Any:
         call = getattr(ctx, "_wrapped", backward) if BACKWARD_WRAPPERS else backward

@@ -1,4 +1,4 @@
-"""State of torch's modules and optimizers that belongs into a checkpoint."""
+"""State of torch's modules and optimizers that a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from hyper_parallel.platform.torch.handlers.optimizers import COUNTERS
 
 __all__ = ["StateVerbs"]
 
-#: Names under which wrappers hold a module, which are no part of the names in a checkpoint: those of torch.compile and
-#: checkpoint_wrapper.
+#: Attribute names of modules inside wrappers (torch.compile and checkpoint_wrapper), which names in a checkpoint omit.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _NAMES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
 _FLOAT8 = "float8_e4m3fn float8_e5m2"
@@ -46,7 +45,7 @@ class StateVerbs(Platform):
         """Allocate memory for a tensor without values; see `Platform.give_memory`."""
         with no_dispatch(), torch.no_grad():
             memory = torch.empty_like(x.detach().as_subclass(Tensor), device=self.device())
-            # The implementation below the Python object is exchanged: class, attributes and weak references to it stay.
+            # The implementation below the Python object is exchanged: class, attributes and weak references stay.
             swap_implementation(x, memory.requires_grad_(x.requires_grad))
 
     def is_optimizer(self, x: Any) -> bool:
@@ -74,7 +73,7 @@ class StateVerbs(Platform):
                     group[name].fill_(value)
                 elif name in group and name != "params":
                     group[name] = value
-            # Where the optimizer keeps numbers of its state; see `torch.optim.Optimizer.load_state_dict`.
+            # Device of the optimizer's numbers; see `torch.optim.Optimizer.load_state_dict`.
             on_device = group.get("capturable") or group.get("fused")
             for p in group["params"]:
                 held = optimizer.state[p]
@@ -92,14 +91,12 @@ class StateVerbs(Platform):
 
 
 def _is_moment(name: str, p: Tensor) -> bool:
-    """Return whether an entry without dimensions is of the parameter's dtype and placements, as the parameter itself
-    is.
-    """
+    """Return whether a 0-d state tensor of the 0-d parameter ``p`` has its dtype and placements, so is no counter."""
     return not p.ndim and name not in COUNTERS
 
 
 def _number(x: Any) -> Any:
-    """A tensor without dimensions as a float."""
+    """Return a 0-d tensor as a float, other values unchanged."""
     return float(x) if isinstance(x, Tensor) and not x.ndim else x
 
 
