@@ -1,6 +1,6 @@
 """Operations on plain local tensors.
 
-Where torch has a function of the same arguments, that is the verb, which saves a call.
+Where torch has a function with the same arguments, it is the verb itself, which saves a call.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["LocalVerbs"]
 
 @lru_cache(maxsize=1 << 10)
 def _shaped(shapes: tuple[tuple[int, ...], ...]) -> tuple[list[Tensor], bool]:
-    """Tensors without data that have these shapes, and whether one has no elements."""
+    """Return data-free tensors of these shapes, and whether one of them is empty."""
     with torch.inference_mode(False):
         return [torch.empty(shape, device="meta") for shape in shapes], any(0 in shape for shape in shapes)
 
 
 class LocalVerbs(Platform):
-    """The verbs of `Platform` that compute on plain local tensors."""
+    """Verbs of `Platform` that compute on plain local tensors."""
 
     narrow: Any = staticmethod(Tensor.narrow)
     chunk: Any = staticmethod(torch.chunk)
