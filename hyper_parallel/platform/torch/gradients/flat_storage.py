@@ -1,7 +1,7 @@
-"""Parameters whose data lie one after the other in one storage: see `Fast.move_to_one_storage`.
+"""Parameters whose data are consecutive in one storage: see `Fast.move_to_one_storage`.
 
-A flat tensor remembers the addresses of its parameters, and of which it has to ask more: where two dimensions of a
-shape are equal, a parameter could be transposed in place, with the same address.
+A flat tensor remembers the addresses of its parameters, and which parameters need a further check. Where two dimensions
+of a shape are equal, a parameter could be transposed in place and keep its address.
 """
 
 from __future__ import annotations
