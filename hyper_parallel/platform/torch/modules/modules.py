@@ -20,7 +20,7 @@ __all__ = ["ModuleVerbs"]
 
 
 class ModuleVerbs(Platform):
-    """The verbs of `Platform` about modules."""
+    """Verbs of `Platform` for modules."""
 
     linear_kinds: ClassVar[dict[type, ModuleKind]] = {nn.Linear: ModuleKind()}
     embedding_kinds: ClassVar[dict[type, ModuleKind]] = {nn.Embedding: ModuleKind(bias=None)}
@@ -44,7 +44,7 @@ class ModuleVerbs(Platform):
         module._buffers[name] = value
 
     def set_distributed_parameter(self, module: nn.Module, name: str, local: Tensor, layout: Any) -> None:
-        """See `Platform.set_distributed_parameter`. The parameter object stays the same one."""
+        """Turn the parameter ``module.<name>`` into a distributed parameter. The parameter object stays the same."""
         parameter = module._parameters.get(name)
         if parameter is None:
             raise AttributeError(f"{type(module).__name__} has no parameter {name!r}")
@@ -52,8 +52,8 @@ class ModuleVerbs(Platform):
             local = local.detach()
             gradient, parameter.grad = parameter.grad, None
             if same_implementation(parameter, local):
-                # A graph that is still alive holds an accumulator made for the old shape. Torch drops it when the
-                # dtype changes, so take the detour over another dtype.
+                # A live graph holds an accumulator made for the old shape. Torch drops it when the dtype changes, so
+                # another dtype is set in between.
                 other = torch.float64 if parameter.dtype != torch.float64 else torch.float32
                 if parameter.is_floating_point():
                     parameter.data = torch.empty(0, dtype=other, device=parameter.device)
@@ -96,7 +96,7 @@ class ModuleVerbs(Platform):
 
 
 def wrap_parameter(parameter: Any, layout: Any) -> None:
-    """Retag a parameter, distributed or not; it stays an instance of `torch.nn.Parameter`."""
+    """Turn a parameter into a DTensor, or change its layout. It stays an instance of `torch.nn.Parameter`."""
     if is_dtensor(parameter):
         parameter._layout = layout
         parameter.__dict__.pop("_cached", None)
