@@ -81,8 +81,8 @@ def _whole(given: Given, counts: tuple[int, ...]) -> tuple:
 
 
 def _behind_solve(given: Given) -> tuple:
-    """Return the facts of `solve`. Right sides are vectors if they have one dimension or the shape of the batch of
-    rows, otherwise matrices."""
+    """Return the facts of `solve`. Right sides are vectors if they are 1-D or have the shape ``A.shape[:-1]``,
+    otherwise matrices."""
     a, b = given.shapes
     vectors = len(b) == 1 or b == a[:-1]
     if not vectors and len(b) == len(a) - 1:
