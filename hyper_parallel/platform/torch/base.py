@@ -285,10 +285,10 @@ class TorchPlatform(
         fill = (fill_value,) if name == "full" else ()
         return getattr(torch, name)(tuple(shape), *fill, dtype=dtype, device=self.device())
 
-    #: Return a shard of random numbers from the counter-based generator; see `Platform.numbers_by_counter`.
+    #: Function that returns a shard of random numbers; see `Platform.numbers_by_counter`.
     numbers_by_counter: Any = staticmethod(counter.numbers)
 
-    #: Seed the default generator.
+    #: Function that seeds the default generator.
     manual_seed: Any = staticmethod(torch.manual_seed)
 
     def get_rng_state(self) -> Any:

@@ -114,7 +114,7 @@ class TorchFast(Fast):
 
         return make_apply(name_of(forward), run_forward, _without_context(backward))
 
-    #: Backward runs ready nodes in reverse order of recording.
+    #: Whether backward runs ready nodes in reverse order of recording.
     backward_in_order = True
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:

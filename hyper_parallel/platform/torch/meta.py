@@ -141,7 +141,7 @@ class TorchMetaPlatform(TorchCpuPlatform):
 
         return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
-    #: Return a decoder with the layers and names of Llama; see `Platform.make_decoder`.
+    #: Function that returns a decoder with the layers and names of Llama; see `Platform.make_decoder`.
     make_decoder: Any = staticmethod(make_decoder)
 
     def usage(self) -> AbstractContextManager[Usage]:

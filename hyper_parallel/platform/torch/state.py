@@ -22,7 +22,7 @@ _FLOAT8 = "float8_e4m3fn float8_e5m2"
 
 
 class StateVerbs(Platform):
-    """The verbs of `Platform` about checkpoints."""
+    """Verbs of `Platform` for checkpoints."""
 
     dtypes: Mapping[str, torch.dtype] = {
         name: getattr(torch, name) for name in f"{_NAMES} {_FLOAT8}".split() if hasattr(torch, name)

@@ -70,7 +70,7 @@ class AutogradVerbs(Platform):
         """Return whether a backward pass is running on this thread."""
         return graph_task() != -1
 
-    #: Return whether the running backward is itself recorded.
+    #: Function that returns whether the running backward is itself recorded.
     backward_is_recorded: Any = staticmethod(is_grad_enabled)
 
     def backward_pass(self) -> Any:
@@ -78,10 +78,10 @@ class AutogradVerbs(Platform):
         task = graph_task()
         return None if task == -1 else task
 
-    #: Return a context manager that enables the recording of gradients.
+    #: Context manager that enables the recording of gradients.
     with_grad: Any = staticmethod(torch.enable_grad)
 
-    #: Register a callback for the end of the running backward pass; see `Platform.after_backward`.
+    #: Function that registers a callback for the end of the running backward pass; see `Platform.after_backward`.
     after_backward: Any = staticmethod(queue_callback)
 
     tells_beginning = True
@@ -223,7 +223,7 @@ class AutogradVerbs(Platform):
         """Return whether ``y`` shares the storage of ``x``."""
         return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
-    #: Return a context manager that disables the recording of gradients.
+    #: Context manager that disables the recording of gradients.
     no_grad: Any = staticmethod(torch.no_grad)
 
     def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:

@@ -65,21 +65,21 @@ class ModuleVerbs(Platform):
             if gradient is not None and tuple(gradient.shape) == tuple(layout.shape) and not is_dtensor(gradient):
                 parameter.grad = gradient[layout.local_index()].clone()
 
-    #: Return the table of parameters that ``module`` itself holds; see `Platform.own_parameters`.
+    #: The table of parameters that ``module`` itself holds; see `Platform.own_parameters`.
     own_parameters: Any = staticmethod(attrgetter("_parameters"))
 
-    #: Let calls of ``module`` run ``make(forward)``; see `Platform.replace_forward`.
+    #: Function that lets calls of ``module`` run ``make(forward)``; see `Platform.replace_forward`.
     replace_forward: Any = staticmethod(calls.replace_forward)
 
     def show_styles(self, module: nn.Module) -> None:
         """Add styles and placements to the representation of ``module``; see `Platform.show_styles`."""
         calls.call_quickly(module)
 
-    #: Let the compiler trace the forward that ``how`` describes; see `Platform.set_compiled_forward`.
+    #: Function that lets the compiler trace the forward that ``how`` describes; see `Platform.set_compiled_forward`.
     set_compiled_forward: Any = staticmethod(calls.set_compiled_forward)
-    #: Return ``hook``, or a replacement for the compiler; see `Platform.compiled_hook`.
+    #: Function that returns ``hook``, or a replacement for the compiler; see `Platform.compiled_hook`.
     compiled_hook: Any = staticmethod(compiled_hook)
-    #: Let compiled code share one collective for gradients of an input of ``module``.
+    #: Function that lets compiled code share one collective for gradients of an input of ``module``.
     share_compiled_inputs: Any = staticmethod(calls.share_compiled_inputs)
 
     def register_forward_pre_hook(

@@ -147,7 +147,7 @@ class CommunicationVerbs(Platform):
         """Describe a mesh of the framework; see `Platform.describe_native_mesh`."""
         return native_meshes.describe_mesh(native, self.device_type, _Group)
 
-    #: Describe a placement of the framework by core's class and its arguments.
+    #: Function that describes a placement of the framework by core's class and its arguments.
     describe_native_placement: Any = staticmethod(native_dtensors.describe_placement)
 
     # ------------------------------------------------------------------------------------------------ collectives
@@ -273,7 +273,7 @@ class CommunicationVerbs(Platform):
         return lost_ranks.exchange_texts(ranks, place, text, self.device_type)
 
     # ------------------------------------------------------------------------------------------------ faults
-    #: Return whether ``error`` means that a rank did not take part in a collective.
+    #: Function that returns whether ``error`` means that a rank did not take part in a collective.
     is_communication_failure: Any = staticmethod(lost_ranks.is_communication_failure)
 
     def find_missing_ranks(
