@@ -62,7 +62,7 @@ class Words:
         drops: whether arguments that a row does not name are ignored, because they do not affect results. Otherwise the
             row does not cover such a call.
         kept: converts a non-operand argument to the form that static arguments store.
-        told: returns the numbers that such a form stands for.
+        told: returns the numbers in a form that ``kept`` has returned.
     """
 
     tensor: type = object

@@ -174,7 +174,7 @@ class InterceptedTensor(Tensor):
     _dispatch: Dispatch
 
     def __new__(cls, local: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a parameter of a tensor subclass, as MindSpore does; users call `DTensor.from_local`."""
+        """Make an alias of a DTensor. MindSpore makes parameters so; users call `DTensor.from_local`."""
         if not isinstance(local, InterceptedTensor):
             raise TypeError("a DTensor is made with DTensor.from_local, distribute_tensor or a factory, not called")
         new = Tensor._make_subclass(cls, local)
