@@ -62,7 +62,7 @@ class Rows(ABC):
 
 
 class Fast:
-    """Faster paths, all optional: a backend overrides those that it has."""
+    """Faster paths, all optional: a backend overrides the methods that it can speed up."""
 
     #: Whether `linear_with_collective` is also asked for fused native operations outside `overlap_collectives`.
     fuses_linear: bool = False

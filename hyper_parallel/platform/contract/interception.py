@@ -70,7 +70,7 @@ class InterceptionRole(ABC):
         return ()
 
     def meta_tensor(self, shape: Sequence[int], dtype: Any) -> Tensor | None:
-        """Return a plain tensor of that shape and dtype without data. Operations on such tensors return such tensors.
+        """Return a plain tensor of that shape and dtype without data. Operations on it return tensors without data.
         None in a framework without them."""
         return None
 

@@ -84,8 +84,8 @@ class ObservationRole:
 
     def observe(self, observer: Observer) -> AbstractContextManager[Any]:
         """Return a context that reports modules and collectives to ``observer``. Collectives that this backend issues
-        for core are omitted: core knows those. The context must not change computations or communication. A backend
-        that sees no such events reports none."""
+        for core are omitted: core knows these collectives. The context must not change computations or communication. A
+        backend that sees no such events reports none."""
         return nullcontext()
 
     def watch_steps(self, watcher: StepWatcher, calls: bool) -> AbstractContextManager[Any]:

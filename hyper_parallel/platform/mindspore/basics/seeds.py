@@ -62,8 +62,8 @@ class Stream:
     """Random numbers of one dropout layer. They depend on its seeds, the shape and the number of the call alone.
 
     The kernel's stream gives the numbers of the first `REPEATED_CALLS` calls of a shape, as in the unsharded layer. On
-    devices other than CPUs it gives those of all calls. Each later call has its own kernel. Its seeds are computed from
-    those of the layer and the number of the call.
+    devices other than CPUs it gives the numbers of all calls. Each later call has its own kernel. Its seeds are
+    computed from those of the layer and the number of the call.
 
     Args:
         keep_prob: probability of an element to stay.

@@ -2,8 +2,8 @@
 
 Such a tensor looks like any other, and its norm is not that of the full gradient. So the gradients of the last backward
 are marked. Functions that need full gradients read the layout of the full gradient from the mark. Tensors computed from
-marked ones have no mark. These functions reject a tensor whose shape could be that of such a result. All ranks make the
-same decision, because the shapes of all ranks' shards count.
+marked ones have no mark. These functions reject an unmarked tensor that has the shape of some rank's shard. All ranks
+make the same decision, because the shapes of all ranks' shards count.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _STACK = Function("Stack", ops.stack)
 
 
 def stack(prim: Any, tensors: tuple) -> Any:
-    """Run `ops.Stack` on tensors of which some are distributed."""
+    """Run `ops.Stack` on a sequence that contains DTensors."""
     dispatch = next(type(t)._dispatch for t in tensors if isinstance(t, InterceptedTensor))
     return dispatch(OPS["Stack"], _STACK, (tensors, prim.axis), {})
 

@@ -14,7 +14,7 @@ def checked_block(original: Callable, recomputed: Any, block: Any) -> Any:
     """Run ``original(recomputed, block)``: the cell ``recomputed`` takes the parameters of ``block``, a cell or a
     method.
 
-    While a unit runs, other tensors replace its parameters. MindSpore would give the gradients to those.
+    While a unit runs, other tensors replace its parameters. MindSpore would give the gradients to the replacements.
 
     Raises:
         ValueError: for a cell with parameters of a unit that runs.

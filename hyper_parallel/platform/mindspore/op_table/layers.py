@@ -177,8 +177,8 @@ def _transposed(dims: int) -> Sign:
 
 
 def _call_transposed(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """Call a transposed convolution. The call also has the sizes of its full result, of which this rank has a shard.
-    The primitive has the channels of x, the output channels of the convolution whose gradient it is."""
+    """Call a transposed convolution. The call also has the global sizes of its result, of which this rank computes a
+    shard. The primitive has the channels of x, the output channels of the convolution whose gradient it is."""
     p, (x, weight, sizes) = func.prim, args
     prim = _conv_transpose(weight.shape[0], p.kernel_size, p.pad_mode.lower(), p.padding, p.stride, p.dilation)
     return prim(x, weight, (x.shape[0], weight.shape[1], *sizes[2:]))

@@ -1,4 +1,4 @@
-"""Writes and reads at indices given by tensors, and table look-ups."""
+"""Writes and reads at indices in tensors, and table look-ups."""
 
 from __future__ import annotations
 

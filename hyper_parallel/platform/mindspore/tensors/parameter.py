@@ -161,8 +161,7 @@ def _initialized(parameter: Any, lazy: Tensor) -> Tensor:
 
 
 def _write(parameter: Any, local: Tensor, dtype: Any) -> None:
-    """Copy new values into a parameter, which ``local`` must not be a view of. The parameter has ``dtype``
-    afterwards."""
+    """Copy ``local`` into a parameter, without sharing its memory. The parameter has ``dtype`` afterwards."""
     with NoDispatch():
         local = local.astype(dtype)
         if dtype != parameter.dtype or not is_dense(parameter):

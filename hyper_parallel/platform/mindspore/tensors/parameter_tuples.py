@@ -1,7 +1,7 @@
 """Tuples of parameters that cells store as attributes, such as the weights of recurrent layers.
 
-A cell has each of these parameters in its table too. While a unit runs, other tensors replace them in the table, and
-code that reads the tuple must get those.
+A cell has each of these parameters in its table too. While a unit runs, other tensors replace them in the table. Code
+that reads the tuple must get the replacements.
 """
 
 from __future__ import annotations

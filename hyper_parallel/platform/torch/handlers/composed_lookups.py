@@ -112,7 +112,7 @@ def repeat_interleave(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(*find("narrow"))
 def narrow(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Handle a ``start`` that is a tensor; a number goes to the row."""
+    """Handle a ``start`` that is a tensor; a call with a number runs by the row."""
     start = args[2] if len(args) > 2 else kwargs.get("start")
     if isinstance(start, Tensor):
         x, dim, _, length = (*args, *(kwargs[n] for n in ("dim", "start", "length") if n in kwargs))

@@ -193,7 +193,7 @@ class _LocalStep:
     def collect(
         self, init_group: Any, is_known: bool, aliases: bool, optimizer: Any, group: dict[str, Any], lists: tuple
     ) -> Any:
-        """Fill the lists, of which the first two are parameters and their gradients, with plain tensors."""
+        """Fill the lists with plain tensors. The first two lists are parameters and their gradients."""
         # Torch checks a learning rate that is a tensor in ``_init_group``.
         is_known = is_known and self.complete and not isinstance(group["lr"], Tensor)
         # Options that affect the lists in some optimizer.

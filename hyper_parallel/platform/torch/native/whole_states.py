@@ -125,7 +125,7 @@ def _require_shapes(held: Mapping[str, Any], given: Mapping[str, Tensor]) -> Non
 
 
 def _require_same(state: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """Check that all ranks of the meshes pass equal values, of which each keeps its shard."""
+    """Check that all ranks of the meshes pass equal values. Each rank will keep only its shard."""
     lines: dict[tuple[int, ...], tuple[Any, int]] = {}
     for mesh in dict.fromkeys(x._layout.mesh for x in held.values()):
         if mesh.get_coordinate() is not None:

@@ -56,7 +56,7 @@ def global_shape(x: Any) -> tuple[int, ...]:
 
 
 def _number(value: Any) -> Any:
-    """Return a number. A call with a tensor or None goes to gathered operands."""
+    """Return a number. A call with a tensor or None in its place runs on gathered operands."""
     if value is None or isinstance(value, Tensor):
         raise UnboundCallError
     return value
