@@ -66,8 +66,8 @@ class Core(CompiledLosses, Protocol):
         or replicated if ``cut`` is None."""
 
     def cut_of_layout(self, layout: Layout) -> tuple[Mesh, int | None]:
-        """Invert `layout_of_cut`: return the mesh and the cut of ``layout``. Returns (None, None) for a layout with
-        shards of different sizes, and for any other layout."""
+        """Invert `layout_of_cut`: return the mesh and the cut of ``layout``. Returns (None, None) unless ``layout`` is
+        replicated, or sharded evenly, on a 1-D mesh."""
 
     def from_local(self, local: Tensor, layout: Layout) -> Any:
         """Return the DTensor with ``layout`` and the plain ``local`` as this rank's local tensor; differentiable."""

@@ -52,8 +52,8 @@ class _Zeros(AutogradFunction):
 
 
 class _Written(AutogradFunction):
-    """A copy of ``x`` after a write of an empty value. The value has a gradient on other ranks, whose collectives must
-    run here too. Saves nothing, since ``x`` is about to change."""
+    """A copy of ``x`` after a write that changes no element on this rank. The value has a gradient on other ranks,
+    whose collectives must run here too. Saves nothing, since ``x`` is about to change."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class _Written(AutogradFunction):
 
 
 def written_nothing(x: Tensor, value: Any) -> Tensor | None:
-    """Return ``x`` after the write of an empty ``value``, if ``value`` gets a gradient; else None."""
+    """Return ``x`` after a write that changes none of its elements, if ``value`` gets a gradient; else None."""
     if not (isinstance(value, Tensor) and is_recording() and value._requires_grad):
         return None
     Tensor.copy_(x, _Written.apply(x, value))
