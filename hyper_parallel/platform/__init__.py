@@ -1,4 +1,4 @@
-"""Backends: the only part of HyperParallel in which a framework is imported, and only the one in use.
+"""Backends: the only part of HyperParallel that imports a framework, and only the framework in use.
 
 Example:
     >>> from hyper_parallel.platform import get_platform

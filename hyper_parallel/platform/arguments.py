@@ -1,6 +1,6 @@
-"""Values of arguments, and native calls with them: for the op tables of every backend, and for core's binder.
+"""Values of arguments, and native calls with them, for the op tables of every backend and for core's binder.
 
-No framework is named here.
+This module names no framework.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = [
 
 
 def ints(given: Any) -> tuple[int, ...]:
-    """Sizes or dimensions as a tuple of ints: a number, or several, as they come in ``f(2, 3)`` or ``f((2, 3))``.
-    Tensors stand for the numbers in them.
+    """Return sizes or dimensions as a tuple of ints. The input is a number, or several numbers as in ``f(2, 3)`` or
+    ``f((2, 3))``. A tensor is replaced by its values.
 
     Example:
         >>> ints((2, 3)), ints(([2, 3],)), ints(2)
@@ -35,34 +35,34 @@ def ints(given: Any) -> tuple[int, ...]:
 
 
 def dims_of(given: Any) -> tuple[int, ...] | None:
-    """One dimension or several as a tuple. None and an empty tuple give None, which means all dimensions."""
+    """Return one dimension or several as a tuple. None and an empty tuple give None, which means all dimensions."""
     return None if given is None else ints(given) or None
 
 
 def hashable(value: Any) -> Any:
-    """``value`` with lists turned into tuples."""
+    """Return ``value`` with lists turned into tuples."""
     return tuple(map(hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
 def call_by_position(func: Any, operands: tuple, static_args: tuple) -> Any:
-    """A ``call`` of the native function with the operands, then the static arguments."""
+    """Run the native function with the operands, then the static arguments. A ``call`` of `NativeOp`."""
     return func(*operands, *static_args)
 
 
 def call_again(func: Any, operands: tuple, static_args: tuple) -> Any:
-    """A ``call`` that makes the native call as it came, for rows whose text ends in dots: the static arguments end
-    with the other arguments, by position and by name."""
+    """Repeat the native call with new operands, for rows whose text ends in dots. A ``call`` of `NativeOp`. The static
+    arguments end with the other arguments, by position and by name."""
     return func(*operands, *static_args[-2], **dict(static_args[-1]))
 
 
 def call_elementwise(func: Any, operands: tuple, static_args: Any) -> Any:
-    """A ``call`` of an element-wise function, with the other arguments as they came."""
+    """Run an element-wise function with the other arguments unchanged. A ``call`` of `NativeOp`."""
     return func(*operands) if static_args is None else func(*operands, *static_args[0], **dict(static_args[1]))
 
 
 def placed(operands: Sequence[Any], static_args: tuple) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments by position and by name of a call that `Given` took apart, with ``operands`` in their places. The
-    static arguments end with the places, and with the other arguments by position and by name."""
+    """Return positional and keyword arguments of a call that `Given` describes, with ``operands`` inserted. The static
+    arguments end with the places of the operands, and with the other arguments by position and by name."""
     places, rest, named = static_args[-3:]
     args, kwargs = [*rest], dict(named)
     for place, x in zip(places, operands, strict=True):

@@ -1,8 +1,8 @@
-"""A backend whose collectives send nothing: for one rank of a world whose other ranks are not there.
+"""A backend whose collectives send nothing: one rank of a world whose other ranks do not exist.
 
-`dry_platform` makes it of any backend. Groups are names, collectives give tensors of the shapes that they would have,
-and everything else is the backend's own: core runs on it as it runs on many processes. The values of tensors mean
-nothing; where the framework has tensors without data (`Platform.dry_class`), they have none.
+`dry_platform` derives it from any backend. Groups are names, collectives return tensors of the right shapes, and
+everything else comes from that backend. So core runs on it as it runs in many processes. The values of tensors are
+meaningless; where the framework has tensors without data (`Platform.dry_class`), they have no values.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ __all__ = ["dry_platform", "dry_world", "is_dry"]
 
 
 class _World:
-    """A world of which there is one rank."""
+    """The world of a dry run: its size, and the rank that this process represents."""
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
 
 
-#: (size, rank) -> the world, as long as something refers to it: then the meshes in it are still known.
+#: (size, rank) -> the world. It lives as long as something references it, so that its meshes stay valid.
 _WORLDS: WeakValueDictionary[tuple[int, int], _World] = WeakValueDictionary()
 
 
 class SendsNothing:
-    """The roles "groups" and "collectives" of a world whose other ranks are not there."""
+    """Implementation of the roles "groups" and "collectives" for a world whose other ranks do not exist."""
 
     _world: _World | None = None
     sends_nothing = True
-    # Nothing is compiled, and a compiler is told of groups.
+    # Dry runs compile nothing: compiled code would need groups.
     set_compiled_forward = CompilerRole.set_compiled_forward
     compiled_hook = CompilerRole.compiled_hook
     share_compiled_inputs = CompilerRole.share_compiled_inputs
 
     def init_process_group(self, timeout: float | None = None) -> None:
-        """There is one, inside `dry_world`."""
+        """Do nothing: the default group is that of `dry_world`."""
 
     def world(self) -> _World | None:
-        """See `Platform.world`."""
+        """Return the dry-run world of this process, or None outside `dry_world`."""
         return self._world
 
     def rank(self) -> int:
-        """See `Platform.rank`."""
+        """Return the rank that this process represents."""
         return self._need_world().rank
 
     def world_size(self) -> int:
-        """See `Platform.world_size`."""
+        """Return the size of the dry-run world."""
         return self._need_world().size
 
     def new_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None, options: Any = None) -> str:
-        """See `Platform.new_group`. It costs the same for any number of ranks."""
+        """Return a name that represents any group; the cost does not depend on the number of ranks."""
         return "no group"
 
     def native_group(self, group: Any) -> Any:
-        """See `Platform.native_group`.
+        """Raise: a dry run has no process groups.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: always.
         """
         raise RuntimeError(
             "a dry run has no process groups that functions of the framework could use: call collectives of DTensors "
@@ -73,15 +73,15 @@ class SendsNothing:
         )
 
     def native_mesh(self, *args: Any) -> Any:
-        """See `Platform.native_mesh`.
+        """Raise: a dry run has no meshes of the framework, as it has no groups.
 
         Raises:
-            RuntimeError: there is none, as of groups.
+            RuntimeError: always.
         """
         return self.native_group(None)
 
     def is_communication_failure(self, error: Exception) -> bool:
-        """Nothing is communicated."""
+        """Return False: nothing is communicated."""
         return False
 
     def tell_of_failure(self, groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
@@ -89,16 +89,16 @@ class SendsNothing:
 
     # ------------------------------------------------------------------------------------------------ collectives
     def all_reduce(self, local: Any, op: str, group: Any) -> Any:
-        """See `Platform.all_reduce`."""
+        """Return ``local`` in place of the reduction."""
         return local
 
     def all_gather(self: Any, local: Any, group: Any, size: int) -> Any:
-        """See `Platform.all_gather`."""
+        """Return zeros of the gathered shape."""
         first, *rest = self.shape_of(local)
         return self.zeros((size * first, *rest), local)
 
     def reduce_scatter(self: Any, local: Any, op: str, group: Any, size: int) -> Any:
-        """See `Platform.reduce_scatter`."""
+        """Return zeros of the shape of this rank's chunk."""
         first, *rest = self.shape_of(local)
         return self.zeros((first // size, *rest), local)
 
@@ -110,28 +110,28 @@ class SendsNothing:
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> Any:
-        """See `Platform.all_to_all`."""
+        """Return zeros of the received shape."""
         rows, *rest = self.shape_of(local)
         return self.zeros((rows if received is None else sum(received), *rest), local)
 
     def shift(self, local: Any, group: Any, size: int) -> Any:
-        """See `Platform.shift`."""
+        """Return ``local`` in place of the previous rank's tensor."""
         return local
 
     def broadcast(self, local: Any, src: int, group: Any) -> Any:
-        """See `Platform.broadcast`."""
+        """Return ``local`` in place of the tensor of ``src``."""
         return local
 
     def scatter(self, out: Any, parts: Sequence[Any] | None, src: int, group: Any) -> Any:
-        """See `Platform.scatter`."""
+        """Return ``out`` unchanged."""
         return out
 
     def start_collective(self, collective: str, out: Any, local: Any, op: str, group: Any, size: int) -> Work:
-        """See `Platform.start_collective`."""
+        """Return a finished `Work`: nothing is sent."""
         return FINISHED
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
-        """Every rank has the same value as this one."""
+        """Return this rank's value for every rank."""
         return [value] * size
 
     def barrier(self, group: Any) -> None:
@@ -147,18 +147,18 @@ _PLATFORMS: dict[tuple[type, type, bool], Any] = {}
 
 
 def dry_platform(platform: Platform) -> Any:
-    """The backend that works as ``platform`` does and sends nothing, made once."""
+    """Return the backend that behaves like ``platform`` but sends nothing. It is cached."""
     cls: Any = type(platform)
     if platform.dry_class is not None:
         module, _, name = platform.dry_class.partition(":")
         cls = getattr(importlib.import_module(module), name)
     key = cls, type(platform), platform.fast is None
     if key not in _PLATFORMS:
-        # The native collectives, and so the supported ones, are those of the backend that it stands for.
+        # `supports` is that of the real backend, which has the native collectives.
         own = {"name": f"dry-{platform.name}", "supports": staticmethod(platform.supports)}
         made = type(f"Dry{cls.__name__}", (SendsNothing, cls), own)()
         if platform.fast is None:
-            made.fast = None  # the short ways differ in which module a collective is counted for
+            made.fast = None  # fast paths count a collective for a different module
         _PLATFORMS[key] = made
     return _PLATFORMS[key]
 
@@ -170,12 +170,12 @@ def is_dry(platform: Any) -> bool:
 
 @contextmanager
 def dry_world(size: int, rank: int = 0) -> Iterator[Any]:
-    """Inside, this process is one rank of a world of any size whose other ranks are not there: the selected platform is
-    that of `dry_platform`, so meshes, plans and models are made as ever and nothing is sent.
+    """Run as one rank of a world of any size, whose other ranks do not exist. Inside this context, `dry_platform`
+    replaces the selected platform. So meshes, plans and models are made as usual and nothing is sent.
 
     Args:
         size: number of ranks.
-        rank: which one this process stands for. Of uneven sizes the first rank has the most.
+        rank: the rank that this process represents. With uneven shards, the first rank has the largest.
 
     Raises:
         ValueError: for a rank outside the world.

@@ -1,4 +1,4 @@
-"""Reports that ranks leave for each other at their common store when a collective fails. For any backend."""
+"""Reports that ranks exchange through their common store when a collective fails. For any backend."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hyper_parallel.platform.timeout import slowness
 
 __all__ = ["exchange_reports", "exchange_texts", "leave_report"]
 
-#: Where the reports of a rank lie whatever group it failed in; those of one group lie below.
+#: Prefix of the keys of reports from any group. The reports of one group have a longer prefix.
 _ANYWHERE = "hyper_parallel/fault/"
-#: Seconds after which a rank that waits for texts says so in a report.
+#: Seconds after which a rank that waits for texts leaves a report.
 _SOON = 1.0
 
 
 def leave_report(store: Any, rank: int, report: str, place: str = _ANYWHERE) -> None:
-    """Leave a report for `exchange_reports` of the other ranks."""
+    """Write a report to the store, for `exchange_reports` on the other ranks."""
     store.set(f"{place}{rank}", report)
     store.add(f"{place}{rank}/count", 1)
 
@@ -31,15 +31,15 @@ def exchange_reports(
     seconds: float,
     served_by_rank_0: bool = True,
 ) -> tuple[dict[int, str], tuple[int, ...]] | None:
-    """See `Platform.find_missing_ranks`.
+    """Exchange reports after a failed collective, and return the missing ranks, as `Platform.find_missing_ranks` does.
 
     Args:
-        store: with the methods ``set``, ``get`` and ``add`` of a ``TCPStore`` of torch or MindSpore.
+        store: object with the methods ``set``, ``get`` and ``add`` of a ``TCPStore`` of torch or MindSpore.
         me: this rank.
         group: name of the group of the failed collective.
         ranks: global ranks of the group.
         report: what this rank was doing.
-        seconds: how long to wait for the reports of the others, where the machine is idle.
+        seconds: how long to wait for the other reports on an idle machine.
         served_by_rank_0: whether the store ends with the process of rank 0.
     """
     here = f"{_ANYWHERE}{group}/"
@@ -49,12 +49,12 @@ def exchange_reports(
         leave_report(store, me, report)
         deadline, over = time.monotonic() + seconds * slowness(), False
         while (waiting := _without_report(ranks, reports)) and not over:
-            over = time.monotonic() > deadline  # before the last look, since much may come while this rank does not run
+            over = time.monotonic() > deadline  # before the last read: reports may arrive while this rank sleeps
             _collect(store, here, waiting, reports)
             time.sleep(0.05)
         _collect(store, _ANYWHERE, waiting, reports)
     except RuntimeError:
-        # The store does not answer. Rank 0 may have ended only after it had left its report.
+        # The store does not answer. Rank 0 may have ended after leaving its report.
         if not served_by_rank_0 or 0 not in ranks:
             return None
         return reports, _without_report(ranks, reports) if 0 in reports else (0,)
@@ -64,7 +64,8 @@ def exchange_reports(
 def exchange_texts(
     store: Any, me: int, ranks: Sequence[int], place: str, text: str, seconds: float
 ) -> dict[int, str] | None:
-    """See `Platform.exchange_texts`; arguments as for `exchange_reports`."""
+    """Exchange texts through the store, as `Platform.exchange_texts` does. Arguments are those of
+    `exchange_reports`."""
     here, texts = f"hyper_parallel/texts/{place}/", {me: text}
     begin, pause, told = time.monotonic(), 0.001, False
     try:
@@ -73,7 +74,7 @@ def exchange_texts(
             waited = time.monotonic() - begin
             if waited > seconds:
                 break
-            if waited > _SOON and not told:  # the others may wait in a collective, and are to know why it fails
+            if waited > _SOON and not told:  # the others may wait in a collective, and must learn why it fails
                 told = True
                 leave_report(store, me, text)
             _collect(store, here, waiting, texts)
@@ -91,7 +92,8 @@ def _without_report(ranks: Sequence[int], reports: dict[int, str]) -> tuple[int,
 
 
 def _collect(store: Any, place: str, ranks: Sequence[int], reports: dict[int, str]) -> None:
-    """Add the reports that are there. ``get`` of a missing report waits for the store's time-out, so count first."""
+    """Add the available reports to ``reports``. ``get`` of a missing report blocks until the store's time-out, so read
+    the count first."""
     for rank in ranks:
         if store.add(f"{place}{rank}/count", 0) > 0:
             text = store.get(f"{place}{rank}")

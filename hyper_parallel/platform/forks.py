@@ -1,7 +1,7 @@
-"""Processes that were forked from a rank: they have its process groups, and no connection to the other ranks.
+"""Processes forked from a rank: they inherit its process groups, but no connection to the other ranks.
 
-The connections belong to threads of the rank, which a child has not: it would wait without end. A rank itself pays
-nothing for the question. This module imports no framework.
+The connections belong to threads of the rank, which a child lacks: a collective would hang in the child. The check
+costs a rank itself almost nothing. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["check_not_forked"]
 
-#: The default groups that this process has from the one that it was forked from.
+#: Default groups that this process inherited from its parent by fork.
 _INHERITED: list[Any] = []
 
 
 def check_not_forked(platform: Platform, what: str) -> None:
-    """Raise RuntimeError where this process was forked from a rank, whose group it would use for ``what``.
+    """Raise RuntimeError if this process was forked from a rank, and ``what`` would use the rank's group.
 
     Args:
-        platform: of the group.
-        what: is to be done, for the message.
+        platform: platform of the group.
+        what: the planned action, for the message.
     """
     world = platform.world()
     if any(world is inherited for inherited in _INHERITED):

@@ -1,4 +1,4 @@
-"""Doing something as soon as a module is imported, which may be never, without importing it."""
+"""Callbacks that run once a module is imported, without importing it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["WhenImported", "when_imported"]
 
 
 class WhenImported(MetaPathFinder):
-    """Calls ``call()`` once, right after the module ``name`` has been imported; the import itself is left to others.
+    """Import hook that calls ``call()`` once, right after the module ``name`` is imported. Other finders do the import.
 
     Args:
-        name: of a module that has not been imported yet.
+        name: name of a module that is not imported yet.
         call: the function to call.
     """
 
@@ -24,12 +24,13 @@ class WhenImported(MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def cancel(self) -> None:
-        """Wait no longer."""
+        """Remove the import hook."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """See `importlib.abc.MetaPathFinder.find_spec`."""
+        """Wrap the loader of the awaited module to run the callback after it. Mirrors
+        `importlib.abc.MetaPathFinder.find_spec`."""
         if fullname != self.name:
             return None
         self.cancel()
@@ -46,7 +47,7 @@ class WhenImported(MetaPathFinder):
 
 
 def when_imported(name: str, call: Callable[[], Any]) -> None:
-    """``call()`` now where the module ``name`` has been imported, else right after it is."""
+    """Call ``call()`` now if the module ``name`` is imported already, else right after its import."""
     if name in sys.modules:
         call()
     else:

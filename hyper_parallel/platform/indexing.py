@@ -1,8 +1,8 @@
-"""Indices of ``x[index]`` as hashable values, keys for cached plans, and as regions of a tensor.
+"""Indices of ``x[index]`` as hashable keys for cached plans, and as regions of a tensor.
 
-An index is encoded as a tuple with one entry per item. Ints, None and ``Ellipsis`` stay. Others are
-``("slice", start, stop, step)``, ``("bool", value)``, or ``("tensor", i, ndim, is_bool)`` for the i-th tensor among the
-operands. `region_of` says where each item lies in a tensor. No framework is named here.
+An index is encoded as a tuple with one entry per item. Ints, None and ``Ellipsis`` stay. Others are ``("slice", start,
+stop, step)``, ``("bool", value)``, or ``("tensor", i, ndim, is_bool)`` for the i-th tensor among the operands.
+`region_of` returns the dimension and range of each item. This module names no framework.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def encode_index(index: Any, is_tensor: Callable[[Any], bool], is_bool: Callable
         elif isinstance(item, slice):
             encoded.append(("slice", item.start, item.stop, item.step))
         elif isinstance(item, bool):
-            encoded.append(("bool", item))  # as a key True equals 1
+            encoded.append(("bool", item))  # because True equals 1 as a key
         elif item is None or item is Ellipsis or isinstance(item, int):
             encoded.append(item)
         else:
@@ -41,7 +41,7 @@ def encode_index(index: Any, is_tensor: Callable[[Any], bool], is_bool: Callable
 
 
 def decode_index(encoded: Sequence[Any], tensors: Sequence[Any]) -> tuple:
-    """The index that `encode_index` took apart."""
+    """Rebuild the index that `encode_index` encoded."""
     return tuple(_decoded(item, tensors) if isinstance(item, tuple) else item for item in encoded)
 
 
@@ -54,9 +54,9 @@ class Place(NamedTuple):
 
     Attributes:
         item: the item.
-        dim: the dimension of the tensor, of a mask the first one; None for an item that adds a dimension.
-        picked: the elements along it that an int or a slice takes; None for other items, and where there is no such
-            element or dimension.
+        dim: the dimension of the tensor, the first one for a mask; None for an item that adds a dimension.
+        picked: the indices that an int or a slice selects along it. None for other items, and where that index or
+            dimension does not exist.
     """
 
     item: Any
@@ -70,13 +70,13 @@ class Place(NamedTuple):
 
     @property
     def tensor(self) -> int | None:
-        """The number of an index tensor, None for other items."""
+        """Position of an index tensor among the operands, None for other items."""
         return self.item[1] if isinstance(self.item, tuple) and self.item[0] == "tensor" else None
 
 
 def region_of(index: Sequence[Any], shape: Sequence[int]) -> tuple[Place, ...]:
-    """The places of the items of an encoded index in a tensor of that shape. The first ``...``, and dimensions left out
-    at the end, become slices of all.
+    """Return the places of the items of an encoded index in a tensor of that shape. The first ``...``, and trailing
+    dimensions without item, become full slices.
 
     Example:
         >>> [(place.dim, place.picked) for place in region_of((0, ..., None), (4, 5))]
@@ -96,7 +96,7 @@ def region_of(index: Sequence[Any], shape: Sequence[int]) -> tuple[Place, ...]:
 
 
 def _dims_of(item: Any) -> int:
-    """How many dimensions of the tensor an item takes."""
+    """Return how many dimensions of the tensor an item consumes."""
     if item is None or item is Ellipsis:
         return 0
     if not isinstance(item, tuple) or item[0] == "slice":
@@ -111,7 +111,7 @@ def _picked(item: Any, size: int) -> range | None:
 
 
 def has_empty_slice(encoded: Sequence[Any], shape: Sequence[int]) -> bool:
-    """Return whether one of the slices of an encoded index takes nothing of its dimension.
+    """Return whether a slice of an encoded index is empty.
 
     Example:
         >>> has_empty_slice((None, ("slice", 2, 2, None)), (4, 5))

@@ -1,4 +1,4 @@
-"""Numbers that launchers put into the environment, for every backend."""
+"""Numbers that launchers set in environment variables, for every backend."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ __all__ = ["number_in", "rank_and_size"]
 
 
 def number_in(environ: Mapping[str, str], name: str, default: int | None = None, least: int = 0) -> int:
-    """Return the number that a launcher has set.
+    """Return the number in an environment variable of the launcher.
 
     Args:
         environ: the environment.
-        name: of the variable.
-        default: where there is none; with None there is one.
-        least: that it may be.
+        name: name of the variable.
+        default: value if the variable is missing; None if it must be set.
+        least: minimum of the number.
 
     Raises:
-        ValueError: for anything but a whole number from ``least``.
+        ValueError: for anything but an integer of at least ``least``.
 
     Example:
         >>> number_in({"RANK": "3"}, "RANK"), number_in({}, "LOCAL_RANK", 0)
@@ -37,16 +37,16 @@ def number_in(environ: Mapping[str, str], name: str, default: int | None = None,
 
 
 def rank_and_size(environ: Mapping[str, str], rank: str, size: str, default: int | None = None) -> tuple[int, int]:
-    """Return the rank of this process and how many there are.
+    """Return the rank of this process and the number of ranks.
 
     Args:
         environ: the environment.
-        rank: the variable of the rank.
-        size: that of the number of ranks.
-        default: the rank where none is set.
+        rank: name of the variable of the rank.
+        size: name of the variable of the number of ranks.
+        default: the rank if the variable is missing.
 
     Raises:
-        ValueError: when one is no number, or there is no such rank.
+        ValueError: when a value is no number, or the rank is not below the size.
     """
     number, count = number_in(environ, rank, default), number_in(environ, size, least=1)
     if number >= count:

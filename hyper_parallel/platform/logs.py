@@ -1,7 +1,7 @@
 """Logging of the library, and the environment variable that turns it on.
 
-All goes to one logger of Python's ``logging``, ``"hyper_parallel"``, which says warnings alone unless it is told
-otherwise: by the program, or by ``HYPER_PARALLEL_LOG``, which gives it a handler of its own.
+All messages go to the logger ``"hyper_parallel"`` of Python's ``logging``. By default, it emits warnings only. The
+program, or ``HYPER_PARALLEL_LOG``, can change that; the variable also adds a handler.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 
 __all__ = ["LOG", "VARIABLE", "set_up", "words"]
 
-#: Words with commas between: a level, and further words for observers.
+#: Environment variable with comma-separated words: a level, and further words for observers.
 VARIABLE = "HYPER_PARALLEL_LOG"
 LOG = logging.getLogger("hyper_parallel")
 
 _LEVELS = ("debug", "info", "warning", "error")
-#: Words that switch on an observer from the beginning: each collective is logged, or is a range of the profiler.
+#: Words that switch on an observer from the start: it logs each collective, or shows each as a range of the profiler.
 _WATCHED = ("collectives", "ranges")
 
 
@@ -26,7 +26,7 @@ def words(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
     """Return the words of ``HYPER_PARALLEL_LOG``.
 
     Raises:
-        ValueError: for others than there are, and for two levels.
+        ValueError: for unknown words, and for two levels.
 
     Example:
         >>> sorted(words({"HYPER_PARALLEL_LOG": "info, ranges"})), words({})
@@ -43,22 +43,22 @@ def words(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
 
 
 class _Handler(logging.StreamHandler):
-    """To standard error, with the rank."""
+    """Handler that writes to standard error, with the rank."""
 
     def __init__(self, rank: Callable[[], object]) -> None:
         super().__init__(sys.stderr)
         self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, as grep likes it."""
+        """Format a record as one line, which is easy to grep."""
         return f"[hyper_parallel {record.levelname.lower()}, rank {self._rank()}] {record.getMessage()}"
 
 
 def set_up(rank: Callable[[], object]) -> None:
-    """Set up the logger as ``HYPER_PARALLEL_LOG`` asks for. Does nothing without it, and when done already.
+    """Configure the logger as ``HYPER_PARALLEL_LOG`` says. Does nothing without the variable, or if it was done before.
 
     Args:
-        rank: gives that of this process.
+        rank: returns the rank of this process.
 
     Raises:
         ValueError: see `words`.
@@ -69,4 +69,4 @@ def set_up(rank: Callable[[], object]) -> None:
     level = next(iter(asked & {*_LEVELS}), "info")
     LOG.setLevel(level.upper())
     LOG.addHandler(_Handler(rank))
-    LOG.propagate = False  # it would be said twice where the program has a handler, too
+    LOG.propagate = False  # otherwise a handler of the program would print each message again

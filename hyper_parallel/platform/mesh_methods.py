@@ -1,4 +1,4 @@
-"""Methods of meshes by which they become meshes of torch.distributed and back; core itself names no framework."""
+"""Methods of meshes that convert to and from meshes of torch.distributed; core itself names no framework."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class MeshMethods(ABC):
 
     @classmethod
     def from_torch(cls: type[_Mesh], torch_mesh: Any) -> _Mesh:
-        """The mesh of the same ranks, names and process groups as a mesh of torch.distributed. Makes no groups.
+        """Convert a mesh of torch.distributed to a mesh with the same ranks, names and process groups. Makes no groups.
 
-        A slice of a torch mesh gives the slice of the mesh made of its root. So slices that belong together stay so.
-        All ranks call it, in the same order as they make other meshes.
+        A slice of a torch mesh becomes a slice of its converted root. So slices of one mesh stay slices of one mesh.
+        All ranks call it, in the same order relative to the creation of other meshes.
 
         Args:
             torch_mesh: ``torch.distributed.device_mesh.DeviceMesh``.
 
         Returns:
-            A `DeviceMesh`; the one of these ranks and names where there is one already.
+            A `DeviceMesh`; an existing one if these ranks and names have one.
 
         Raises:
             TypeError: for anything else, and on a platform that is not torch's.
@@ -44,9 +44,10 @@ class MeshMethods(ABC):
         return mesh
 
     def to_torch(self) -> Any:
-        """The mesh of torch.distributed with the same ranks, names and process groups. Makes no groups.
+        """Convert this mesh to a mesh of torch.distributed with the same ranks, names and process groups. Makes no
+        groups.
 
-        Slices of one mesh become slices of one mesh of torch's, as torch asks of the meshes of one model.
+        Slices of one mesh become slices of one torch mesh, as torch requires for the meshes of one model.
 
         Returns:
             ``torch.distributed.device_mesh.DeviceMesh``.
@@ -65,22 +66,22 @@ class MeshMethods(ABC):
         return self._to_native()
 
     def _get_root_mesh(self) -> Any:
-        """`get_root_mesh`, by the name that torch's wrappers ask a mesh for."""
+        """Return the root mesh, under the name that torch's wrappers call."""
         return self.get_root_mesh()
 
     @abstractmethod
     def get_root_mesh(self) -> Any:
-        """The mesh that this one was sliced from; itself where it was not."""
+        """Return the mesh that this mesh was sliced from, or itself."""
 
     @abstractmethod
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """The framework's process group of this rank along a dimension."""
+        """Return the framework's process group of this rank along a dimension."""
 
     @classmethod
     @abstractmethod
     def _of_native(cls, platform: Any, native: Any) -> Any:
-        """The mesh made of one of the framework's own."""
+        """Make a mesh from a mesh of the framework."""
 
     @abstractmethod
     def _to_native(self) -> Any:
-        """The framework's own mesh made of this one."""
+        """Make a mesh of the framework from this mesh."""

@@ -11,7 +11,7 @@ __all__ = ["text_of_plan"]
 
 
 def text_of_plan(module: Any, own: Mapping[str, Any], usual: str) -> str:
-    """``usual``, the module's own text, with its styles and the placements of its ``own`` parameters."""
+    """Return the module's own text ``usual``, followed by its styles and the placements of its ``own`` parameters."""
     parts = [usual, *(str(style) for style, _ in vars(module).get(APPLIED, ()))]
     for name, x in own.items():
         layout = getattr(x, "_layout", None)

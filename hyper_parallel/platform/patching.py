@@ -1,8 +1,8 @@
-"""Patches of a framework: all of them installed or none, each checked before, and taken back on request.
+"""Patches of a framework: installed together or not at all, each checked before, and removed on request.
 
-A framework has places where a DTensor is not noticed, or not served well enough. Each backend lists its replacements in
-one module, ``hyper_parallel/platform/<framework>/patches.py``, as a `PatchSet`. It is installed when the DTensor class
-is made: a process that never makes a DTensor has nothing patched. For plain tensors, replacements do the same as the
+Some places in a framework do not notice a DTensor, or serve it badly. Each backend lists its replacements in one
+module, ``hyper_parallel/platform/<framework>/patches.py``, as a `PatchSet`. It is installed when the DTensor class is
+made: a process that never makes a DTensor has nothing patched. For plain tensors, replacements do the same as the
 originals. docs/patches.md shows the lists. This module imports no framework.
 """
 
@@ -22,17 +22,17 @@ from hyper_parallel.platform.without_patches import live_objects, make_unusable,
 
 __all__ = ["Patch", "PatchSet", "calling", "installed", "takes", "uninstall"]
 
-#: The sets that are installed now.
+#: The installed patch sets.
 _INSTALLED: list[PatchSet] = []
 
 
 def _is_callable(original: Any) -> str | None:
-    # A class method as it stands in the class is no function itself.
+    # A class method in the dict of its class is not callable itself.
     return None if callable(getattr(original, "__func__", original)) else "is not a function"
 
 
 def takes(parameters: str) -> Callable[[Any], str | None]:
-    """A check for `Patch`: the original is a function of exactly these parameters.
+    """Return a check for `Patch`: the original must be a function with exactly these parameters.
 
     Example:
         >>> takes("a b")(lambda a, c: 0)
@@ -51,7 +51,7 @@ def takes(parameters: str) -> Callable[[Any], str | None]:
 
 
 def calling(function: Callable, **options: Any) -> Callable[[Any], Callable]:
-    """A ``make`` for `Patch`: the replacement calls ``function(original, ...)`` with its own arguments and
+    """Return a ``make`` for `Patch`: the replacement calls ``function(original, ...)`` with its own arguments and
     ``options``.
 
     Example:
@@ -75,24 +75,24 @@ class Patch:
     """One change to a framework: an attribute of a module or class replaced, or an entry in a list or dict.
 
     Attributes:
-        targets: the places, by dotted name, all of which hold one and the same object. ``"torch.optim.Adam.step"`` is
-            an attribute; ``"package.module.names[]"`` a further entry of a list or set, or several where ``make`` gives
-            a tuple; ``"package.module.table[key]"`` an entry of a dict; ``"package.module.function.__code__"`` the code
-            that a function runs, also for callers that hold it by another name.
+        targets: dotted names of the places, all of which hold the same object. ``"torch.optim.Adam.step"`` is an
+            attribute. ``"package.module.names[]"`` adds an entry to a list or set, or several if ``make`` returns a
+            tuple. ``"package.module.table[key]"`` adds an entry to a dict. ``"package.module.function.__code__"`` is
+            the code that a function runs, also for callers that hold it under another name.
         reason: the error or wrong result without it.
-        versions: of the framework, with which it was tested.
-        make: the original -> its replacement; of an entry, the list, set or dict -> the entry. All are made before
-            anything is replaced.
-        held: how the attribute is found: in the module or class itself; in a class that it derives from; in either; or
-            not at all. `PatchSet.uninstall` puts back attributes that were there itself, and deletes the others.
+        versions: versions of the framework that it was tested with.
+        make: the original -> its replacement; for an entry, the list, set or dict -> the entry. All replacements are
+            made before anything is replaced.
+        held: where the attribute is found: in the module or class itself, in a base class, in either, or not at all.
+            `PatchSet.uninstall` restores attributes of the module or class itself, and deletes the others.
         check: original -> the reason why it does not fit, or None.
-        required: without it results would be wrong, so that there are no DTensors where a target is not as expected.
-            Others are left out, with a warning.
-        everywhere: every loaded module of the framework that has the object, under any name, is a target too.
-        rewrapped: (present attribute, original) -> the attribute to put back where other code has wrapped the
-            replacement since. None leaves it as it is, with a warning.
-        after: a module that holds a target and takes long to import: where it is not there yet, the patch waits until
-            it is imported.
+        required: whether results would be wrong without it. Then no DTensors can be made if a target is not as
+            expected. Other patches are skipped, with a warning.
+        everywhere: whether every loaded module of the framework that has the object, under any name, is a target too.
+        rewrapped: (present attribute, original) -> the attribute to restore if other code has wrapped the replacement
+            since. None leaves the attribute as it is, with a warning.
+        after: a module that holds a target and takes long to import. If it is not imported yet, the patch waits for its
+            import.
     """
 
     targets: tuple[str, ...]
@@ -108,13 +108,13 @@ class Patch:
 
     @property
     def waits(self) -> bool:
-        """Return whether the module that it waits for is not there yet."""
+        """Return whether the patch waits for a module that is not imported yet."""
         return bool(self.after) and self.after not in sys.modules
 
 
 def _all_targets(verified: Sequence[tuple[Patch, Any]]) -> list[list[str]]:
-    """For each patch and its original the targets, and where the loaded modules of the framework have the object
-    besides: one pass over these modules for all."""
+    """Return the targets of each patch, including those that `Patch.everywhere` adds. One pass over the framework's
+    loaded modules serves all patches."""
     keys = [(_framework(patch.targets[0]), id(original)) if patch.everywhere else None for patch, original in verified]
     elsewhere: dict[tuple[str, int], list[str]] = {key: [] for key in keys if key is not None}
     frameworks = {framework for framework, _ in elsewhere}
@@ -143,14 +143,15 @@ class _Done:
 
 
 class PatchSet:
-    """All patches of one framework, which are installed and taken back together.
+    """All patches of one framework, which are installed and removed together.
 
     Args:
         framework: its name, for messages.
         version: its version.
-        patches: in the order in which they are installed.
-        classes: gives the DTensor classes.
-        switch: called with True when all patches are there, with False before they go: may DTensors be made?
+        patches: patches in the order of installation.
+        classes: returns the DTensor classes.
+        switch: called with True after all patches are installed, with False before they are removed: may DTensors be
+            made?
     """
 
     def __init__(
@@ -173,10 +174,10 @@ class PatchSet:
         return tuple(dict.fromkeys(done.patch for done in self._done or ()))
 
     def install(self) -> None:
-        """Install all patches; does nothing when they are installed.
+        """Install all patches; does nothing if they are installed.
 
         Raises:
-            RuntimeError: a target that must be there is missing or does not fit. Then nothing has been replaced.
+            RuntimeError: a required target is missing or does not fit. Then nothing has been replaced.
         """
         if self._done is not None:
             return
@@ -213,17 +214,17 @@ class PatchSet:
         return done
 
     def uninstall(self, abandon: bool = False) -> None:
-        """Put everything back as it was; does nothing when nothing is installed.
+        """Restore all originals; does nothing if no patches are installed.
 
-        Without the patches DTensors would compute wrong numbers here and there. So making one is an error until
+        Without the patches some operations of DTensors would give wrong numbers. So making a DTensor is an error until
         `install` is called.
 
         Args:
-            abandon: go on when there are DTensors, and make them unusable, until `install`, as far as the framework
-                asks them. Where it does not (that is why there are patches), it takes their local data.
+            abandon: whether to go on if DTensors exist, and make them unusable until `install`. Where the framework
+                does not notice a DTensor, which patches correct, it reads the local data.
 
         Raises:
-            RuntimeError: there are DTensors, and they are not to be abandoned.
+            RuntimeError: DTensors exist, and ``abandon`` is False.
         """
         if self._done is None:
             return
@@ -273,7 +274,7 @@ class PatchSet:
 
 
 def _inspected(patch: Patch) -> tuple[Any, str | None]:
-    """The original, and the reason why a target does not fit, if any."""
+    """Return the original, and the reason why a target does not fit, if any."""
     first: Any = ABSENT
     for i, target in enumerate(patch.targets):
         try:
@@ -298,7 +299,7 @@ _HELD = {"own": "there itself", "inherited": "inherited", "either": "there or in
 
 # -------------------------------------------------------------------------------------------------- installed patches
 def installed() -> dict[str, tuple[Patch, ...]]:
-    """Return the patches of this process, by framework.
+    """Return the installed patches of this process, by framework.
 
     Example:
         >>> {framework: [p.targets for p in patches] for framework, patches in installed().items()}  # doctest: +SKIP
@@ -308,6 +309,6 @@ def installed() -> dict[str, tuple[Patch, ...]]:
 
 
 def uninstall(abandon: bool = False) -> None:
-    """Take back the patches of all frameworks: see `PatchSet.uninstall`."""
+    """Remove the patches of all frameworks: see `PatchSet.uninstall`."""
     for one in tuple(_INSTALLED):
         one.uninstall(abandon)

@@ -9,12 +9,12 @@ from typing import Any
 
 __all__ = ["ABSENT", "Attribute", "Entry", "Place", "place_of"]
 
-#: Stands for an attribute that is not there.
+#: Marker for a missing attribute.
 ABSENT: Any = object()
 
 
 def _resolved(path: str) -> Any:
-    """The object of a dotted name, in which one part may be an entry of a dict: ``package.module.table[key].name``."""
+    """Resolve a dotted name, in which one component may be an entry of a dict: ``package.module.table[key].name``."""
     dotted, bracket, rest = path.partition("[")
     found = pkgutil.resolve_name(dotted)
     if not bracket:
@@ -43,7 +43,7 @@ class Attribute:
         setattr(self._holder, self._name, value)
 
     def put_back(self, patch: Any, replacement: Any, original: Any) -> bool:
-        """Undo, unless other code has put an unknown object there."""
+        """Restore the original, unless other code has put an unknown object there."""
         found = self.original()
         if found is not replacement:
             if patch.rewrapped is None or patch.held not in ("own", "either"):
@@ -57,7 +57,7 @@ class Attribute:
 
 
 class Entry:
-    """A further entry of a list or set, or of a dict under a key."""
+    """An additional entry of a list or set, or of a dict under a key."""
 
     def __init__(self, target: str) -> None:
         self._path, self._key = target[:-1].rsplit("[", 1)
@@ -65,7 +65,7 @@ class Entry:
 
     @property
     def _holder(self) -> Any:
-        """Looked up each time: frameworks put another list or set in the place of one."""
+        """The container, resolved each time because frameworks may replace it by another list or set."""
         return _resolved(self._path)
 
     def held(self) -> str:
@@ -100,7 +100,7 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 class _Code:
-    """The code of a function, ``package.module.function.__code__``: it runs under every name of the function."""
+    """Code of a function, ``package.module.function.__code__``, which runs under every name of the function."""
 
     def __init__(self, target: str) -> None:
         self._function = _resolved(target.rpartition(".")[0])
@@ -115,7 +115,7 @@ class _Code:
         self._function.__code__ = value
 
     def put_back(self, patch: Any, replacement: Any, original: Any) -> bool:
-        """Undo, unless the function has got other code since."""
+        """Restore the original code, unless the function has other code since."""
         if self._function.__code__ is not replacement:
             return False
         self._function.__code__ = original
@@ -126,7 +126,7 @@ Place = Attribute | _Code | Entry
 
 
 def place_of(target: str) -> Place:
-    """The place that a dotted name of a patch means, as `patching.Patch` says."""
+    """Return the place of a patch target; `patching.Patch` describes the dotted names."""
     if target.endswith("]"):
         return Entry(target)
     return _Code(target) if target.endswith(".__code__") else Attribute(target)

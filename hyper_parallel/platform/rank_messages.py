@@ -1,7 +1,7 @@
 """Errors and warnings of the ranks that ``hyper-parallel launch`` starts: each is shown once, with its ranks.
 
-The first rank of a node shows its own as they come. The others leave theirs in a folder. The launcher shows at the end
-those that the first rank did not have.
+The first rank of a node prints its messages immediately. The other ranks write theirs to a folder. At the end, the
+launcher prints those that the first rank did not have.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from typing import Any
 
 __all__ = ["VARIABLE", "gathered", "leave_messages"]
 
-#: The folder of the messages. Not for processes that a rank starts: the rank takes it out of its environment.
+#: Environment variable with the folder of the messages. A rank removes it, so that its child processes do not inherit
+#: it.
 VARIABLE = "HYPER_PARALLEL_RANK_MESSAGES"
-#: How many different warnings of a rank are kept.
+#: Maximum number of different warnings that are saved for a rank.
 _MOST = 200
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def leave_messages(environ: MutableMapping[str, str]) -> None:
-    """Begin to leave messages, where the launcher asks for them. Of a rank that it did not start nothing changes.
+    """Start to save messages, if the launcher asks for that. Does nothing in a rank that the launcher did not start.
 
     Args:
         environ: the environment of this process.
@@ -68,7 +69,7 @@ def _warner(path: Path, shows: bool, before: Callable[..., Any]) -> Callable[...
 
 
 def _write(path: Path, kind: str, text: str) -> bool:
-    """Return whether a message could be left."""
+    """Append a message to the file, and return whether that succeeded."""
     with suppress(OSError):
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps({kind: text})}\n")
@@ -77,16 +78,16 @@ def _write(path: Path, kind: str, text: str) -> bool:
 
 
 def gathered(folder: str, first: int) -> str:
-    """The messages that ranks have left, for the end of a job. Empty where the first rank has shown all.
+    """Return the messages that ranks have saved, for the end of a job. Empty if the first rank has shown all.
 
     Args:
-        folder: of the messages.
-        first: rank that has shown its own.
+        folder: folder of the messages.
+        first: the rank that printed its messages itself.
     """
     of: dict[tuple[str, str], dict[int, str]] = {}
     for path in sorted(Path(folder).glob("*.messages")):
         for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # a line that its rank could not end
+            with suppress(ValueError):  # a line that its rank could not finish
                 ((kind, text),) = json.loads(line).items()
                 of.setdefault((kind, _ADDRESS.sub("0x", text)), {}).setdefault(int(path.stem), text)
     lines = []
@@ -100,7 +101,7 @@ def gathered(folder: str, first: int) -> str:
 
 
 def _named(ranks: dict[int, str]) -> str:
-    """Return ranks in words: ``ranks 0 to 3, 6``."""
+    """Return a text that names ranks: ``ranks 0 to 3, 6``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,7 +1,7 @@
-"""Registry of backends: which there are, which one is meant, and whether it can run here.
+"""Registry of backends: known names, the selected backend, and whether it can run here.
 
-Nothing is imported before a backend is asked for. The built-in ones are listed here by name and place. Other packages
-add theirs through the entry-point group ``hyper_parallel.platforms`` or `register_platform`.
+A backend is imported when it is first asked for. The built-in backends are listed here by name and module. Other
+packages add theirs through the entry-point group ``hyper_parallel.platforms`` or `register_platform`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ __all__ = [
 ]
 
 ENVIRONMENT_VARIABLE = "HYPER_PARALLEL_PLATFORM"
-#: ``0`` lets every platform do without `Platform.fast`: to find out whether that is to blame for something.
+#: Environment variable: ``0`` disables `Platform.fast` on every platform, to find out whether it causes a problem.
 FAST_VARIABLE = "HYPER_PARALLEL_FAST"
 ENTRY_POINT_GROUP = "hyper_parallel.platforms"
 
 
 class PlatformError(RuntimeError):
-    """No such backend, or it cannot run here. The message lists every known backend and why it cannot be used."""
+    """Error for an unknown backend, or one that cannot run here. The message lists every known backend and why it
+    cannot be used."""
 
 
 @dataclass
@@ -70,8 +71,8 @@ class _Backend:
             return printable(f"{type(error).__name__}: {error}")
 
 
-#: The known backends, the built-in ones to begin with. For one framework, the best device comes first: an alias of the
-#: framework takes the first one that can run.
+#: The known backends, initially the built-in ones. Those of one framework are ordered from the best device on. An alias
+#: of the framework means the first one that can run.
 _backends = {
     backend.name: backend
     for backend in (
@@ -82,7 +83,7 @@ _backends = {
     )
 }
 
-#: alias -> names of backends, the first available one is taken.
+#: alias -> names of backends, of which the first available one is used.
 _aliases: dict[str, tuple[str, ...]] = {
     "torch": ("torch-cuda", "torch-npu", "torch-cpu"),
     "pytorch": ("torch-cuda", "torch-npu", "torch-cpu"),
@@ -94,12 +95,12 @@ _aliases: dict[str, tuple[str, ...]] = {
     "ms": ("mindspore",),
 }
 
-#: Frameworks in the order of preference when nothing else decides.
+#: Frameworks in order of preference, if nothing else decides.
 _FRAMEWORKS = ("torch", "mindspore")
 
 _lock = threading.RLock()
 _selected: Platform | None = None
-#: Stand-ins for the selected backend and for every device type, the innermost last; see `selected`.
+#: Replacements for the selected backend and for every device type, innermost last; see `selected`.
 _stand_ins: list[Platform] = []
 _entry_points_read = False
 
@@ -137,7 +138,7 @@ def register_platform(
 
 
 def available_platforms() -> dict[str, str | None]:
-    """Every known backend by name, with None when it can run here, else the reason why not.
+    """Return every known backend by name, with None if it can run here, else the reason why not.
 
     Example:
         >>> available_platforms()["torch-cpu"] is None  # doctest: +SKIP
@@ -149,18 +150,18 @@ def available_platforms() -> dict[str, str | None]:
 
 
 def get_platform(name: str | None = None) -> Platform:
-    """The backend called ``name``, or the selected one. It is always the same object.
+    """Return the backend called ``name``, or the selected one. It is always the same object.
 
-    The selected backend is decided when it is first needed, and kept. ``HYPER_PARALLEL_PLATFORM`` names it. Without the
-    variable it is that of the framework that the program has imported. If there is none, it is that of the only
-    framework installed, and else torch's.
+    The backend is selected when it is first needed, and stays selected. ``HYPER_PARALLEL_PLATFORM`` names it. Without
+    the variable it is the backend of the framework that the program has imported. Otherwise it is that of the only
+    installed framework, and else torch's.
 
     Args:
-        name: a backend (``"torch-cpu"``, ``"torch-cuda"``, ``"torch-npu"``, ``"mindspore"``, or one that was
-            registered) or an alias (``"torch"``, ``"cpu"``, ``"gpu"``, ``"ascend"``, ``"ms"``, ...).
+        name: a backend (``"torch-cpu"``, ``"torch-cuda"``, ``"torch-npu"``, ``"mindspore"``, or a registered one) or an
+            alias (``"torch"``, ``"cpu"``, ``"gpu"``, ``"ascend"``, ``"ms"``, ...).
 
     Raises:
-        PlatformError: for a name that is not known or a backend that cannot run here. The message lists all.
+        PlatformError: for an unknown name or a backend that cannot run here. The message lists all.
     """
     global _selected
     with _lock:
@@ -180,11 +181,11 @@ def get_platform(name: str | None = None) -> Platform:
 
 
 def get_platform_for_device(device_type: str) -> Platform:
-    """The backend of the selected framework that serves ``device_type`` (``"cpu"``, ``"cuda"``, ``"npu"``).
+    """Return the backend of the selected framework that serves ``device_type`` (``"cpu"``, ``"cuda"``, ``"npu"``).
 
     Raises:
-        ValueError: when the framework has no backend for it; the message names the device types that there are.
-        PlatformError: when it has one that cannot run here.
+        ValueError: when the framework has no backend for it; the message names the available device types.
+        PlatformError: when its backend cannot run here.
     """
     with _lock:
         current = get_platform()
@@ -212,8 +213,8 @@ def get_platform_for_device(device_type: str) -> Platform:
 
 @contextmanager
 def selected(platform: Platform) -> Iterator[Platform]:
-    """Inside, ``platform`` is the selected backend, and serves every device type: for dry runs, of programs too that
-    name the device on which they are to run."""
+    """Select ``platform`` inside this context, for every device type. It serves dry runs, also of programs that name
+    their device."""
     _stand_ins.append(platform)
     try:
         yield platform
@@ -241,17 +242,17 @@ def _resolve(name: str, asked: str) -> Platform:
                 backend.instance.fast = None
             return backend.instance
         reasons.append(reason)
-    # With several candidates the last one is the most modest: why it cannot run is why none can.
+    # The last candidate needs the least: if it cannot run, none can.
     raise PlatformError(f"{asked} was asked for, but this platform cannot be used here: {reasons[-1]}\n{_listing()}")
 
 
 def _made() -> list[Platform]:
-    """The backends that are in use."""
+    """Return the backends that are in use."""
     return [backend.instance for backend in _backends.values() if backend.instance is not None]
 
 
 def worlds() -> list[Any]:
-    """The default groups that there are."""
+    """Return the default groups of all backends in use."""
     return [world for platform in _made() if (world := platform.world()) is not None]
 
 
@@ -262,7 +263,7 @@ def _rank() -> str:
 
 
 def _listing() -> str:
-    """Every known backend with availability, and the aliases, for error messages."""
+    """Return a table of every known backend with its availability, and the aliases, for error messages."""
     _read_all()
     lines = ["Known platforms:"]
     for name, backend in sorted(_backends.items()):
@@ -305,7 +306,7 @@ def _normalize(name: Any) -> str:
 
 
 def _read_all() -> None:
-    """Also read the entry points of other packages, once. Their classes are not imported yet."""
+    """Register the entry points of other packages, once. Their classes are not imported yet."""
     global _entry_points_read
     if _entry_points_read:
         return

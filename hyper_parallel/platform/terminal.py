@@ -1,4 +1,4 @@
-"""Names and messages as a terminal may get them: control characters are written out."""
+"""Names and messages in a form that is safe to print on a terminal: control characters are escaped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["printable", "printable_lines"]
 
 
 def printable(text: object) -> str:
-    r"""Text without characters that control a terminal, end a line or cannot be seen: they are written as Python does.
+    r"""Return text in which characters that control a terminal, end a line or are invisible are escaped as in Python.
 
     Example:
         >>> printable("layer\x1b[2J\n"), printable("ä b")

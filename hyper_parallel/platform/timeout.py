@@ -1,4 +1,4 @@
-"""How long ranks wait for each other."""
+"""Time-outs: how long ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hyper_parallel.platform.terminal import printable
 
 __all__ = ["LONGEST", "SLOWEST", "VARIABLE", "slowness", "timeout_seconds"]
 
-#: Seconds, for programs that do not call `init_process_group` themselves.
+#: Environment variable with seconds, for programs that do not call `init_process_group` themselves.
 VARIABLE = "HYPER_PARALLEL_TIMEOUT"
-#: Seconds of a time-out at most, 31 years: no clock below takes 1e300.
+#: Maximum of a time-out in seconds, 31 years: no clock of the frameworks takes 1e300.
 LONGEST = 1e9
-#: How many times longer than on an idle machine a limit may be.
+#: Maximal factor by which a busy machine may extend a limit.
 SLOWEST = 10.0
 
 
 def timeout_seconds(timeout: float | None, environ: Mapping[str, str] = os.environ) -> float | None:
-    """The argument, else the environment variable ``HYPER_PARALLEL_TIMEOUT``, else None.
+    """Return the time-out from the argument, else from the variable ``HYPER_PARALLEL_TIMEOUT``, else None.
 
     Args:
         timeout: seconds.
@@ -52,9 +52,10 @@ def timeout_seconds(timeout: float | None, environ: Mapping[str, str] = os.envir
 
 
 def slowness() -> float:
-    """How many times longer than on an idle machine ranks may take now, by the number of waiting processes."""
+    """Return the factor by which the machine's load may slow ranks down, estimated from the number of waiting
+    processes."""
     try:
         waiting = os.getloadavg()[0]
-    except (AttributeError, OSError):  # the system does not say
+    except (AttributeError, OSError):  # the system does not report its load
         return 1.0
     return min(max(1.0, waiting / 2 / (os.cpu_count() or 1)), SLOWEST)

@@ -7,7 +7,7 @@ import warnings
 
 __all__ = ["TESTED", "is_tested", "tested_versions", "warn_of_untested"]
 
-#: framework -> the releases whose tests pass. A later patch of one of them (2.14.2) counts as tested.
+#: framework -> the releases whose tests pass. A later patch release of one of them (2.14.2) counts as tested.
 TESTED: dict[str, tuple[str, ...]] = {
     "torch": ("2.13.0", "2.14.0", "2.14.1", "2.15.0"),
     "torch_npu": ("2.13.0", "2.14.0"),
@@ -18,7 +18,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def tested_versions(framework: str) -> str:
-    """The tested releases, for a message.
+    """Return the tested releases as words, for a message.
 
     Example:
         >>> tested_versions("torch_npu")
@@ -40,7 +40,8 @@ def is_tested(framework: str, version: str) -> bool:
 
 
 def warn_of_untested(framework: str, version: str) -> None:
-    """Warn, once in a process, when ``version`` of ``framework`` is not among the tested ones; go on in any case."""
+    """Warn, once in a process, if ``version`` of ``framework`` is not a tested release. The program continues in any
+    case."""
     if is_tested(framework, version) or (framework, version) in _warned:
         return
     _warned.add((framework, version))

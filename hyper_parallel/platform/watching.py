@@ -1,4 +1,4 @@
-"""Code that backends share to watch a program: `contract.observation`."""
+"""Helpers that backends share to observe a program: see `contract.observation`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_called_from(modules: Collection[str]) -> bool:
 
 
 def tensors_in(values: Any, kind: type) -> Iterator[Any]:
-    """The objects of class ``kind`` in ``values``: itself, or in lists, tuples and values of dicts."""
+    """Yield the objects of class ``kind`` in ``values``: itself, or in nested lists, tuples and values of dicts."""
     if isinstance(values, kind):
         yield values
     elif isinstance(values, (list, tuple)):

@@ -1,4 +1,4 @@
-"""DTensors of a framework whose patches are not installed: they can be neither made nor used (`platform.patching`)."""
+"""DTensors of a framework whose patches are not installed: they can neither be made nor used (`platform.patching`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _error(framework: str) -> RuntimeError:
 
 
 class NeedsPatches:
-    """Stands in a class where the DTensor class belongs while there are no patches: reading it is an error."""
+    """Descriptor in place of the DTensor class while there are no patches: reading it raises."""
 
     def __init__(self, framework: str) -> None:
         self._framework = framework
@@ -29,7 +29,7 @@ class NeedsPatches:
 
 @functools.cache
 def _unusable_class(cls: Any, framework: str) -> type:
-    """Return the class of DTensors while there are no patches. Every use of one is an error."""
+    """Return the class that replaces a DTensor class while there are no patches. Every use of its instances raises."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise _error(framework)
@@ -44,13 +44,13 @@ def _unusable_class(cls: Any, framework: str) -> type:
 
 
 def live_objects(classes: Sequence[type]) -> list[Any]:
-    """The objects of these classes."""
+    """Return all live objects of these classes."""
     gc.collect()
     return [x for x in gc.get_objects() if type(x) in classes]
 
 
 def make_unusable(classes: Sequence[Any], framework: str) -> None:
-    """Make the DTensors of these classes unusable."""
+    """Make the DTensors of these classes unusable, by a change of their class."""
     unusable = {cls: _unusable_class(cls, framework) for cls in classes}
     for x in live_objects(classes):
         object.__setattr__(x, "__class__", unusable[type(x)])

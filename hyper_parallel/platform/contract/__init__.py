@@ -1,23 +1,23 @@
 """The contract between ``hyper_parallel.core`` and a backend: the base class `Platform`, in roles, a file each.
 
 A backend is one subclass of `Platform`. Core calls no function of a framework but the verbs declared here. A backend
-must bring:
+must implement:
 
 * `modules` - which modules are linear, embedding or norm layers; walking and changing a tree of modules; hooks.
-* `groups` - starting, groups of ranks, lost ranks.
-* `collectives` - on plain local tensors, outside autograd. `supports` reports those that the backend lacks, and core
-  emulates them in one place, `core.communication.collectives`.
+* `groups` - initialisation, process groups, reports about lost ranks.
+* `collectives` - on plain local tensors, outside autograd. `supports` reports which of them the backend has. Core
+  emulates the others in one place, `core.communication.collectives`.
 * `autograd` - one way to define a function with a forward and a backward.
-* `passes` - the beginning and end of backward passes, and memory that is freed before them; optional.
-* `attention` - attention to a part of the keys, for sequences that are cut; optional.
+* `passes` - start and end of backward passes, and memory that is freed between forward and backward; optional.
+* `attention` - attention to a shard of the keys, for sequences that are sharded over ranks; optional.
 * `tensors` - types and checks, and the few local operations that redistribution and losses need.
-* `storage` - the memory of tensors: its owner, and whether it was written.
+* `storage` - tensors that share memory, and writes to tensors.
 * `interception` - a tensor class whose operations arrive at core's `Dispatch`, and a guard that turns that off. A table
   maps native operations to the canonical ones of `core.rules`; `dispatch` declares its rows.
 * `devices` - this rank's device, factories, random numbers.
 * `observation` - the modules and collectives of the program, for observers.
 * `compiled` - the facts about styles that a compiler of the framework needs; optional.
-* `state` - the parts of modules and optimizers that belong into a checkpoint.
+* `state` - the tensors of modules and optimizers that a checkpoint saves.
 * `dry` - tensors with shapes and without data, and the cost of operations on them.
 
 `core` is the other direction: the functions that core hands to the backend, which imports nothing of core. `fast` is
@@ -91,8 +91,8 @@ class Platform(
     ObservationRole,
     DryRole,
 ):
-    """Verbs that core asks of a backend: the sum of the roles. There is one instance of each backend in a process,
-    which `hyper_parallel.get_platform` gives.
+    """Interface that core requires of a backend: the union of the roles. Each backend has one instance per process,
+    which `hyper_parallel.get_platform` returns.
 
     Example:
         >>> from hyper_parallel import get_platform
@@ -105,11 +105,11 @@ class Platform(
     name: ClassVar[str]
     #: Default communication backend, for example ``"gloo"``.
     comm_backend: ClassVar[str]
-    #: Verbs for speed alone.
+    #: Optional verbs that affect speed alone, not results.
     fast: Fast | None = None
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """Why this backend cannot run here, as a sentence for a person, or None when it can. Imports as little as
-        is needed to know."""
+        """Return a sentence that says why this backend cannot run here, or None when it can. The check imports no more
+        than it needs."""
         return None

@@ -1,4 +1,4 @@
-"""Attention to a part of the keys, with the logarithms that join it with attention to the others."""
+"""Attention to a shard of the keys, and the log-sum-exp values that combine it with attention to the other keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Tensor = Any
 
 
 class AttentionRole:
-    """Local attention for sequences that are cut over ranks. A backend may bring kernels of its own.
+    """Local attention for sequences that are sharded over ranks. A backend may override it with its own kernels.
 
-    All tensors are plain, outside autograd, of (batch, heads, length, features), and have elements. ``k`` and ``v`` may
-    have fewer heads: each serves as many consecutive heads of ``q``. With ``causal`` there are as many keys as
-    queries, and a query sees the keys up to its own place.
+    All tensors are plain, non-empty, outside autograd, and of shape (batch, heads, length, features). ``k`` and ``v``
+    may have fewer heads than ``q``: each of their heads then serves an equal number of consecutive heads of ``q``. With
+    ``causal`` there are as many keys as queries, and a query attends to keys up to its own position.
 
     Source: Dao et al. 2022, "FlashAttention", for the gradients by the log-sum-exp.
     """
@@ -32,18 +32,18 @@ class AttentionRole:
         ``run`` makes for a call without one stands for the causal one too. An attribute ``options`` of ``call``, where
         there is one, has all that decides besides the tensors, and is hashable.
 
-        ``mixes(name, lengths)`` is called before another function on plain tensors, as far as these can be seen. The
-        lengths are those of dimensions whose elements the function mixes."""
+        ``mixes(name, lengths)`` is called before other functions that mix elements along dimensions of plain tensors.
+        The backend calls it for the functions that it sees. ``lengths`` are the sizes of these dimensions."""
         raise TypeError(
             f"{type(self).__name__} has no function of attention that can be told of a sequence that is cut"
         )
 
     def transposed(self, x: Tensor, dim: int = -2, other: int = -1) -> Tensor:
-        """The tensor ``x`` with two dimensions in the other order. Differentiable."""
+        """Return ``x`` with two dimensions swapped. Differentiable."""
         return x.swapaxes(dim, other)
 
     def attention_part(self: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Attention of ``q`` to these keys alone, and the logarithm of the sum of the exponentials of the scores.
+        """Return the attention of ``q`` to these keys alone, and the log-sum-exp of the scores.
 
         Args:
             q: queries.
@@ -53,7 +53,7 @@ class AttentionRole:
             scale: factor of the scores.
 
         Returns:
-            The output, and the logarithms, with one feature; both in float32 or wider.
+            The output, and the log-sum-exp with one feature; both in float32 or wider.
         """
         shape = self.shape_of(q)
         scores, v = _scores(self, q, k, causal, scale), _wide(self, v)
@@ -64,8 +64,8 @@ class AttentionRole:
         return out.reshape((*shape[:3], self.shape_of(v)[-1])), lse.reshape((*shape[:3], 1))
 
     def joined_attention(self: Any, out: Tensor, lse: Tensor, other: Tensor, of_other: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention to the keys of both parts, from outputs and logarithms as `attention_part` gives them. All four may
-        be overwritten."""
+        """Combine the attention to two sets of keys, from outputs and log-sum-exps of `attention_part`. All four
+        tensors may be overwritten."""
         both = self.cat([lse, of_other], -1)
         largest = self.amax(both, -1)
         total = self.log(self.sum_along(self.shifted_exp(both, largest), -1)) + largest
@@ -82,7 +82,7 @@ class AttentionRole:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cotangents of ``q``, ``k`` and ``v`` of `attention_part`, as far as these keys have a part in them.
+        """Return the contributions of these keys to the cotangents of ``q``, ``k`` and ``v`` of `attention_part`.
 
         Args:
             g: cotangent of ``out``.
@@ -90,7 +90,7 @@ class AttentionRole:
             k: some of the keys.
             v: values of these keys.
             out: attention to all keys.
-            lse: the logarithms over all keys.
+            lse: log-sum-exp over all keys.
             causal: see the class.
             scale: factor of the scores.
 
@@ -114,7 +114,7 @@ def _wide(platform: Any, x: Tensor) -> Tensor:
 
 
 def _grouped(platform: Any, x: Tensor, k: Tensor) -> Tensor:
-    """The heads that share a key, one after the other along the length."""
+    """Concatenate along the length the heads of ``x`` that share one head of ``k``."""
     batch, heads, length, features = platform.shape_of(x)
     shared = platform.shape_of(k)[1]
     return x if heads == shared else x.reshape((batch, shared, heads // shared * length, features))

@@ -12,18 +12,19 @@ from typing import Any
 __all__ = ["BACKWARD_WRAPPERS", "AutogradRole", "TensorFunction", "cached_view", "named"]
 
 Tensor = Any
-#: From one tensor to another.
+#: Function that maps one tensor to another.
 TensorFunction = Callable[[Tensor], Tensor]
 
-#: Empty unless an observer asks from which module the collectives of a backward come. The last wrapper is called with
-#: the backward of each function when that function is recorded. It returns the backward that runs instead while the
-#: list is not empty.
+#: Stack of wrappers, empty unless an observer asks which module issued the collectives of a backward. The last wrapper
+#: is called with the backward of each function when that function is recorded. It returns the backward that runs
+#: instead while the list is not empty.
 BACKWARD_WRAPPERS: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
 
 
 def cached_view(platform: Any, make: TensorFunction, key: Any) -> Callable[..., Tensor]:
-    """``view(x)``: ``x`` itself where it requires no gradient, else ``make(x)``. The view is the same each time under
-    the conditions of `Platform.read_cache`. It is kept there under ``key``. ``view`` ignores further arguments."""
+    """Return ``view(x)``, which gives ``x`` itself where it requires no gradient, else ``make(x)``. The result is
+    cached on ``x`` under ``key``, and valid under the conditions of `Platform.read_cache`. ``view`` ignores further
+    arguments."""
     requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
 
     def view(x: Tensor, *_: Any) -> Tensor:
@@ -39,8 +40,9 @@ def cached_view(platform: Any, make: TensorFunction, key: Any) -> Callable[..., 
 
 
 def named(name: str, function: Callable[..., Any]) -> Any:
-    """``function`` under its own name, for functions that are given to `AutogradRole.autograd_function` and its like:
-    frameworks show that name in graphs and profiles. A function whose name can be set is renamed, at no extra cost.
+    """Return ``function`` with ``__name__`` set to ``name``. Frameworks show that name in graphs and profiles of
+    functions made by `AutogradRole.autograd_function` and similar verbs. A Python function is renamed itself, at no
+    extra cost.
 
     Example:
         >>> named("AllGather", lambda ctx, x: x).__name__, named("Largest", max)(1, 2)
@@ -52,42 +54,40 @@ def named(name: str, function: Callable[..., Any]) -> Any:
 
 
 class AutogradRole(ABC):
-    """Verbs with which core sends gradients its own way."""
+    """Verbs with which core defines its own gradients."""
 
     def requires_grad(self, x: Tensor) -> bool:
-        """Return whether an operation on ``x`` right now can carry a gradient back to it: False when gradients are
-        switched off. A backend that cannot know answers True.
-        """
+        """Return whether an operation on ``x`` now would be recorded for backward: False when gradients are switched
+        off. A backend that cannot know answers True."""
         return True
 
     @abstractmethod
     def autograd_function(
         self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
     ) -> Callable[..., Tensor]:
-        """Make a differentiable ``apply(x, *static)`` of one differentiable operand.
+        """Make a differentiable ``apply(x, *static)`` with one differentiable operand.
 
         ``forward(ctx, x, *static)`` runs outside autograd and returns a tensor that is not ``x`` itself. It may be a
         view: the platform keeps autograd from treating it as one. ``backward(ctx, cotangent)`` returns the cotangent of
         ``x``. It is itself recorded when gradients of gradients are asked for. ``ctx`` takes attributes. A tensor that
-        backward needs goes through ``ctx.save_for_backward(...)`` and comes back as ``ctx.saved_tensors``.
-        Interception is off in both. A framework whose graph shows names calls the node ``forward.__name__``; see
-        `named`.
+        backward needs is saved by ``ctx.save_for_backward(...)`` and read from ``ctx.saved_tensors``. Interception is
+        off in both functions. A framework whose graph shows names calls the node ``forward.__name__``; see `named`.
         """
 
-    #: Whether a `joint_function` is told which of its results nothing was computed from.
+    #: Whether the backward of a `joint_function` gets None for results that nothing was computed from.
     tells_unused: bool = False
 
     def joint_function(
         self: Any, forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]]
     ) -> Callable[..., tuple[Tensor, ...]]:
-        """Make a differentiable ``apply(static, *xs)`` of several operands that gives a tuple of several results.
+        """Make a differentiable ``apply(static, *xs)`` with several operands, which returns a tuple of results.
 
         Its backward runs once, when the cotangents of all results are there. Called with interception off.
         ``forward(ctx, static, *xs)`` and ``ctx`` are as in `autograd_function`. ``backward(ctx, *cotangents)`` returns
         a cotangent of each operand, or None for no gradient. A framework without absent gradients uses zeros for None,
-        and for the cotangent of an unused result. The operands have one floating point dtype, and so have the results.
-        Results share memory with the return values of ``forward`` in a backend that `frees_storage`. By default,
-        operands and results are joined to one vector each.
+        and for the cotangent of an unused result. All operands and results have the same floating point dtype. In a
+        backend that `frees_storage`, results share memory with the return values of ``forward``. By default, operands
+        are joined to one vector, and so are results.
         """
 
         def run_forward(ctx: Any, x: Tensor, static: Any, operands: list, results: list) -> Tensor:
@@ -113,11 +113,12 @@ class AutogradRole(ABC):
         return apply
 
     def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> TensorFunction:
-        """Return ``view(x)``, a read-only view of a tensor whose gradient is converted on its way back.
+        """Return ``view(x)``, a read-only view of a tensor whose gradient is converted in backward.
 
         A cotangent of the view reaches ``x`` as ``convert(x, cotangent)``. Where ``x`` requires no gradient, the view
-        is ``x``. `read_cache` keeps the view under ``key``, and says when it is made again. ``convert`` is recorded
-        when gradients of gradients are asked for. Interception is off during this call and the calls of the view."""
+        is ``x``. The view is cached under ``key``, and valid under the conditions of `read_cache`. ``convert`` is
+        recorded when gradients of gradients are asked for. Interception is off during this call and the calls of the
+        view."""
 
         def forward(ctx: Any, x: Tensor) -> Tensor:
             ctx.x = x
@@ -130,32 +131,33 @@ class AutogradRole(ABC):
 
     @abstractmethod
     def detach(self, x: Tensor) -> Tensor:
-        """A plain tensor with the data of ``x`` and no gradient."""
+        """Return a plain tensor with the data of ``x`` and without gradient."""
 
     def alias(self, x: Tensor) -> Tensor:
-        """A new plain tensor object with the data of ``x``, differentiable with respect to ``x``."""
+        """Return a new plain tensor object with the data of ``x``, differentiable with respect to ``x``."""
         return self.autograd_function(lambda ctx, x: self.detach(x), lambda ctx, cotangent: cotangent)(x)
 
     def no_grad(self) -> AbstractContextManager:
-        """Context manager without gradients, for a framework that records unless it is told not to."""
+        """Return a context manager that disables the recording of gradients, for frameworks that record by default."""
         return nullcontext()
 
     def with_grad(self) -> AbstractContextManager:
-        """Context manager with gradients, inside a backward, for a framework that records none there."""
+        """Return a context manager that enables the recording of gradients inside a backward, for frameworks that
+        record none there."""
         return nullcontext()
 
     def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
-        """The tensor stored on ``holder`` with `write_cache` under ``key``, if it is still valid: the same gradient
-        recording, and ``holder`` neither changed in place nor given other data since. Otherwise None. Called with
-        interception off. A backend that keeps nothing has more collectives in backward."""
+        """Return the tensor that `write_cache` stored on ``holder`` under ``key``, or None if it is stale. It is valid
+        while gradient recording is the same, and ``holder`` was neither changed in place nor given other data. Called
+        with interception off. A backend without a cache issues more collectives in backward."""
         return None
 
     def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
-        """Keep ``value``, which has the data of ``holder``, for `read_cache`, without keeping either alive for longer
-        than it would be. A backend that cannot do so safely for this ``holder`` stores nothing. Called with
+        """Store ``value``, which has the data of ``holder``, for `read_cache`. The cache must not prolong the lifetime
+        of either tensor. A backend that cannot do so safely for this ``holder`` stores nothing. Called with
         interception off."""
-        return  # nothing is kept
+        return  # the default has no cache
 
     def clear_cache(self, holder: Tensor) -> None:
-        """Drop all that `write_cache` stored on ``holder``."""
-        return  # nothing was kept
+        """Discard all tensors that `write_cache` stored on ``holder``."""
+        return  # the default has no cache

@@ -1,8 +1,8 @@
 """Collectives on plain local tensors, outside autograd.
 
-Core calls them in the same order on all ranks of a group. A backend must be able to gather. The other collectives are
-composed of gathering in `core.communication.collectives` where a backend lacks them. The same holds for dtypes that a
-backend denies in `CollectiveRole.supports`.
+Core calls them in the same order on all ranks of a group. A backend must implement all-gather. Core builds the other
+collectives from it, in `core.communication.collectives`, where a backend lacks them. It does the same for dtypes that
+`CollectiveRole.supports` denies.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ Group = Any
 
 
 class Work(Protocol):
-    """A collective that was started. It may have ``is_completed()`` too, which says whether `wait` returns at once."""
+    """Handle of a collective that was started. It may also have ``is_completed()``, which says whether `wait` returns
+    at once."""
 
     def wait(self) -> Any:
-        """Return when later computations of this rank may read the result, and the operand may be overwritten."""
+        """Return when later computations of this rank may read the result and overwrite the operand."""
 
 
 class _Finished:
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Return at once: no collective is pending."""
 
 
 #: The `Work` of a collective that is complete already.
@@ -34,7 +35,7 @@ FINISHED: Work = _Finished()
 
 
 class CollectiveRole(ABC):
-    """Gathering, and collectives that are cheaper than gathering."""
+    """All-gather, and collectives that are cheaper than an all-gather."""
 
     def supports(self, collective: str, op: str, local: Tensor) -> bool:
         """Return whether the verb ``collective`` takes the dtype of ``local`` and, for reductions, the operation
@@ -42,44 +43,45 @@ class CollectiveRole(ABC):
 
         Verbs: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"shift"``, ``"broadcast"``,
         ``"scatter"``. Operations: ``"sum"``, ``"avg"``, ``"max"``, ``"min"``, ``"product"``. Core emulates unsupported
-        ones. By default, a backend supports the verbs that it overrides.
+        verbs. By default, a backend supports the verbs that it overrides.
         """
         return getattr(type(self), collective) is not getattr(CollectiveRole, collective)
 
     def native_op(self, op: str) -> Any:
-        """Return the framework's own object for the reduction ``op``, as in `supports`. It serves users with
-        collectives of their own."""
+        """Return the framework's object for the reduction ``op`` of `supports`. Users pass it to collectives that they
+        call themselves."""
         return op
 
     def all_reduce(self, local: Tensor, op: str, group: Group) -> Tensor:
-        """Reduce over the group. ``local`` is contiguous and may be overwritten; the result is returned."""
+        """Return the reduction of ``local`` over the group. ``local`` is contiguous and may be overwritten."""
         raise self._missing("all_reduce")
 
     @abstractmethod
     def all_gather(self, local: Tensor, group: Group, size: int) -> Tensor:
-        """``local`` (s0, ...) contiguous, the same shape on all ``size`` ranks -> (size * s0, ...)."""
+        """Concatenate the ranks' tensors along dimension 0: contiguous ``local`` of shape (s0, ...) -> (size * s0,
+        ...). ``local`` has the same shape on all ``size`` ranks."""
 
     def reduce_scatter(self, local: Tensor, op: str, group: Group, size: int) -> Tensor:
-        """``local`` (size * s0, ...) contiguous -> (s0, ...): the reduction of part `rank` of every rank's tensor."""
+        """Reduce contiguous ``local`` (size * s0, ...) over the group, and return this rank's chunk (s0, ...)."""
         raise self._missing("reduce_scatter")
 
     def start_collective(
         self: Any, collective: str, out: Tensor, local: Tensor, op: str, group: Group, size: int
     ) -> Work:
-        """Begin a collective that writes its result into ``out``: data parallelism computes meanwhile.
+        """Start a collective that writes its result into ``out`` while data parallelism computes.
 
-        ``out`` and ``local`` are buffers of core: 1-D, contiguous, of one dtype, each all of its storage, on this
-        rank's device. Neither is read, written or freed before `Work.wait`. Called where `supports` says yes, in the
-        same order on all ranks. Unless a backend brings it, the result is there on return.
+        ``out`` and ``local`` are buffers of core on this rank's device: 1-D, contiguous and of one dtype. Each occupies
+        its entire storage. Neither is read, written or freed before `Work.wait`. Called where `supports` answers True,
+        in the same order on all ranks. By default, the collective is complete on return.
 
         Args:
             collective: ``"all_gather"``, from (n,) to (size * n,), ``"reduce_scatter"``, from (size * n,) to (n,),
                 ``"shift"``, of (n,), or ``"all_reduce"``, of (n,), where ``out`` may be ``local``.
             out: the buffer for the result.
             local: the operand.
-            op: of a reduction, as in `supports`; ``""`` for ``"all_gather"``.
-            group: whose ranks take part.
-            size: how many they are.
+            op: reduction, as in `supports`; ``""`` for ``"all_gather"``.
+            group: group of ranks that take part.
+            size: number of ranks in the group.
         """
         if collective == "all_gather":
             result = self.all_gather(local, group, size)
@@ -101,26 +103,28 @@ class CollectiveRole(ABC):
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> Tensor:
-        """Part i of contiguous ``local`` goes to rank i, part j of the result comes from rank j. Parts are equal
-        without numbers. With them ``sent[i]`` rows go to rank i, and ``received[j]`` come from rank j."""
+        """Send chunk i of contiguous ``local`` to rank i, and return the chunks received, in rank order. Chunks are
+        equal by default. Otherwise ``sent[i]`` rows go to rank i, and ``received[j]`` rows come from rank j."""
         raise self._missing("all_to_all")
 
     def shift(self, local: Tensor, group: Group, size: int) -> Tensor:
-        """Send ``local``, contiguous and of one shape on all ranks, to the next rank; return the previous rank's."""
+        """Send ``local`` to the next rank, and return the tensor of the previous rank. It is contiguous and has the
+        same shape on all ranks."""
         raise self._missing("shift")
 
     def broadcast(self, local: Tensor, src: int, group: Group) -> Tensor:
-        """Value of global rank ``src`` on every rank of the group. ``local`` is contiguous and may be overwritten."""
+        """Return the ``local`` of global rank ``src`` on every rank of the group. ``local`` is contiguous and may be
+        overwritten."""
         raise self._missing("broadcast")
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Group) -> Tensor:
-        """Fill contiguous ``out`` with this rank's part of ``parts``, which global rank ``src`` gives. The parts are
-        contiguous and have one shape."""
+        """Fill contiguous ``out`` with this rank's entry of ``parts``, which global rank ``src`` passes. All entries
+        are contiguous and have the same shape."""
         raise self._missing("scatter")
 
     @abstractmethod
     def all_gather_object(self, value: Any, group: Group, size: int) -> list[Any]:
-        """One picklable value of each rank, in rank order. Off the hot path."""
+        """Return one picklable value of each rank, in rank order. It is not on the hot path."""
 
     def _missing(self, verb: str) -> TypeError:
         return TypeError(f"{type(self).__name__} brings no {verb}, as its `supports` should say")

@@ -1,8 +1,8 @@
 """Description of a styled module for a compiler that traces it: the second forward of a plan.
 
-Where a framework compiles Python code, DTensors are in the way: a compiler sees local tensors that claim to be
-larger. So a backend with a compiler builds, from a style's data, a forward of plain local tensors. It also builds two
-autograd functions and collectives that the compiler can see. A backend without one takes the data and does nothing.
+Where a framework compiles Python code, DTensors are in the way: a compiler sees local tensors that claim to be larger.
+So a backend with a compiler builds, from a style's data, a forward of plain local tensors. It also builds two autograd
+functions and collectives that the compiler can see. A backend without a compiler ignores the data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Conversion:
-    """One input or output of a module that a hook brings to another layout.
+    """One input or output of a module that a hook converts to another layout.
 
     Attributes:
         key: its position, or its keyword.
@@ -47,9 +47,9 @@ class CompiledInputs:
     Attributes:
         mesh, group, size, rank: see `Program`.
         conversions: in order.
-        count: how many there must be: outputs, or at least so many positional inputs.
+        count: required number of outputs, or least number of positional inputs.
         local: whether the results are plain, not DTensors.
-        of_outputs: whether they are outputs.
+        of_outputs: whether the hook converts outputs.
     """
 
     mesh: Any
@@ -69,14 +69,14 @@ class CompiledInputs:
 
 @dataclass(frozen=True)
 class ClassShards:
-    """The classes that this rank has of logits.
+    """Shard of the classes of logits that this rank holds.
 
     Attributes:
-        group: of the ranks that share the classes.
-        size: how many they are.
-        total: how many classes.
-        first, count: those of this rank, at least one, as of all ranks.
-        compare: for local logits.
+        group: group of ranks that share the classes.
+        size: number of ranks in the group.
+        total: total number of classes.
+        first, count: first class of this rank, and number of its classes; every rank has at least one.
+        compare: check of the shape of local logits.
     """
 
     group: Any
@@ -88,29 +88,29 @@ class ClassShards:
 
 
 class CompiledLosses(Protocol):
-    """Questions of a backend with a compiler about losses of sharded logits; a part of `Core`."""
+    """Services for a backend with a compiler about losses of sharded logits; a part of `Core`."""
 
     def watch_losses_of_shards(self, watcher: Callable[[Callable[..., Any]], None]) -> None:
-        """Call ``watcher`` with each function of the library that computes a loss of sharded classes. Their logits are
-        plain, with some classes on each rank. It is called now, or when the function's module is imported."""
+        """Call ``watcher`` with each function of the library that computes a loss of plain logits with sharded classes.
+        The call happens now, or when the function's module is imported."""
         ...
 
     def class_shards(
         self, mesh: Any, own: int, dim: int | None = None, vocab_size: int | None = None
     ) -> ClassShards | None:
-        """Return the classes that this rank has of plain local logits. Communicates nothing.
+        """Return the shard of the classes that this rank holds in plain local logits. Communicates nothing.
 
         Args:
-            mesh: that shards them.
-            own: how many classes this rank has.
+            mesh: mesh that shards the classes.
+            own: number of classes that this rank has.
             dim, vocab_size: arguments of such a loss.
 
         Returns:
-            None where some rank has none; `ClassShards.compare` reports parts that do not fit.
+            None where some rank has no class; `ClassShards.compare` reports shards that do not fit.
         """
 
     def mesh_with_id(self, number: int) -> Any:
-        """The mesh of which ``id()`` is ``number``, for a compiler that passes numbers."""
+        """Return the mesh whose ``id()`` is ``number``, for a compiler that passes numbers."""
         ...
 
     def is_loss_parallel(self) -> bool:
@@ -119,8 +119,8 @@ class CompiledLosses(Protocol):
 
 
 class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings nothing
-    """Verbs of a framework with a compiler. By default they do nothing: there is no compiler, or DTensors are kept
-    from it."""
+    """Verbs for a framework with a compiler. The defaults do nothing: there is no compiler, or DTensors are kept from
+    it."""
 
     def set_compiled_forward(self, module: Any, how: Program | None) -> None:
         """Let a compiler trace the forward that ``how`` describes in place of the one that `ModuleRole.replace_forward`
@@ -128,11 +128,11 @@ class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings n
         return
 
     def compiled_hook(self, hook: Callable, how: CompiledInputs | None) -> Callable:
-        """Return ``hook``, which a style is about to register, or a hook for compilers in its place. That one does the
-        work that ``how`` describes where a compiler traces it. With None, the hook stays outside of compiled code."""
+        """Return ``hook``, which a style is about to register, or a replacement for compilers. The replacement does the
+        work that ``how`` describes where a compiler traces it. With None, the hook stays outside compiled code."""
         return hook
 
     def share_compiled_inputs(self, module: Any) -> None:
-        """Inside of ``module`` several column-parallel modules may read one of its inputs: in compiled code one
-        collective is to sum their parts of its gradient, as in eager mode."""
+        """Announce that several column-parallel modules inside ``module`` may read one of its inputs. Compiled code
+        then sums their partial gradients of it with one collective, as eager mode does."""
         return

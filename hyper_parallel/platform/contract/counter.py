@@ -1,6 +1,6 @@
-"""Random numbers as a function of a key and of an element's place in its tensor: a counter-based generator, in NumPy.
+"""Random numbers as a function of a key and of an element's index in its tensor: a counter-based generator, in NumPy.
 
-Every rank that computes the number of an element gets the same one. So each rank draws the numbers of its part alone.
+All ranks compute the same number for an element. So each rank draws the numbers of its shard alone.
 
 Source: Philox-2x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -17,17 +17,17 @@ __all__ = ["BITS", "CHUNK", "MULTIPLIER", "ROUNDS", "WEYL", "blocks", "numbers",
 
 MULTIPLIER, WEYL, ROUNDS = 0xD256D193, 0x9E3779B9, 10
 _WORD = 0xFFFFFFFF
-#: Numbers are computed so many at a time: intermediate results take some 3 MiB, however large the tensor.
+#: Size of the chunks in which numbers are computed. Intermediate results take about 3 MiB, however large the tensor.
 CHUNK = 1 << 16
-#: dtype -> how many bits a uniform number has, so that the largest one is below 1.
+#: Number of random bits in a uniform number of each dtype, so that the largest number is below 1.
 BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 
-#: For each dimension of a tensor the (start, length) of the pieces that a rank holds.
+#: For each dimension of a tensor, the (start, length) of the ranges that a rank holds.
 Ranges = Sequence[Sequence[tuple[int, int]]]
 
 
 def philox(places: np.ndarray, key: int, salt: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two random words of 32 bits, as uint64, for each place.
+    """Return two random words of 32 bits, as uint64, for each place.
 
     Args:
         places: int64, at least 0: the counter. Its upper half is combined with ``salt`` by exclusive or.
@@ -49,14 +49,14 @@ def philox(places: np.ndarray, key: int, salt: int) -> tuple[np.ndarray, np.ndar
 
 
 def words_of(key: np.ndarray) -> tuple[int, int]:
-    """Key and salt of four uniform numbers, of each of which 16 bits count."""
+    """Return key and salt from four uniform numbers. Each number contributes 16 bits."""
     a, b, c, d = (int(x * 65536) for x in key)
     return a << 16 | b, c << 16 | d
 
 
 def offsets(shape: Sequence[int], ranges: Ranges) -> tuple[np.ndarray, np.ndarray]:
-    """Places of a part's elements in its tensor, in row-major order. A place is the sum of two numbers: one for the
-    index along all dimensions but the last, and one for the last."""
+    """Return the flat indices of a shard's elements in the global tensor, in row-major order. An index is the sum of
+    two numbers: one for all dimensions but the last, and one for the last."""
     parts = [np.zeros(1, np.int64)]
     for dim, pieces in enumerate(ranges):
         stride = math.prod(shape[dim + 1 :])
@@ -69,7 +69,7 @@ def offsets(shape: Sequence[int], ranges: Ranges) -> tuple[np.ndarray, np.ndarra
 
 
 def blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """A matrix in blocks of at most `CHUNK` elements."""
+    """Yield the slices of a matrix in blocks of at most `CHUNK` elements."""
     wide = min(columns, CHUNK)
     high = CHUNK // wide if wide else 1
     for row in range(0, rows if columns else 0, high):
@@ -78,14 +78,14 @@ def blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
 
 
 def numbers(kind: str, key: tuple[int, int], shape: Sequence[int], ranges: Ranges, dtype: str) -> np.ndarray:
-    """This part of a tensor of random numbers.
+    """Return a shard of a tensor of random numbers.
 
     Args:
         kind: ``"uniform"`` in [0, 1), or ``"normal"``, of mean 0 and variance 1 (Box and Muller 1958), at most 6.7.
-        key: and salt.
-        shape: of the whole tensor.
-        ranges: the part.
-        dtype: one of `BITS`; numbers of a dtype that NumPy lacks come as float32, which loses nothing when converted.
+        key: the key and the salt.
+        shape: global shape.
+        ranges: ranges that the shard consists of.
+        dtype: one of `BITS`. Numbers of a dtype that NumPy lacks are float32; their conversion is exact.
     """
     rows, columns = offsets(shape, ranges)
     found = np.empty((len(rows), len(columns)), np.float64 if dtype == "float64" else np.float32)

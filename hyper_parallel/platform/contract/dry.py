@@ -1,4 +1,4 @@
-"""Dry runs: functions of a framework for computing with shapes alone. All of it is optional."""
+"""Dry runs: functions of a framework for computing with shapes alone. All of them are optional."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Usage:
     """Work and memory of this rank.
 
     Attributes:
-        operations: (name, floating point operations, bytes that it reads and writes, bytes of an element) -> how
-            often it was called. A multiplication and an addition are two operations.
-        live: bytes of the storages that were made inside and still exist.
-        timeline: an entry for each operation, and each change of a storage's size. It has a number for the kind of
-            event, equal for equal ones, and the most bytes that have lived since the entry before.
+        operations: (name, floating point operations, bytes read and written, bytes of an element) -> number of calls. A
+            multiplication and an addition are two operations.
+        live: bytes of the storages that were allocated inside the context and still exist.
+        timeline: an entry for each operation, and each change of a storage's size. It is a number that identifies the
+            kind of event, and the peak of live bytes since the previous entry.
     """
 
     operations: Counter[tuple[str, int, int, int]] = field(default_factory=Counter)
@@ -33,43 +33,45 @@ class Usage:
 
     @property
     def peak(self) -> int:
-        """The most that `live` has been."""
+        """The maximum of `live` over time."""
         return max((live for _, live in self.timeline), default=0)
 
 
 class DryRole:
     """Tensors with shapes and without data, and the cost of operations on them."""
 
-    #: Whether computations need the values of tensors: not in a dry run, where the framework has tensors without.
+    #: Whether computations need the values of tensors. False in a dry run of a framework that has tensors without
+    #: values.
     needs_values: bool = True
 
-    #: ``"module:class"`` of the platform for dry runs of this framework, with a device on which tensors have no data;
-    #: None where the framework has no such device. Its collectives are replaced, see `hyper_parallel.platform.dry`.
+    #: ``"module:class"`` of the platform for dry runs of this framework, with a device on which tensors have no data.
+    #: None where the framework has no such device. `hyper_parallel.platform.dry` replaces its collectives.
     dry_class: ClassVar[str | None] = None
 
-    #: Whether this is a platform of dry runs, whose groups are none.
+    #: Whether this is a platform for dry runs, without process groups.
     sends_nothing: bool = False
 
     def copy_without_data(self, module: Module) -> Module:
-        """A copy of a module for a dry run, on the device of this platform. Its tensors need no values. Unless a
-        framework has tensors without data, it is a deep copy."""
+        """Return a copy of a module for a dry run, on the device of this platform. Its tensors need no values. It is a
+        deep copy where a framework has no tensors without data."""
         return copy.deepcopy(module)
 
     def without_data(self) -> AbstractContextManager:
-        """Inside, tensors that the program makes without naming a device have no data, if the platform has such."""
+        """Return a context in which tensors created without a device have no data, if the platform supports that."""
         return nullcontext()
 
     def differentiate(self, call: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Call ``call``, which returns a scalar, and return its gradients as a training loop of the framework does.
-        They are with respect to ``parameters``, DTensors or plain ones."""
+        ``parameters`` are the DTensors or plain tensors to differentiate by."""
         raise TypeError(f"{type(self).__name__} does not say how it differentiates")
 
     def recompute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``call(*args, **kwargs)``, of which backward keeps the arguments alone and computes the rest again."""
+        """Run ``call(*args, **kwargs)`` under activation checkpointing: it saves the arguments alone for backward and
+        recomputes the rest."""
         raise TypeError(f"{type(self).__name__} does not compute forwards again in backward")
 
     def make_decoder(self, sizes: Mapping[str, int]) -> Module:
-        """A decoder with the layers, names and shapes of Llama, for models that are given by name:
+        """Return a decoder with the layers, names and shapes of Llama, for models that are given by name:
         ``model.embed_tokens``, ``model.layers.*.self_attn.q_proj`` and so on. Called inside `without_data`.
 
         Args:
@@ -78,12 +80,12 @@ class DryRole:
         raise TypeError(f"{type(self).__name__} makes no models: give one, as package.module:function")
 
     def usage(self) -> AbstractContextManager[Usage] | None:
-        """Context manager that gives the `Usage` of the operations inside, forward and backward. None where the
-        framework does not tell of its operations."""
+        """Return a context manager that yields the `Usage` of the operations inside, forward and backward. None where
+        the framework does not report its operations."""
         return None
 
     def optimizer_bytes(self, parameters: Any, optimizer: str) -> int | None:
-        """Bytes of the state that an optimizer of the framework keeps for ``parameters`` of this rank. ``optimizer`` is
-        its name (``"AdamW"``, ``"SGD"``, ...), with its defaults. Parameters are DTensors or plain. None where the
-        framework has none of that name, or makes no state for tensors without data."""
+        """Return the bytes of optimizer state for ``parameters`` of this rank, DTensors or plain tensors. ``optimizer``
+        is the name of a class of the framework (``"AdamW"``, ``"SGD"``, ...), used with its defaults. None if there is
+        no such class, or it makes no state for tensors without data."""
         return None

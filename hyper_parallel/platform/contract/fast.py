@@ -1,8 +1,7 @@
-"""Verbs that only make things faster: `Platform.fast`, an object that a backend may have. Without it, results are the
-same.
+"""Verbs that only improve speed: `Platform.fast`, an optional object of a backend. Results are the same without it.
 
-Every method may answer "no" (None or False), as those of `Fast` itself do. Core takes the general way then. With the
-environment variable ``HYPER_PARALLEL_FAST=0`` no platform has such an object.
+Every method may decline (return None or False), as the defaults of `Fast` do. Core then takes the general path. With
+the environment variable ``HYPER_PARALLEL_FAST=0`` no platform has such an object.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ Group = Any
 
 @dataclass(frozen=True)
 class LinearCollective:
-    """Collective that `Fast.linear_with_collective` is to do.
+    """Collective for `Fast.linear_with_collective`.
 
     Attributes:
-        collective: ``"all_reduce"``: the sum over the ranks of ``x @ weight.T``, whose cotangent is the same on all of
-            them. ``"reduce_scatter"``: this rank's part of that sum along ``dim``. ``"all_gather"``: ``x`` of all
-            ranks, one after the other along ``dim``, times ``weight.T``; backward sums the gradient of ``x`` over the
-            ranks and gives each its part.
-        group: of ranks.
-        size: how many they are.
-        dim: a dimension of ``x``, not the last; of no meaning to ``"all_reduce"``.
-        record: is called with the name and the operand of each collective, in backward too, right before it.
-        chunks: into how many both are cut if that is more than one, fewer where that number does not divide; a native
-            operation does both where `Fast.fuses_linear` is set.
+        collective: ``"all_reduce"``: the sum over the ranks of ``x @ weight.T``, whose cotangent is the same on all
+            ranks. ``"reduce_scatter"``: this rank's chunk of that sum along ``dim``. ``"all_gather"``: ``x`` of all
+            ranks, concatenated along ``dim``, times ``weight.T``; backward reduce-scatters the gradient of ``x``.
+        group: group of ranks.
+        size: number of ranks.
+        dim: a dimension of ``x``, not the last; ignored for ``"all_reduce"``.
+        record: called with the name and the operand of each collective, right before it, in backward too.
+        chunks: maximal number of chunks, if it is more than one; fewer where it does not divide. A native operation
+            fuses both where `Fast.fuses_linear` is set.
     """
 
     collective: str
@@ -47,69 +45,69 @@ class LinearCollective:
 
 
 class Rows(ABC):
-    """Result of `Fast.gathered_rows`."""
+    """Staging buffer for an all-gather: the result of `Fast.gathered_rows`."""
 
     @abstractmethod
     def take(self) -> Tensor:
-        """The rows one after the other, as a 1-D tensor that is all of its storage, with any values. It is the same
-        each time, and has memory until `unpack` or `free`."""
+        """Return the concatenated rows as a 1-D tensor that occupies its entire storage, with undefined values. Each
+        call returns the same tensor. Its memory lasts until `unpack` or `free`."""
 
     @abstractmethod
     def unpack(self) -> None:
-        """Refill the storage of the tensor, as `Platform.refill_storage` does, with the values of the rows."""
+        """Copy the rows into the tensor's storage, which is allocated again as in `Platform.refill_storage`."""
 
     @abstractmethod
     def free(self) -> None:
-        """Give the memory of the rows back."""
+        """Free the memory of the rows."""
 
 
 class Fast:
-    """Short ways, all optional: a backend overrides those that it has."""
+    """Faster paths, all optional: a backend overrides the methods that it can speed up."""
 
-    #: Whether `linear_with_collective` is asked for native operations outside `overlap_collectives` too.
+    #: Whether `linear_with_collective` is also asked for fused native operations outside `overlap_collectives`.
     fuses_linear: bool = False
 
-    #: Whether backward, of all nodes that it could run next on a device, runs the one recorded last.
+    #: Whether backward runs ready nodes of a device in reverse order of recording.
     backward_in_order: bool = False
 
     def is_plain_linear(self, module: Module) -> bool:
-        """Return whether a call of ``module`` is `linear` of its input, its weight and its bias and nothing else: of
-        the framework's own class, not of one derived from it, and without an activation. A backend that answers False
-        has its linear layers dispatched.
-        """
+        """Return whether a call of ``module`` computes exactly `linear` of its input, weight and bias. It must be of
+        the framework's own class, not a subclass, and without an activation. Where a backend answers False, its linear
+        layers are dispatched."""
         return False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ weight.T + bias`` on plain local tensors. Differentiable. Asked for after `is_plain_linear` said
-        yes."""
+        """Return ``x @ weight.T + bias`` of plain local tensors. Differentiable. Called only after `is_plain_linear`
+        answered True."""
         raise TypeError(f"{type(self).__name__} has no plain linear layers")
 
     def norm_call(self, module: Module) -> Callable[[Module, Tensor, Mapping[str, Tensor | None]], Tensor] | None:
-        """``call(module, x, parameters)``: the forward of a norm of the framework's own class with other parameters.
-        None where that costs no less than calling the module."""
+        """Return ``call(module, x, parameters)``, the forward of the framework's own norm class with other parameters.
+        None where that is no cheaper than calling the module."""
         return None
 
     def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor | None:
-        """`linear` without bias, overlapped with a collective. Differentiable in ``x`` and ``weight``. Returns None,
-        having done nothing, where the backend cannot overlap the two for these operands. All ranks must get the same
-        answer, so core asks only where their operands have the same shapes."""
+        """Compute `linear` without bias, overlapped with a collective. Differentiable in ``x`` and ``weight``. Returns
+        None, without side effects, where the backend cannot overlap the two for these operands. All ranks must get the
+        same answer, so core asks only where their operands have the same shapes."""
         return None
 
     def autograd_step(
         self, forward: Callable[[Any, Tensor], Tensor], backward: TensorFunction
     ) -> TensorFunction | None:
-        """`Platform.autograd_function` as ``apply(x)``, for frequent calls that keep nothing for backward.
+        """Return `Platform.autograd_function` as ``apply(x)``, for frequent calls that save nothing for backward.
 
-        ``forward(ctx, x)`` has no use for ``ctx`` and returns a new tensor, no view. ``apply`` is called with
-        interception off.
+        ``forward(ctx, x)`` ignores ``ctx`` and returns a new tensor, no view. ``apply`` is called with interception
+        off.
         """
         return None
 
     def autograd_pair(
         self, forward: Callable[[Any, Tensor], tuple[Tensor, Tensor]], backward: Callable[[Any, Any], Tensor]
     ) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
-        """As `autograd_step`, with two results, of an ``x`` that requires a gradient. ``backward(first, second)`` gets
-        None for the cotangent of a result that nothing was computed from. None where a framework cannot tell."""
+        """Return a function as `autograd_step` does, with two results and an ``x`` that requires a gradient.
+        ``backward(first, second)`` gets None for the cotangent of an unused result. None in a framework that does not
+        report unused results."""
         return None
 
     def linear_view(
@@ -119,77 +117,79 @@ class Fast:
         key: Any,
         otherwise: TensorFunction,
     ) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """``view(x, weight)``: the data of ``x`` for ``linear(view, weight, bias)`` alone. Its cotangent reaches ``x``
-        as ``convert(cotangent)``, which may overwrite it. Where gradients of gradients are asked for, it arrives as
-        ``record(cotangent)``, which is differentiable. The view is ``x`` itself where that requires no gradient. It is
-        the same each time under the conditions of `read_cache`; it is kept there under ``key``.
+        """Return ``view(x, weight)``, which gives the data of ``x`` for ``linear(view, weight, bias)`` alone. The
+        view's cotangent reaches ``x`` as ``convert(cotangent)``, which may overwrite it. Where gradients of gradients
+        are asked for, it arrives as ``record(cotangent)``, which is differentiable. The view is ``x`` itself if ``x``
+        requires no gradient. It is cached under ``key``, and valid under the conditions of `read_cache`.
 
-        A framework that has something cheaper for this than `Platform.autograd_function` brings it. The view has the
-        shape of ``x``, or is 2-D: its leading dimensions as one. The operation must keep it until its backward; where
-        it would not, ``otherwise(x)`` takes its place. Called with interception off.
+        A framework overrides this if it has something cheaper than `Platform.autograd_function`. The view has the shape
+        of ``x``, or is 2-D with the leading dimensions flattened. The operation must save the view until its backward;
+        where it would not, ``otherwise(x)`` replaces the view. Called with interception off.
         """
         return None
 
     def in_place_step(self, write: TensorFunction, record: TensorFunction) -> TensorFunction | None:
-        """``apply(y)``: ``y`` with the values that ``write(data)`` returns outside autograd, which may overwrite the
-        data. The cotangent is left as it is; where gradients of gradients are asked for it is ``record(cotangent)``.
+        """Return ``apply(y)``, which writes into ``y`` the values that ``write(data)`` returns outside autograd.
+        ``write`` may overwrite its argument. The cotangent passes unchanged; for gradients of gradients it is
+        ``record(cotangent)``.
 
-        For a new ``y`` whose operation does not need its value in backward: it stands for the written tensor, without a
-        node in the graph. None where a framework has no hooks for that. Called with interception off.
+        ``y`` must be new, and the backward of its operation must not need its value. The graph gets no node. None where
+        a framework has no hooks for that. Called with interception off.
         """
         return None
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
-        """Asked inside the backward of a function of these: whether `add_to_gradients` after it is as good as returning
-        the cotangents, because nothing but the accumulated gradients depends on them. A framework that returns
-        gradients answers False."""
+        """Return whether the caller may call `add_to_gradients` later instead of returning cotangents of
+        ``parameters``. It may if nothing but the accumulated gradients depends on these. Called inside the backward of
+        a function of the parameters. A framework that returns gradients answers False."""
         return False
 
     def add_to_gradients(self, parameters: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
-        """Add a plain tensor to the gradient of each parameter, or make the tensor its gradient. No other code writes
-        to the tensor; None adds nothing. Called after `can_delay_gradient` said yes, with interception off."""
+        """Accumulate a plain tensor into the gradient of each parameter, or make it the gradient. No other code writes
+        to these tensors; None adds nothing. Called after `can_delay_gradient` answered True, with interception off."""
         raise TypeError(f"{type(self).__name__} does not accumulate gradients in parameters")
 
     def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
         """Return ``x`` as another tensor, which can replace it in every use, including writes. Backward calls ``call``
-        when the cotangent of that tensor is there. A framework that has no cheap way returns ``x`` and never calls it.
-        Called with interception off."""
+        when the cotangent of that tensor is complete. A framework without a cheap way to do so returns ``x`` and never
+        calls it. Called with interception off."""
         return x
 
     def move_to_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
-        """Move the data of the parameters ``xs`` into a new 1-D tensor, one after the other, and return it. ``xs[i]``
-        takes ``lengths[i]`` elements: its own, then zeros. Tensors that aliased a parameter before keep its old memory.
-        So core asks only where there are none. Return None where the data cannot be moved. Called with interception
-        off."""
+        """Move the data of the parameters ``xs`` into a new 1-D tensor, one after the other, and return that tensor.
+        ``xs[i]`` takes ``lengths[i]`` elements: its own, then zeros. Tensors that aliased a parameter before keep its
+        old memory. So core asks only where no such tensors exist. Returns None where the data cannot be moved. Called
+        with interception off."""
         return None
 
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
-        """Find the 1-D tensor in which the data of the parameters ``xs`` lie as `move_to_one_storage` lays them:
-        ``flat`` where that is the one. None where they lie elsewhere. Nothing is moved. Called with interception
-        off."""
+        """Return the 1-D tensor that holds the data of the parameters ``xs`` as `move_to_one_storage` arranges them. It
+        is ``flat`` itself if that holds them. None for any other arrangement. Nothing is moved. Called with
+        interception off."""
         return None
 
     def pack_rows(self, xs: Sequence[Tensor], size: int) -> Tensor | None:
-        """Pack ``xs`` into a (``size``, n) tensor: row i has the i-th part of each, one after the other. Each tensor is
-        cut along dimension 0 into ``size`` equal parts, after zeros were added where needed. None where this is no
-        faster than cutting and joining."""
+        """Pack ``xs`` into a (``size``, n) tensor: row i concatenates chunk i of each tensor. Each tensor is padded
+        with zeros where needed, and split along dimension 0 into ``size`` equal chunks. None where this is no faster
+        than splitting and joining."""
         return None
 
     def cut(self, shapes: Sequence[tuple[int, ...]]) -> Callable[[Tensor], list[Tensor]] | None:
-        """``cut(x)``: tensors of these shapes, one after the other in a 1-D ``x``. ``x`` is all of its storage and may
-        have more elements. None where `Platform.part` is as good."""
+        """Return ``cut(x)``, which splits a 1-D ``x`` into consecutive tensors of these shapes. ``x`` occupies its
+        entire storage and may have more elements. None where `Platform.part` is as fast."""
         return None
 
     def gathered_rows(self, whole: Tensor, count: int, lengths: Sequence[int]) -> Rows | None:
-        """Rows to gather into and to fill the 1-D tensor ``whole`` from, whose storage is freed and refilled: the first
-        ``lengths[0]`` elements of each of ``count`` rows, then the next ``lengths[1]`` of each, and so on."""
+        """Return a staging buffer of ``count`` rows, to gather into and to fill the 1-D tensor ``whole`` from. Filling
+        copies the first ``lengths[0]`` elements of each row, then the next ``lengths[1]`` of each, and so on. The
+        storage of ``whole`` is freed and refilled."""
         return None
 
     def run_soon(self, x: Tensor) -> None:
-        """Let backward run the function that gave ``x`` as soon as it can, before others that are ready.
-        Data parallelism sends gradients there. Called with interception off."""
+        """Let backward run the function that returned ``x`` as soon as it can, before others that are ready. Data
+        parallelism starts gradient communication there. Called with interception off."""
         return
 
 
-#: For a platform without.
+#: Default for a platform without `Platform.fast`.
 NOTHING_FASTER = Fast()

@@ -17,7 +17,7 @@ Layout = Any
 
 
 def name_of(func: Any) -> str:
-    """Name of a native operation, for messages."""
+    """Return the name of a native operation, for messages."""
     return getattr(func, "__name__", None) or getattr(func, "name", None) or repr(func)
 
 
@@ -26,26 +26,26 @@ class InterceptionRole(ABC):
 
     @abstractmethod
     def make_dtensor_class(self, mixin: type, core: Core) -> type:
-        """The DTensor class of this platform: a subclass of ``mixin`` (core's public methods) and of ``Tensor`` with
-        the global shape as its shape. Every native operation on an instance arrives at ``core.dispatch``. ``core`` also
-        has all else that the backend needs of core. Called once."""
+        """Make the DTensor class of this platform. It is a subclass of ``mixin`` (core's public methods) and of
+        ``Tensor``, and its shape is the global shape. Every native operation on an instance arrives at
+        ``core.dispatch``. ``core`` has all other services for the backend too. Called once."""
 
     @abstractmethod
     def wrap(self, local: Tensor, layout: Layout) -> Any:
-        """Make a DTensor of a plain tensor that no other code holds. Its ``_layout`` is ``layout``.
+        """Make a DTensor with ``_layout`` ``layout`` from a plain tensor that no other code references.
 
         Under `no_dispatch` the DTensor is its local tensor, part of the autograd graph: operations on it compute on the
-        local data, and gradients land on it. So changing the class of ``local`` is the natural way.
+        local data, and gradients accumulate on it. So changing the class of ``local`` is the natural implementation.
         """
 
     @abstractmethod
     def no_dispatch(self) -> AbstractContextManager:
-        """Guard under which operations on DTensors run on their local tensors and are not intercepted."""
+        """Return a context in which operations on DTensors run on their local tensors and are not intercepted."""
 
     @property
     @abstractmethod
     def op_table(self) -> Mapping[Any, NativeOp]:
-        """Native operation (function object or name) -> `NativeOp`."""
+        """Table from native operation (function object or name) to `NativeOp`."""
 
     def patched_names(self) -> Sequence[str]:
         """Return the names in the framework that patches replace, as docs/patches.md lists them."""
@@ -54,28 +54,27 @@ class InterceptionRole(ABC):
     def is_compiling(self) -> bool:
         """Return whether a compiler of the framework is tracing the caller.
 
-        Python code other than calls of operations is no part of the compiled code then. False for a framework without
-        a compiler, or where DTensors are kept from it.
+        Python code other than calls of operations is then no part of the compiled code. False for a framework without a
+        compiler, or where DTensors are kept from it.
         """
         return False
 
     def in_loss_parallel(self) -> bool:
         """Return whether the caller is inside the framework's own counterpart of `hyper_parallel.loss_parallel`. Inside
-        of it, losses of distributed logits take plain targets. Asked only where a loss has plain targets.
-        """
+        it, losses of distributed logits take plain targets. Called only where a loss has plain targets."""
         return False
 
     def other_names(self, function: Any) -> Sequence[Any]:
-        """Further native operations that compute the same as ``function``, of the same arguments, and that have no row:
-        they get its rule too, where users register one."""
+        """Return native operations without a row that compute the same as ``function``, of the same arguments. They get
+        a rule that users register for ``function``."""
         return ()
 
     def meta_tensor(self, shape: Sequence[int], dtype: Any) -> Tensor | None:
-        """A plain tensor of that shape and dtype without data, on which operations give such tensors. None in a
-        framework that has none."""
+        """Return a plain tensor of that shape and dtype without data. Operations on it return tensors without data.
+        None in a framework without them."""
         return None
 
     def why_no_rule(self, function: Any) -> str | None:
-        """Why `register_sharding` cannot give a native operation that has no row a rule: the backend serves it before
-        dispatch, or calls another in its place. None where it can."""
+        """Return why `register_sharding` cannot give a rule to a native operation without a row. The backend handles it
+        before dispatch, or calls another operation in its place. None if it can have a rule."""
         return None

@@ -9,24 +9,24 @@ __all__ = ["TensorMembers"]
 
 
 class TensorMembers(Protocol):
-    """The members of a plain tensor, and of a DTensor, that core uses.
+    """Members of a plain tensor, and of a DTensor, that core uses.
 
-    Besides these, a tensor takes attributes and weak references, and its hash is that of the object. It has Python's
-    operators: arithmetic, comparisons element by element, ``&``, ``|`` and ``~`` of booleans. ``+=``, ``-=`` and ``*=``
-    work in place. They broadcast as NumPy's do and carry gradients.
+    A tensor also takes attributes and weak references, and is hashed by identity. It has Python's operators:
+    arithmetic, comparisons element by element, ``&``, ``|`` and ``~`` of booleans. ``+=``, ``-=`` and ``*=`` work in
+    place. They broadcast as in NumPy and carry gradients.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape; of a DTensor, the global one."""
+        """The shape; for a DTensor, the global shape."""
 
     @property
     def ndim(self) -> int:
-        """How many dimensions there are."""
+        """Number of dimensions."""
 
     @property
     def dtype(self) -> Any:
-        """The framework's dtype. Two are compared with ``==``."""
+        """The framework's dtype. Dtypes are compared with ``==``."""
 
     @property
     def itemsize(self) -> int:
@@ -34,42 +34,42 @@ class TensorMembers(Protocol):
 
     @property
     def requires_grad(self) -> bool:
-        """Return whether gradients are asked for."""
+        """Return whether the tensor requires a gradient."""
 
     @property
     def grad(self) -> Any:
-        """The gradient that the framework has left here, or None; of a DTensor a DTensor."""
+        """The accumulated gradient, or None. The gradient of a DTensor is a DTensor."""
 
     @property
     def _version(self) -> int:
         """A number that grows when the framework writes to the tensor in place, also through a view."""
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Ask for gradients, or no longer. Returns the tensor."""
+        """Set whether the tensor requires a gradient. Returns the tensor."""
 
     def reshape(self, shape: Sequence[int]) -> Any:
-        """Return the elements in row-major order in another shape; a view where strides allow it. Differentiable."""
+        """Return the elements in row-major order in another shape; a view if strides allow that. Differentiable."""
 
     def sum(self) -> Any:
-        """The sum of all elements, without dimensions. Differentiable."""
+        """Return the sum of all elements as a 0-d tensor. Differentiable."""
 
     def any(self) -> Any:
-        """Return whether any element of a tensor of booleans is true, as a tensor without dimensions."""
+        """Return whether any element of a boolean tensor is true, as a 0-d tensor."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Indexing as NumPy has it; a view for ints, slices, None and dots. Differentiable."""
+        """Index as in NumPy; the result is a view for ints, slices, None and ``...``. Differentiable."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """A write in place."""
+        """Write in place."""
 
     def __len__(self) -> int:
-        """The size of the first dimension."""
+        """Return the size of the first dimension."""
 
     def __iter__(self) -> Iterator[Any]:
-        """The slices along the first dimension."""
+        """Iterate over the slices along the first dimension."""
 
     def __bool__(self) -> bool:
-        """The value of a tensor of one element."""
+        """Return the value of a tensor of one element."""
 
     def __float__(self) -> float:
-        """The value of a tensor of one element."""
+        """Return the value of a tensor of one element."""

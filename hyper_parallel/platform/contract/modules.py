@@ -1,7 +1,7 @@
 """Modules: layers that a plan can shard, and how a tree of modules is walked, read and changed.
 
-A backend brings the classes of its linear layers, embeddings and norms: `ModuleRole.linear_kinds` and the like. It
-walks its modules parents first, puts hooks around a forward, and replaces forwards.
+A backend lists the classes of its linear layers, embeddings and norms, such as in `ModuleRole.linear_kinds`. It walks
+its modules parents first, puts hooks around a forward, and replaces forwards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 __all__ = ["APPLIED", "ModuleKind", "ModuleRole"]
 
-#: Attribute of a module: (style, mesh) for each style that core has applied to it.
+#: Attribute of a module: a list of (style, mesh) for the styles that core has applied to it.
 APPLIED = "_hyper_parallel_styles"
 
 Tensor = Any
@@ -23,11 +23,11 @@ Layout = Any
 
 @dataclass(frozen=True)
 class ModuleKind:
-    """Attributes under which the modules of one class keep the parameters that styles shard.
+    """Attribute names of the parameters that styles shard, for the modules of one class.
 
     Attributes:
         weight: attribute of the weight.
-        bias: attribute of the bias, which may be absent or None on a module; None for a class without one.
+        bias: attribute of the bias, which may be absent or None on a module; None for a class without bias.
         out_dim: dimension of a linear layer's weight that holds the output features: 0 for (out, in), 1 for (in, out).
     """
 
@@ -40,22 +40,22 @@ class ModuleRole(ABC):
     """Modules, and the parameters that they hold."""
 
     Module: Any  # the framework's class of modules
-    #: Classes of linear and embedding layers, with where they keep their parameters; subclasses count too.
+    #: Classes of linear and embedding layers, with the attributes of their parameters; subclasses count too.
     linear_kinds: ClassVar[dict[type, ModuleKind]]
     embedding_kinds: ClassVar[dict[type, ModuleKind]]
-    #: class -> how many of the last dimensions one of its modules normalises, None where that is not known.
+    #: class -> function that returns how many last dimensions a module normalises, or None if unknown.
     norm_kinds: ClassVar[dict[type, Callable[[Module], int | None]]] = {}
 
     def is_linear_module(self, module: Module) -> bool:
-        """Return whether ``module`` computes ``x @ weight.T + bias``, or what its kind says: ``x @ weight + bias``."""
+        """Return whether ``module`` computes ``x @ weight.T + bias``, or ``x @ weight + bias`` if its kind says so."""
         return _kind_of(module, self.linear_kinds) is not None
 
     def is_embedding_module(self, module: Module) -> bool:
-        """Return whether ``module`` looks rows up in a weight of shape (num_embeddings, embedding_dim)."""
+        """Return whether ``module`` looks up rows in a weight of shape (num_embeddings, embedding_dim)."""
         return _kind_of(module, self.embedding_kinds) is not None
 
     def kind_of(self, module: Module) -> ModuleKind:
-        """Where a linear or embedding module keeps its parameters.
+        """Return the attribute names of a linear or embedding module.
 
         Raises:
             TypeError: for another module.
@@ -66,8 +66,8 @@ class ModuleRole(ABC):
         return kind
 
     def normalized_dims(self, module: Module) -> int | None:
-        """How many of the last dimensions ``module`` normalises, if it is a norm of an exactly known class: of the
-        framework, or registered. None for any other module."""
+        """Return how many last dimensions ``module`` normalises. None unless its exact class is a norm of the
+        framework, or registered."""
         dims = self.norm_kinds.get(type(module))
         return None if dims is None else dims(module)
 
@@ -117,9 +117,9 @@ class ModuleRole(ABC):
     def register_norm_module(self, cls: type, *, dims: int = 1) -> None:
         """Let `SequenceParallel` treat ``cls`` as a norm over the last ``dims`` dimensions, which costs less.
 
-        Each position of the dimensions before them must be computed alone. The parameters must be read as attributes of
-        the module. Classes derived from ``cls`` are not meant. Raises TypeError when ``cls`` is no class, ValueError
-        for a number of dimensions below 1.
+        Each position of the dimensions before them must be computed independently. Forward must read the parameters as
+        attributes of the module. Subclasses of ``cls`` are not included. Raises TypeError when ``cls`` is no class,
+        ValueError for a number of dimensions below 1.
 
         Example:
             >>> import torch
@@ -149,9 +149,9 @@ class ModuleRole(ABC):
 
     @abstractmethod
     def own_parameters(self, module: Module) -> MutableMapping[str, Tensor | None]:
-        """The parameters that ``module`` itself holds, by name, in a table that the framework keeps anyway. One that a
-        parametrization has replaced is not there. The forward of ``module`` finds a tensor that is written to the table
-        in place of its parameter. It need not be a parameter."""
+        """Return the table of parameters that ``module`` itself holds, by name: the framework's own table. It lacks
+        parameters that a parametrization has replaced. The forward of ``module`` reads a tensor that is written to the
+        table in place of its parameter. It need not be a parameter."""
 
     @abstractmethod
     def set_buffer(self, module: Module, name: str, value: Tensor) -> None:
@@ -159,17 +159,18 @@ class ModuleRole(ABC):
 
     @abstractmethod
     def set_distributed_parameter(self, module: Module, name: str, local: Tensor, layout: Layout) -> None:
-        """Turn the parameter ``module.<name>`` into a distributed one that holds ``local`` and has ``layout``.
+        """Turn the parameter ``module.<name>`` into a distributed parameter with the local tensor ``local`` and
+        ``layout``.
 
         Name and ``requires_grad`` stay. The parameter object stays too, where the framework allows it, so that live
-        optimizers and tied modules keep seeing it. A parameter that already is distributed is replaced too.
+        optimizers and tied modules keep seeing it. An already distributed parameter is replaced too.
         """
 
     def register_forward_pre_hook(
         self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
-        """Call ``hook(module, args)`` before forward, or ``hook(module, args, kwargs)`` with ``with_kwargs``. It
-        returns None, or the new args, or ``(args, kwargs)``. ``prepend``: before the hooks that are there."""
+        """Call ``hook(module, args)`` before forward, or ``hook(module, args, kwargs)`` with ``with_kwargs``. The hook
+        returns None, or the new args, or ``(args, kwargs)``. With ``prepend``, it runs before the existing hooks."""
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def register_forward_hook(
@@ -180,18 +181,19 @@ class ModuleRole(ABC):
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def show_styles(self, module: Module) -> None:
-        """Add the text of `platform.module_text.text_of_plan` to that of ``module``, as ``print`` shows it."""
+        """Add the text of `platform.module_text.text_of_plan` to the representation of ``module``, as ``print`` shows
+        it."""
         return
 
     @abstractmethod
     def replace_forward(self, module: Module, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
         """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)``. ``forward`` is that of its class, or
-        the one that replaces it already. Hooks run around it as before. A copy of the module runs it on itself. The
-        module stays an instance of its class, and becomes one of ``mixin``, which goes first. A framework may move all
-        parameters below to other memory (another dtype or device). It does so inside of the context that a method
-        ``_moving()`` of ``mixin`` returns, if there is one."""
+        its present replacement. Hooks run around it as before. A copy of the module runs it on itself. The module stays
+        an instance of its class, and becomes an instance of ``mixin``, which precedes it. A framework may move all
+        parameters of the subtree to another dtype or device. It does so inside the context that a method ``_moving()``
+        of ``mixin`` returns, if ``mixin`` has that method."""
 
 
 def _kind_of(module: Module, kinds: Mapping[type, ModuleKind]) -> ModuleKind | None:
-    """The kind of the nearest class that ``module`` is an instance of."""
+    """Return the kind of the nearest class in the method resolution order of ``module``'s class."""
     return next((kinds[cls] for cls in type(module).__mro__ if cls in kinds), None)

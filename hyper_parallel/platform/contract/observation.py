@@ -1,4 +1,4 @@
-"""Watching a program: the modules that run, and the collectives that it issues by itself. For `CommDebugMode`."""
+"""Observation of a program: modules that run, and collectives that the program issues itself. For `CommDebugMode`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hyper_parallel.platform.contract.dispatch import NativeOp
 
 __all__ = ["MARKS", "Follower", "ObservationRole", "Observer", "StepWatcher"]
 
-#: Attribute of a plain tensor: the marks that core has put there: the parts that ranks hold.
+#: Attribute of a plain tensor with the marks that core has put there: the shards that ranks hold.
 MARKS = "_marks_of_plain"
 
 Module = Any
@@ -18,27 +18,27 @@ Tensor = Any
 
 
 class Observer(Protocol):
-    """Receiver of the events of a program. It is called with interception as it is there."""
+    """Receiver of the events of a program. It is called in the interception mode of the observed code."""
 
     def before_module(self, module: Module) -> None:
-        """The forward of a module begins."""
+        """Note that the forward of a module starts."""
 
     def after_module(self, module: Module) -> None:
         """Note that the module has ended, perhaps with an exception."""
 
     def backward_of(self, module: Module) -> None:
-        """Backward has come to the outputs of a module."""
+        """Note that backward has reached the outputs of a module."""
 
     def backward_before(self, module: Module) -> None:
-        """Backward has reached the operation that computed the inputs of ``module``."""
+        """Note that backward has reached the operation that computed the inputs of ``module``."""
 
     def collective(self, kind: str, tensors: list[Tensor]) -> None:
-        """The program issues a collective by itself, on plain tensors or on the local tensors of DTensors.
+        """Note a collective that the program issues itself, on plain tensors or on the local tensors of DTensors.
 
         Args:
             kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``,
                 ``"scatter"``, ``"gather"`` or ``"reduce"``.
-            tensors: that this rank gives.
+            tensors: operands of this rank.
         """
 
 
@@ -46,18 +46,18 @@ class Follower(Protocol):
     """Receiver of the operations of a program on plain tensors.
 
     Attributes:
-        paused: above 0, operations are none of the program's own, and are not handed over.
+        paused: above 0, operations are not the program's own, and are not reported.
     """
 
     paused: int
 
     def operation(self, op: NativeOp | None, func: Any, args: tuple, kwargs: dict, call: Callable[[], Any]) -> Any:
-        """Run an operation of which some argument has `MARKS`; returns the result.
+        """Run an operation that has an argument with `MARKS`, and return the result.
 
         Args:
-            op: its row of the op table, None for an operation without one.
+            op: row of the op table, None for an operation without row.
             func, args, kwargs: the native call, for the row.
-            call: runs it.
+            call: runs the native call.
         """
 
 
@@ -65,38 +65,38 @@ class StepWatcher(Protocol):
     """Receiver of the steps of a program, from `ObservationRole.watch_steps`."""
 
     def called(self, module: Module) -> None:
-        """The forward of a module begins."""
+        """Note that the forward of a module starts."""
 
     def steps(self, optimizer: Any, gradients: Sequence[Tensor] | None) -> None:
-        """A step of an optimizer begins.
+        """Note that a step of an optimizer starts.
 
         Args:
-            optimizer: as `StateRole.is_optimizer` knows it.
-            gradients: that it is called with, for each of its parameters. None where parameters hold their gradients.
+            optimizer: object for which `StateRole.is_optimizer` is True.
+            gradients: arguments of the step, a gradient for each parameter. None where parameters hold their gradients.
         """
 
     def stepped(self, optimizer: Any) -> None:
-        """The step has ended."""
+        """Note that the step of the optimizer has ended."""
 
 
 class ObservationRole:
-    """Events of the program around core that a backend can report."""
+    """Events of the program outside core that a backend can report."""
 
     def observe(self, observer: Observer) -> AbstractContextManager[Any]:
-        """Inside, ``observer`` is told of modules and collectives. Collectives that this backend issues for core are
-        left out: core knows those. It must not change computations or communication. A backend that sees neither tells
-        nothing."""
+        """Return a context that reports modules and collectives to ``observer``. Collectives that this backend issues
+        for core are omitted: core knows these collectives. The context must not change computations or communication. A
+        backend that sees no such events reports none."""
         return nullcontext()
 
     def watch_steps(self, watcher: StepWatcher, calls: bool) -> AbstractContextManager[Any]:
-        """Inside, ``watcher`` is told of steps of optimizers, and of calls of modules if it asks for ``calls``. It must
-        not change computations or communication. A backend that sees neither tells nothing."""
+        """Return a context that reports optimizer steps to ``watcher``, and module calls if ``calls`` is True. It must
+        not change computations or communication. A backend that sees no such events reports none."""
         return nullcontext()
 
     def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
-        """Have ``tell(cotangent)`` called in backward when the cotangent of ``x``, which requires a gradient, is there.
-        The graph stays as it is. Called with interception off: of a DTensor the local tensor is meant. A backend that
-        cannot do so tells nothing."""
+        """Register ``tell(cotangent)`` for backward, when the cotangent of ``x``, which requires a gradient, is
+        complete. The graph stays as it is. Called with interception off: for a DTensor, ``x`` is the local tensor. A
+        backend that cannot do so never calls ``tell``."""
         return
 
     def around_calls(
@@ -108,13 +108,14 @@ class ObservationRole:
         return lambda: None
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
-        """Begin a range that the framework's profiler, or the device's, shows under ``name``. Returns the function that
-        ends it; several ranges may end in any order. None, having done nothing, where there is no such thing."""
+        """Start a range that the framework's profiler, or the device's, shows under ``name``. Returns the function
+        that ends the range; several ranges may end in any order. Returns None where there is no profiler, and does
+        nothing."""
         return None
 
     def collective_kind(self, native: Any) -> str | None:
-        """Return core's name of the collective that an operation of the framework is, such as ``"all_gather"``.
-        Other operations give None. Users of the framework count by its operations."""
+        """Return core's name of the collective for an operation of the framework, such as ``"all_gather"``. Returns
+        None for other operations. Users of the framework count collectives by its operations."""
         return None
 
     def is_collective(self, native: Any) -> bool:
@@ -122,9 +123,8 @@ class ObservationRole:
         return self.collective_kind(native) is not None
 
     def is_made_with(self, x: Tensor, parameter: Tensor) -> bool | None:
-        """Return whether the recorded operations that have led to the plain tensor ``x`` lead back to ``parameter``:
-        None where nothing is recorded of ``x``. A backend that cannot know answers None.
-        """
+        """Return whether the recorded graph of the plain tensor ``x`` leads back to ``parameter``. None if ``x`` has no
+        recorded graph, or the backend cannot know."""
         return None
 
     def follow(self, follower: Follower) -> AbstractContextManager[Any] | None:
@@ -134,9 +134,9 @@ class ObservationRole:
         return None
 
     def write_mark(self, x: Tensor, mark: Any) -> None:
-        """Put ``mark`` on a plain tensor, as the attribute `MARKS`; None takes it away. Called inside `follow`."""
+        """Set the attribute `MARKS` of a plain tensor to ``mark``; None removes it. Called inside `follow`."""
         x._marks_of_plain = mark
 
     def base_of(self, x: Tensor) -> Tensor | None:
-        """The tensor of which ``x`` is a view, None where it is none. A backend that cannot know answers None."""
+        """Return the base of the view ``x``, None if ``x`` is no view. A backend that cannot know answers None."""
         return None

@@ -1,6 +1,7 @@
-"""Backward passes: their beginning and end, their gradients, and memory that is freed between forward and backward.
+"""Backward passes: start and end, gradients, and memory that is freed between forward and backward.
 
-Data parallelism asks here when to make parameters whole, when to free them, and when to accumulate gradients.
+Data parallelism uses these verbs to time the all-gather of parameters, their freeing, and the accumulation of
+gradients.
 """
 
 from __future__ import annotations
@@ -14,60 +15,58 @@ Tensor = Any
 
 
 class PassRole:
-    """Facts about the backward passes of a framework, and the memory of tensors that these read."""
+    """Facts about the backward passes of a framework, and the storage of tensors that these passes read."""
 
     def in_backward(self) -> bool:
         """Return whether a backward pass is running on this thread. A backend that cannot know answers False."""
         return False
 
     def backward_is_recorded(self) -> bool:
-        """Return whether the computation of the running backward is recorded, for gradients of gradients. A backend
-        that cannot know answers False."""
+        """Return whether the running backward is itself recorded, for gradients of gradients. A backend that cannot
+        know answers False."""
         return False
 
     def backward_pass(self) -> Any:
-        """Return an object that stands for the backward pass on this thread. It is equal within one pass, and
-        differs in a pass inside of another. Returns None outside, and in a backend that does not know when a pass
-        ends."""
+        """Return an object that identifies the backward pass on this thread. It is equal within one pass, and differs
+        in a nested pass. Returns None outside, and in a backend that does not know when a pass ends."""
         return None
 
     def after_backward(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` called when the pass that `backward_pass` stands for is complete, before the caller of
-        that pass continues. It is not called where the pass fails."""
+        """Register ``callback()`` for the end of the pass that `backward_pass` identifies, before the caller of that
+        pass continues. It is not called if the pass fails."""
         raise TypeError(
             f"{type(self).__name__} cannot tell when a backward pass ends: its `backward_pass` returns None"
         )
 
-    #: Whether `before_backward` calls.
+    #: Whether `before_backward` ever calls its callback.
     tells_beginning: bool = False
 
     def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
-        """Have the bound method ``callback(runs)`` called at the beginning of each backward pass, inside of it, while
-        its object lives. ``runs(ctx)`` says whether the pass will reach the function whose ``ctx`` it is: see
-        `autograd_function`. Data parallelism gathers parameters in time with it. A backend that cannot know never
-        calls it; features that need it are refused then."""
+        """Register the bound method ``callback(runs)`` for the start of each backward pass, inside it, while its object
+        lives. ``runs(ctx)`` returns whether the pass will reach the function with this ``ctx`` of `autograd_function`.
+        Data parallelism uses it to prefetch parameters. A backend that cannot know never calls it; core then rejects
+        features that need it."""
         return
 
-    #: Whether backward adds gradients to those that tensors have (`TensorMembers.grad`, which can be set then), where a
-    #: framework does not return them instead.
+    #: Whether backward accumulates gradients in `TensorMembers.grad`, which can be set then. Otherwise a framework
+    #: returns gradients.
     accumulates_gradients: bool = False
 
-    #: ``differentiates_again(module)``: whether backward will compute the module again and differentiate that by
-    #: itself, by the parameters that it had when it was told to. None where a framework has no such thing. To fill in
-    #: again the tensors that forward has kept is no such thing.
+    #: ``differentiates_again(module)``: whether backward will recompute the module and differentiate the recomputation
+    #: itself. It then differentiates by the parameters that the module had when recomputation was requested. None where
+    #: a framework has no such feature. Recomputing the tensors that forward saved does not count.
     differentiates_again: Callable[[Any], bool] | None = None
 
-    #: Whether `free_storage` gives memory back. Where it does not, core keeps the tensors that it would have freed as
-    #: long as a graph needs them, and neither verb is called.
+    #: Whether `free_storage` frees memory. Where it does not, core keeps unfreed tensors as long as a graph needs them,
+    #: and calls neither verb.
     frees_storage: bool = False
 
     def free_storage(self, x: Tensor) -> None:
-        """Give back the memory of ``x``, a plain tensor that is all of its storage. ``x``, its views and the
-        tensors that autograd keeps of them stay the same objects. They are not read until `refill_storage`."""
+        """Free the memory of ``x``, a plain tensor that occupies its entire storage. ``x``, its views and the tensors
+        that autograd saved of them stay the same objects. They are not read until `refill_storage`."""
         raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
 
     def refill_storage(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
-        """Give ``x``, which is 1-D, memory again, if it was freed. Write the values there that `join` makes of
-        ``pieces``, of its dtype. All views of it have these values, and to autograd nothing has changed. Called without
-        gradients."""
+        """Allocate the freed memory of the 1-D ``x`` again, and write `join` of ``pieces`` into it. ``pieces`` have the
+        dtype of ``x``. All views of ``x`` see these values, and autograd sees no change. Called without gradients."""
         raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")

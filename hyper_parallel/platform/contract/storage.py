@@ -1,4 +1,4 @@
-"""Memory of plain local tensors: whose it is, and whether it was written."""
+"""Memory of plain local tensors: shared storage, and writes."""
 
 from __future__ import annotations
 
@@ -12,32 +12,30 @@ Tensor = Any
 
 
 class StorageRole(ABC):
-    """The memory in which plain local tensors lie."""
+    """The memory of plain local tensors."""
 
     @abstractmethod
     def same_memory(self, x: Tensor, y: Tensor) -> bool:
-        """Return whether ``y``, which has elements, lies in the storage that ``x`` lies in. Called with interception
-        off.
-        """
+        """Return whether ``y``, which is not empty, shares the storage of ``x``. Called with interception off."""
 
-    #: Whether ``_version`` of a tensor counts every write to it, those of optimizers among them.
+    #: Whether ``_version`` of a tensor counts every write to it, including those of optimizers.
     counts_writes: bool = True
 
     def counted_apart(self, x: Tensor) -> Tensor:
-        """Return another tensor with the memory of ``x``, of which autograd knows nothing. Its ``_version`` counts
-        writes to itself and not those to ``x``. Called with interception off."""
+        """Return another tensor with the memory of ``x``, unknown to autograd. Its ``_version`` counts writes to itself
+        but not those to ``x``. Called with interception off."""
         return x
 
     def as_parameter(self, x: Tensor, in_buffer: bool = False) -> Tensor:
-        """``x``, a new tensor, with the writing methods that modules call on a parameter and tensors lack.
-        ``in_buffer``: it is a view of a buffer."""
+        """Return ``x``, a new tensor, with the writing methods that modules call on a parameter and tensors lack.
+        ``in_buffer`` says that ``x`` is a view of a buffer."""
         return x
 
     def stand_for(self, xs: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """Give ``xs``, which modules find in place of ``parameters``, the attributes that code reads of parameters."""
+        """Copy to ``xs``, which replace ``parameters`` in modules, the attributes that code reads of parameters."""
         return None
 
     def become(self, x: Tensor, values: Tensor) -> None:
-        """Give ``x`` the shape and the values of ``values``. ``x`` is a plain tensor, no parameter, and stays the same
-        object. Called without gradients."""
+        """Give ``x`` the shape and the values of ``values``. ``x`` is a plain tensor, not a parameter, and stays the
+        same object. Called without gradients."""
         raise TypeError(f"{type(self).__name__} cannot give a tensor another shape")

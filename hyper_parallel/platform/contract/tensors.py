@@ -1,4 +1,4 @@
-"""Plain local tensors: questions about one, and the few operations that redistribution and losses need."""
+"""Plain local tensors: queries, and the few operations that redistribution and losses need."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class TensorRole(ABC):
     Tensor: Any
     Parameter: Any
     Size: Any
-    #: The framework's name of its usual layout of tensors in memory, where it has one.
+    #: The framework's name of the dense memory layout, where it has one.
     dense_layout: Any = None
-    #: Whether the largest and the smallest of numbers with a NaN among them are NaN, wherever the NaN stands.
+    #: Whether a maximum or minimum is NaN whenever any element is NaN.
     extremes_keep_nan: bool = True
-    #: Whether element-wise operations give results that lie in memory in the order of their first operand, and draw
-    #: random numbers in that order; else both are in row-major order.
+    #: Whether element-wise operations give results with the memory order of their first operand, and draw random
+    #: numbers in that order. Otherwise both are in row-major order.
     keeps_memory_order: bool = True
-    #: Whether `contiguous` copies a contiguous view that begins behind the first element of its base.
+    #: Whether `contiguous` copies a contiguous view that starts after the first element of its base.
     copies_offsets: bool = False
 
     def is_tensor(self, x: Any) -> bool:
@@ -36,10 +36,9 @@ class TensorRole(ABC):
         return isinstance(x, self.Tensor)
 
     def foreign_tensor(self, x: Any) -> str | None:
-        """Return the description of ``x`` for messages, and its remedy, if it cannot be the local part of a DTensor.
-        The same goes for a tensor that cannot meet one. Such tensors compute in a way of their own, or are not stored
-        as one dense array. The description is like "a tensor of the class ..., of torch.distributed.tensor". Other
-        values give None."""
+        """Describe ``x`` for messages, with a remedy, if it cannot be a local tensor of a DTensor, or meet one. Such
+        tensors compute in their own way, or are not stored as one dense array. The description is like "a tensor of the
+        class ..., of torch.distributed.tensor". Other values give None."""
         return None
 
     @abstractmethod
@@ -50,48 +49,48 @@ class TensorRole(ABC):
         """Return whether ``x`` has a shape and dtype but no data."""
         return False
 
-    #: Whether a detached tensor, slice or copy of a tensor without values has none either. Otherwise a parameter
-    #: without values gets memory when it is distributed, for the rank's part, and is NaN until it is loaded.
+    #: Whether a detached tensor, slice or copy of a tensor without values has no values either. Otherwise a parameter
+    #: without values gets memory for the rank's shard when it is distributed. It is NaN until it is loaded.
     keeps_meta: bool = True
 
     def has_values(self, x: Tensor) -> bool:
-        """Return whether the values of a plain tensor can be read with `bytes_of` and replaced with `write`: not where
-        there are none (`is_meta`), nor in a format other than the usual one. Decided from facts that all ranks share.
-        """
+        """Return whether the values of a plain tensor can be read with `bytes_of` and replaced with `write`. False for
+        tensors without values (`is_meta`), and for formats other than the usual one. Decided from facts that all ranks
+        share."""
         return not self.is_meta(x)
 
     @abstractmethod
     def bytes_of(self, x: Tensor) -> bytes:
-        """The values of a plain local tensor on any device, in row-major order."""
+        """Return the values of a plain local tensor on any device, in row-major order."""
 
     @abstractmethod
     def write(self, x: Tensor, values: Tensor) -> None:
-        """Replace the values of a plain parameter or buffer by those of a plain tensor of its shape and dtype. It stays
-        the same object, on its device. Called without gradients."""
+        """Overwrite the values of a plain parameter or buffer with those of a plain tensor of its shape and dtype. It
+        stays the same object, on its device. Called without gradients."""
 
     def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:
-        """To be called before the native ``operation`` gets a plain tensor. Gives ``how()``, which reports later writes
-        to the tensor: ``""`` for nothing, ``"recorded"`` for a change that gradients pass through, else
-        ``"values"``. Unless a framework counts writes, values are compared."""
+        """Return ``how()``, which reports writes to the plain tensor ``x`` since this call. Called before the native
+        ``operation`` gets ``x``. The report is ``""`` for no write, ``"recorded"`` for a change that gradients pass
+        through, else ``"values"``. Unless a framework counts writes, values are compared."""
         before = self.bytes_of(self.detach(x))
         return lambda: "" if self.bytes_of(self.detach(x)) == before else "values"
 
     @abstractmethod
     def shape_of(self, local: Tensor) -> tuple[int, ...]:
-        """Shape of a tensor as the framework holds it: of a DTensor, the local shape."""
+        """Return the shape of a tensor as the framework stores it: for a DTensor, the local shape."""
 
-    dtype_of: Any = staticmethod(lambda local: local.dtype)  #: of a tensor, distributed or not; interception is off
+    dtype_of: Any = staticmethod(lambda local: local.dtype)  #: dtype of any tensor; interception is off
 
     @abstractmethod
     def strides(self, x: Tensor) -> tuple[int, ...]:
-        """Strides of a local tensor, in elements. Called with interception off."""
+        """Return the strides of a local tensor, in elements. Called with interception off."""
 
     @abstractmethod
     def narrow(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
         """Slice ``x`` along ``dim``; differentiable."""
 
     def chunk(self, x: Tensor, count: int, dim: int) -> Sequence[Tensor]:
-        """The ``count`` equal parts of ``x`` along ``dim``, whose size ``count`` divides. Views where possible."""
+        """Split ``x`` into ``count`` equal chunks along ``dim``, whose size ``count`` divides. Views where possible."""
         length = self.shape_of(x)[dim] // count
         return [self.narrow(x, dim, i * length, length) for i in range(count)]
 
@@ -100,11 +99,13 @@ class TensorRole(ABC):
         """Concatenate along ``dim``; differentiable."""
 
     def join(self, xs: Sequence[Tensor]) -> Tensor:
-        """The elements of tensors of one dtype, each in row-major order, as a 1-D tensor. Differentiable."""
+        """Concatenate the elements of tensors of one dtype, each in row-major order, to a 1-D tensor.
+        Differentiable."""
         return self.cat([x.reshape((math.prod(self.shape_of(x)),)) for x in xs], 0)
 
     def part(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """The inverse of `join`: tensors of these shapes, views of ``x`` where possible. Differentiable."""
+        """Split ``x`` into consecutive tensors of these shapes: the inverse of `join`. Views where possible.
+        Differentiable."""
         counts = list(map(math.prod, shapes))
         x = x.reshape((sum(counts),))
         return [
@@ -113,33 +114,35 @@ class TensorRole(ABC):
         ]
 
     def contiguous(self, x: Tensor) -> Tensor:
-        """``x``, dense and in row-major order; ``x`` itself, or a copy, if it is so already. Differentiable."""
+        """Return ``x`` dense and in row-major order. The result may be ``x`` itself if that is so already.
+        Differentiable."""
         return self.clone(x)
 
     @abstractmethod
     def clone(self, x: Tensor) -> Tensor:
-        """A contiguous copy. Differentiable."""
+        """Return a contiguous copy. Differentiable."""
 
     @abstractmethod
     def full(self, shape: Sequence[int], value: float, like: Tensor) -> Tensor:
-        """A tensor of ``value`` everywhere, with dtype and device of ``like``."""
+        """Return a tensor filled with ``value``, with dtype and device of ``like``."""
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Zeros with dtype and device of ``like``."""
+        """Return zeros with dtype and device of ``like``."""
         return self.full(shape, 0, like)
 
     def ones(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Ones with dtype and device of ``like``."""
+        """Return ones with dtype and device of ``like``."""
         return self.full(shape, 1, like)
 
     @abstractmethod
     def with_strides(self, x: Tensor, strides: Sequence[int], behind: bool = False) -> Tensor:
-        """``x`` in new memory with these strides: each is a multiple of the next smaller one; there may be gaps. With
-        ``behind``, where the platform `copies_offsets`, it begins behind the first of that memory. Differentiable."""
+        """Copy ``x`` to new memory with these strides. Each stride is a multiple of the next smaller one; gaps are
+        allowed. With ``behind``, on a platform that `copies_offsets`, the copy starts after the first element of its
+        memory. Differentiable."""
 
     @abstractmethod
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
-        """``value`` where ``mask`` (broadcast to ``x``), else ``x``. Differentiable."""
+        """Return ``value`` where ``mask`` (broadcast to ``x``) is true, else ``x``. Differentiable."""
 
     def unsqueeze(self, x: Tensor, dim: int) -> Tensor:
         """Add a dimension of size 1. Differentiable."""
@@ -149,34 +152,37 @@ class TensorRole(ABC):
 
     @abstractmethod
     def to_dtype(self, x: Tensor, dtype: Any) -> Tensor:
-        """``x`` converted to the dtype of the framework, or ``x`` itself. Differentiable."""
+        """Return ``x`` converted to a dtype of the framework, or ``x`` itself. Differentiable."""
 
     @abstractmethod
     def amax(self, x: Tensor, dim: int) -> Tensor:
-        """The largest along ``dim``, which has elements and keeps size 1; in float32 where ``x`` is narrower."""
+        """Return the maximum along ``dim``, which is not empty and keeps size 1; in float32 where ``x`` is narrower."""
 
     @abstractmethod
     def sum_along(self, x: Tensor, dim: int) -> Tensor:
-        """The sum along ``dim``, which keeps size 1. Differentiable, and if ``x`` has no elements too: the sum is zero
-        then, and its gradient is still passed on to ``x``."""
+        """Return the sum along ``dim``, which keeps size 1. Differentiable, also for an empty ``x``: the sum is zero
+        then, and its gradient still reaches ``x``."""
 
     @abstractmethod
     def shifted_exp(self, x: Tensor, shift: Tensor, scale: Tensor | None = None) -> Tensor:
-        """``exp(x - shift) / scale``, of the shape of ``x``, in the wider of the dtypes. Called where nothing is
-        recorded, so it may compute in place."""
+        """Return ``exp(x - shift) / scale``, of the shape of ``x``, in the wider of the dtypes. Called outside
+        autograd, so it may compute in place."""
 
     @abstractmethod
     def log(self, x: Tensor) -> Tensor:
-        """Natural logarithm. Differentiable."""
+        """Return the natural logarithm. Differentiable."""
 
     @abstractmethod
     def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
-        """The elements of ``x`` at ``index``, which has size 1 along ``dim`` and else its shape. Differentiable."""
+        """Return the elements of ``x`` at ``index``. The shape of ``index`` is that of ``x`` with size 1 along ``dim``.
+        Differentiable."""
 
     @abstractmethod
     def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-        """``x``, which may be overwritten, with ``source`` added where `gather` would read. Differentiable."""
+        """Add ``source`` to ``x`` at the elements that `gather` would read. ``x`` may be overwritten.
+        Differentiable."""
 
     def places(self: Any, values: np.ndarray, like: Tensor) -> Tensor:
-        """A tensor of int64 values that may index tensors on the device of ``like``; by default on the host."""
+        """Return an int64 tensor of ``values`` that may index tensors on the device of ``like``; by default on the
+        host."""
         return self.host_tensor(values)

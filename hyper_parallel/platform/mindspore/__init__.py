@@ -1,1 +1,2 @@
-"""The MindSpore backend. `base.MindSporePlatform` is the entry; `grad` holds the gradient functions for users."""
+"""The MindSpore backend. `base.MindSporePlatform` is the entry; `gradients.grad` has the gradient functions for
+users."""

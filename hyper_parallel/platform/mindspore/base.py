@@ -33,12 +33,12 @@ __all__ = ["MindSporePlatform"]
 class MindSporePlatform(
     ModuleVerbs, GroupVerbs, CollectiveVerbs, AutogradVerbs, LocalVerbs, StateVerbs, ObservationVerbs, Platform
 ):
-    """MindSpore. The groups of verbs are in the modules of this package; interception is here."""
+    """MindSpore backend. The groups of verbs are in the modules of this package; interception is here."""
 
     name = "mindspore"
     device_type = "cpu"
     comm_backend = "mccl"
-    extremes_keep_nan = False  # it is lost unless it comes first
+    extremes_keep_nan = False  # a NaN is lost unless it comes first
     keeps_memory_order = False
     copies_offsets = True
     counts_writes = False  # optimizers and `ops.assign` write without counting
@@ -48,7 +48,7 @@ class MindSporePlatform(
     def __init__(self) -> None:
         warn_of_untested("mindspore", mindspore.__version__)
         self.fast = MindSporeFast(self)
-        self.frees_storage = device_target() == "CPU"  # on Ascend, kernels that read it may still wait
+        self.frees_storage = device_target() == "CPU"  # on Ascend, pending kernels may still read the memory
         if device_target() == "Ascend":
             self.device_type = "npu"  # type: ignore[misc]
             self.comm_backend = "hccl"  # type: ignore[misc]
@@ -68,7 +68,7 @@ class MindSporePlatform(
 
     def wrap(self, local: Tensor, layout: Any) -> Any:
         if isinstance(local, (InterceptedTensor, Parameter)):
-            # An operation gave its argument back: that object has its own layout.
+            # An operation returned its argument: that object has its own layout.
             if getattr(local, "_layout", None) is layout:
                 return local
             local = self.alias(local)

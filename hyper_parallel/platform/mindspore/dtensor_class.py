@@ -1,4 +1,4 @@
-"""Making the DTensor class of MindSpore."""
+"""Construction of the DTensor class of MindSpore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["make_dtensor_class"]
 
 
 def make_dtensor_class(mixin: type, core: Core) -> type:
-    """The DTensor class: core's ``mixin`` over `InterceptedTensor`; and the parameter class that goes with it."""
+    """Make the DTensor class, core's ``mixin`` over `InterceptedTensor`, and the class of distributed parameters."""
     names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
     members = {**names, **NEW_METHODS, **METHODS}
     InterceptedTensor._core, InterceptedTensor._dispatch = core, staticmethod(core.dispatch)  # type: ignore[assignment]
@@ -28,6 +28,6 @@ def make_dtensor_class(mixin: type, core: Core) -> type:
         {**names, "__init__": Parameter.__init__},
     )
     Classes.made = (dtensor, parameter)
-    Parameter._get_base_class(Tensor)  # the class of plain parameters, which MindSpore makes with the first of them
+    Parameter._get_base_class(Tensor)  # makes the class of plain parameters, otherwise made with the first one
     PATCHES.install()
     return dtensor

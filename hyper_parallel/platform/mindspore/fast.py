@@ -1,4 +1,4 @@
-"""Verbs that make MindSpore faster than the contract asks for: see `hyper_parallel.platform.contract.fast`."""
+"""Verbs that make MindSpore faster than the contract requires: see `hyper_parallel.platform.contract.fast`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MindSporeFast"]
 
 
 class MindSporeFast(FastAutograd, Fast):
-    """`Platform.fast` of MindSpore; ``platform`` is the one that it belongs to."""
+    """`Platform.fast` of MindSpore; ``platform`` is its owner."""
 
     def __init__(self, platform: Any) -> None:
         self.platform = platform

@@ -1,8 +1,8 @@
-"""Graphs made from the run of a function, and from its bytecode: DTensors are kept out of them.
+"""Graphs captured from the run of a function, or from its bytecode: DTensors are rejected there.
 
-They would read a shard as if it were the whole tensor. Each kind is entered at one place, where everything is looked
-through that the function can reach: arguments, closures, names of modules, attributes. A DTensor found later, while the
-function runs to be recorded, is an error there. Graphs made from the source are in `compiled.parsing`.
+Such graphs would read a shard as if it were the full tensor. Each kind is entered at one place. There, everything that
+the function can reach is searched: arguments, closures, names of modules, attributes. A DTensor that appears later,
+while the run is recorded, is an error at that point. Graphs made from the source are in `compiled.parsing`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _original_enter = NoDispatch.__enter__
 
 
 def _refuse_operations(what: str, about: str, clean_up: Callable[[], None] = lambda: None) -> None:
-    """Make operations on local tensors an error while a graph is made from the run of this thread."""
+    """Make operations on local tensors an error while a graph is captured from a run in this thread."""
     thread = threading.get_ident()
 
     def enter(guard: NoDispatch) -> None:
@@ -51,19 +51,19 @@ def _allow_operations() -> None:
 
 
 def allowed_again(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the end of a run of which a graph is made."""
+    """Replace the end of a run that is captured as a graph: allow operations again."""
     _allow_operations()
     return original(*args, **kwargs)
 
 
 def checked_begin(original: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the beginning of a run that is recorded."""
+    """Replace the start of a run that is recorded: reject DTensors, and operations on them."""
     if not is_dispatching():
         return original(name, *args, **kwargs)
     caller = sys._getframe(2).f_locals
     function, given = caller.get("fn"), caller.get("args", args)
     what = f"the function {getattr(function, '__name__', name)!r} compiled with jit"
-    # A graph of an earlier call may be there already: then nothing runs that could be caught later.
+    # A graph of an earlier call may exist already: then nothing runs that could be checked later.
     refuse(what, _FROM_RUN, args, given, function)
     made = original(name, *args, **kwargs)
     if made:
@@ -72,7 +72,7 @@ def checked_begin(original: Callable, name: str, *args: Any, **kwargs: Any) -> A
 
 
 def _forget_recording() -> None:
-    """End a recording that an error leaves behind: MindSpore itself does not, and could compile nothing afterwards."""
+    """End a recording that an error has left open. MindSpore does not, and could compile nothing afterwards."""
     context = jit_trace._trace_jit_context
     jit_trace._trace_compile_cache.discard(context.phase)
     recorder = jit_trace.tr.get_instance()
@@ -84,7 +84,7 @@ def _forget_recording() -> None:
 
 # ------------------------------------------------------------------------------------------------ from the bytecode
 def checked_preparation(original: Callable, args: tuple, kwargs: dict) -> Any:
-    """Stands for the look at the arguments before the bytecode is compiled."""
+    """Replace the check of the arguments before the bytecode is compiled: reject DTensors."""
     if is_dispatching():
         function = getattr(sys._getframe(2).f_locals.get("self"), "fn", None)
         what = f"the function {getattr(function, '__name__', '?')!r} compiled with jit"
@@ -93,7 +93,7 @@ def checked_preparation(original: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def checked_enter(original: Callable, capturing: Any) -> Any:
-    """Stands for the beginning of a run whose bytecode is compiled."""
+    """Replace the start of a run whose bytecode is compiled: reject operations on local tensors."""
     if is_dispatching():
         _refuse_operations(f"the function {capturing.fn.__name__!r} compiled with jit", _FROM_BYTECODE)
     return original(capturing)

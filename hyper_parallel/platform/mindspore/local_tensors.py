@@ -1,6 +1,6 @@
 """Operations on plain local tensors, factories and random state.
 
-Shards may be empty: MindSpore's errors for empty tensors are caught here.
+Shards may be empty: MindSpore's errors for empty tensors are avoided here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["LocalVerbs"]
 
 
 class LocalVerbs:
-    """The groups "operations on plain local tensors" and "devices and random numbers" of the contract."""
+    """Groups "operations on plain local tensors" and "devices and random numbers" of the contract."""
 
-    # Where MindSpore has a function of the same arguments, that is the verb.
+    # Where MindSpore has a function with the same arguments, it is the verb itself.
     narrow: Any = staticmethod(mint.narrow)
     chunk: Any = staticmethod(mint.chunk)
     contiguous: Any = staticmethod(dense)
@@ -79,7 +79,7 @@ class LocalVerbs:
         dtype = ms.float32 if dtype is None else dtype
         if name == "linspace":
             return ops.linspace(*map(float, fill_value), shape[0]).astype(dtype)
-        if name == "logspace":  # MindSpore's takes whole numbers as base
+        if name == "logspace":  # MindSpore's function requires an integer base
             start, end, base = fill_value
             return Tensor(np.logspace(start, end, shape[0], base=base)).astype(dtype)
         if name in ("rand", "randn"):
@@ -88,7 +88,7 @@ class LocalVerbs:
         return ops.zeros(shape, dtype)
 
     def counter_key(self) -> Tensor:
-        # Of seed and offset of the newer operations' generator: that which MindSpore puts back to recompute.
+        # Derived from seed and offset of the newer operations' generator, which MindSpore restores for a recomputation.
         state = ms.get_rng_state().asnumpy()
         halves = np.frombuffer(hashlib.sha256(state.tobytes()).digest()[:8], np.uint16)
         words = state.view(np.int64).copy()
@@ -98,15 +98,15 @@ class LocalVerbs:
 
     def manual_seed(self, seed: int) -> None:
         ms.set_seed(seed)
-        ms.manual_seed(seed)  # the generator of the newer operations, which `set_seed` leaves alone
+        ms.manual_seed(seed)  # the generator of the newer operations, which `set_seed` does not change
 
-    # Operations of the old kind (dropout, rand) take their numbers from the global seed and a counter for each of them.
-    # Without a seed they draw different numbers on every rank, so one is chosen.
+    # Operations of the old kind (dropout, rand) draw from the global seed and their own counters. Without a seed they
+    # draw different numbers on every rank, so a seed is chosen.
     def get_rng_state(self) -> Any:
         seed = ms.get_seed()
         if seed is None:
             seed = int(np.random.randint(2**31 - 1))
-        # A counter that stands at its beginning is as good as none, and the order in which they began means nothing.
+        # A counter at its start is equal to no counter, and the order of counters has no meaning.
         counters = dict(sorted(item for item in COUNTERS.items() if item[1] != item[0][1]))
         return ms.get_rng_state().asnumpy(), seed, counters, np.random.get_state()
 
@@ -122,6 +122,6 @@ class LocalVerbs:
 def _filled(shape: tuple[int, ...], value: Any, dtype: Any) -> Tensor:
     if value in (0, 1):
         return (ops.ones if value else ops.zeros)(shape, dtype)
-    if dtype == ms.bfloat16:  # which the kernel of `full` does not take on CPU
+    if dtype == ms.bfloat16:  # which the kernel of `full` does not support on CPU
         return ops.full(shape, value, dtype=ms.float32).astype(dtype)
     return ops.full(shape, value, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Tensors that lie in memory in another order than MindSpore gives new ones."""
+"""Tensors with a memory order other than the one of new tensors in MindSpore."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hyper_parallel.platform.mindspore.processes.collectives import copied
 
 
 class _WithStrides(AutogradFunction):
-    """One node, because MindSpore loses gradients of gradients through views of computed tensors."""
+    """Change of memory order as one node, because MindSpore loses gradients of gradients through views of computed
+    tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, strides: tuple[int, ...], behind: bool) -> Tensor:
@@ -24,12 +25,12 @@ class _WithStrides(AutogradFunction):
 
 
 def with_strides(x: Tensor, strides: Sequence[int], behind: bool = False) -> Tensor:
-    """See `Platform.with_strides`."""
+    """Copy ``x`` to new memory with these strides; see `Platform.with_strides`."""
     return _WithStrides.apply(x, tuple(strides), behind)
 
 
 def _with_strides(x: Tensor, strides: tuple[int, ...], behind: bool) -> Tensor:
-    # New tensors are in row-major order: dimensions are exchanged, and gaps filled with zeros and cut off again.
+    # New tensors are in row-major order, so dimensions are permuted, and gaps are filled with zeros and sliced off.
     order = tuple(sorted(range(x.ndim), key=lambda d: (-strides[d], -x.shape[d])))
     shape = [x.shape[d] for d in order]
     steps = [strides[d] for d in order]

@@ -1,4 +1,4 @@
-"""Cells and parameters: walking, replacing, hooks."""
+"""Cells and parameters: traversal, replacement, hooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["ModuleVerbs"]
 
 
 class ModuleVerbs:
-    """The groups "types and checks" and "modules" of the contract."""
+    """Groups "types and checks" and "modules" of the contract."""
 
     Tensor = Tensor
     Parameter = Parameter
@@ -60,12 +60,12 @@ class ModuleVerbs:
         return x.get_bytes()
 
     def as_parameter(self, x: Any, in_buffer: bool = False) -> Any:
-        # MindSpore writes to no view, and one without dimensions is one also where it is all of its buffer.
+        # MindSpore writes to no view. A 0-d view counts as one even if it is all of its buffer.
         if not x._requires_grad and is_dense(x) and (x.ndim or not in_buffer):
-            # Where a forward writes to `Tensor.data`, backward may read the values from before.
+            # If a forward writes to `Tensor.data`, backward may read the previous values.
             x = ops.stop_gradient(x)
         elif not x._requires_grad and (x.ndim < 2 or device_target() == "CPU"):
-            # Counters and running statistics; on CPU, where no operation writes to a view, all that is not trained.
+            # Counters and running statistics; on CPU, where no operation writes to a view, all untrained tensors.
             x = copied(x)
         return x
 
@@ -75,7 +75,7 @@ class ModuleVerbs:
         if is_dense(x):
             x.copy_(dense(values))
         else:
-            # Into a view, `copy_` would write nothing on CPU, and say nothing.
+            # Into a view, `copy_` would silently write nothing on CPU.
             x.assign_value(dense(values))
 
     def from_bytes(self, values: Any, shape: Any, dtype: Any) -> Any:
@@ -83,7 +83,7 @@ class ModuleVerbs:
         if not memory.nbytes:
             return mint.empty(tuple(shape), dtype=dtype)
         element = np.dtype(dtype_to_nptype(dtype))
-        if element.kind not in "biufc":  # NumPy itself has no such type
+        if element.kind not in "biufc":  # a type that NumPy itself lacks
             return Tensor(Tensor.convert_bytes_to_tensor(memory.tobytes(), tuple(shape), dtype))
         writable = bytearray(memory) if memory.readonly else memory  # the tensor has this memory, and is written to
         return Tensor.from_numpy(np.frombuffer(writable, element).reshape(tuple(shape)))
@@ -121,7 +121,7 @@ class ModuleVerbs:
 
     def replace_forward(self, module: Any, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
         if mixin is not None:
-            # Other tensors may stand where parameters are when these are first called.
+            # Other tensors may replace parameters when the cell is first called, so its checks run now.
             for _, cell in module.cells_and_names():
                 read_from_table(cell)
                 if not (cell._init_flag or cell._is_check_and_refresh):
@@ -142,13 +142,13 @@ class ModuleVerbs:
     share_compiled_inputs: Any = staticmethod(share_compiled_inputs)
     share_draws: Any = staticmethod(share_draws)
 
-    #: MindSpore puts a cell or a function there, by `Cell.recompute`'s ``use_reentrant``.
+    #: MindSpore stores a cell or a function there, depending on ``use_reentrant`` of `Cell.recompute`.
     differentiates_again: Any = staticmethod(lambda module: isinstance(module._recompute_cell, nn.Cell))
 
 
 def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Callable:
-    """``make(forward)``, where ``forward`` alone is cast as `Cell.to_float` has told the cell. MindSpore would cast
-    tensors around it too, such as gathered parameters."""
+    """Return ``make(forward)`` in which ``forward`` alone is cast as requested by `Cell.to_float`. MindSpore would also
+    cast tensors around it, such as gathered parameters."""
 
     def cast(module: Any, *args: Any, **kwargs: Any) -> Any:
         kind = module.mixed_precision_type
@@ -169,7 +169,7 @@ def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Cal
 
 
 def _computed_again(made: Any, construct: Callable) -> Any:
-    """Return the recompute cell of a cell for another ``construct``: it holds the one of its own time."""
+    """Return the recompute cell of a cell for another ``construct``, because it holds the previous one."""
     if isinstance(made, nn.Cell):
         return RECOMPUTE.get()(construct)
     options = inspect.getclosurevars(made).nonlocals
@@ -180,7 +180,8 @@ def _computed_again(made: Any, construct: Callable) -> Any:
 
 @cache
 def _class_with_replaced_forward(cls: type, mixin: type | None) -> type:
-    """A subclass under the same name. The cell keeps a function, not a bound method: copies run it on themselves."""
+    """Return a subclass with the same name. The cell stores a function, not a bound method: copies run it on
+    themselves."""
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._replaced_forward(self, *args, **kwargs)
@@ -192,7 +193,7 @@ def _class_with_replaced_forward(cls: type, mixin: type | None) -> type:
 
 @cache
 def _class_with_styles(cls: type) -> type:
-    """A subclass under the same name whose text shows the effect of the plan on a cell."""
+    """Return a subclass with the same name whose text shows the effect of the plan on a cell."""
 
     def extend_repr(self: Any) -> str:
         return text_of_plan(self, self._params, cls.extend_repr(self))  # type: ignore[attr-defined]

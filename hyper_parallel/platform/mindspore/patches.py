@@ -1,7 +1,7 @@
 """Every patch of MindSpore. The functions that make the replacements are in the modules of their subjects.
 
-Installed when the DTensor class is made, so never in a process that makes no DTensor; `PatchSet.uninstall` takes them
-back. docs/patches.md shows the list: ``python -m tests.support.patch_table mindspore`` writes it.
+The patches are installed when the DTensor class is made, so never in a process without DTensors. `PatchSet.uninstall`
+removes them. docs/patches.md shows the list: ``python -m tests.support.patch_table mindspore`` writes it.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ PATCHES = PatchSet(
 )
 
 
-#: There while a program is watched, inside `CommDebugMode` and `record`, and not otherwise.
+#: Patches that are installed only while a program is observed, inside `CommDebugMode` and `record`.
 WATCHING = PatchSet(
     "MindSpore, watched",
     mindspore.__version__,

@@ -1,4 +1,4 @@
-"""State of MindSpore's cells and optimizers that belongs into a checkpoint, under torch's names."""
+"""State of MindSpore's cells and optimizers that a checkpoint saves, under torch's names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BATCH_NORM = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean",
 
 
 class StateVerbs:
-    """The group "checkpoints" of the contract."""
+    """Group "checkpoints" of the contract."""
 
     dtypes: Mapping[str, Any] = {
         name: getattr(ms, "bool_" if name == "bool" else name)
@@ -58,7 +58,7 @@ class StateVerbs:
         x.init_data()
 
     def is_optimizer(self, x: Any) -> bool:
-        return isinstance(x, (nn.Optimizer, ExperimentalOptimizer))  # those of mint.optim are of the latter
+        return isinstance(x, (nn.Optimizer, ExperimentalOptimizer))  # optimizers of mint.optim are of the latter class
 
     def optimizer_state(self, optimizer: Any) -> OptimizerState:
         groups = _groups(optimizer)
@@ -86,7 +86,7 @@ class StateVerbs:
                     _put(x, row[attribute])
         shared = dict(state.state[0]) if state.state else {}
         if type(optimizer).__name__ == "SGD":
-            # A momentum that is not zero has been set by a step.
+            # A nonzero momentum shows that a step was made.
             momentum = [x for attribute in MOMENTUM for x in held.get(attribute, ())]
             stepped = any(bool(x.size and x.asnumpy().any()) for x in map(_local, momentum))
             for x in held.get(FIRST_STEP, ()):
@@ -97,7 +97,7 @@ class StateVerbs:
 
 
 def _groups(optimizer: Any) -> list[tuple[Sequence[Any], dict[str, Any]]]:
-    """The parameters of each group, and its options."""
+    """Return the parameters of each group, and its options."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is not None:
         return [(group["params"], group) for group in groups]
@@ -116,7 +116,7 @@ def _moment(optimizer: Any, attribute: str) -> Moment:
 
 
 def _per_parameter(optimizer: Any, count: int) -> dict[str, Sequence[Any]]:
-    """Attribute -> a tensor for each parameter."""
+    """Return attribute -> a tensor for each parameter."""
     found: dict[str, Sequence[Any]] = {}
     for attribute, value in vars(optimizer).items():
         if attribute in ("parameters", "_parameters", "params") or not isinstance(value, (tuple, list)):
@@ -132,12 +132,12 @@ def _local(x: Any) -> Any:
 
 
 def _shared(optimizer: Any) -> dict[str, float]:
-    """The numbers that all parameters share: the number of steps, and others that the optimizer keeps."""
+    """Return the numbers that all parameters share: the number of steps, and other numbers of the optimizer."""
     found: dict[str, float] = {}
     if type(optimizer).__name__ in UNCOUNTED:
         found["step"] = 0.0
     for attribute, value in optimizer._params.items():
-        # A parameter of the model may have one element, which is not on this rank.
+        # A parameter of the model may have one element, which another rank holds.
         if value is None or value.size != 1 or isinstance(value, InterceptedTensor):
             continue
         if attribute in COUNTERS:
@@ -153,7 +153,7 @@ def _one(value: Any) -> Any:
 
 
 def _put(held: Any, number: float) -> None:
-    """Write a number where it is: a compiled step would not see another memory (`set_data`)."""
+    """Write a number in place: a compiled step would not see other memory (`set_data`)."""
     with NoDispatch():
         held.copy_(ms.ops.full(tuple(held.shape), number, dtype=held.dtype))
 
@@ -170,7 +170,7 @@ def _set_shared(optimizer: Any, row: dict[str, Any]) -> None:
         elif attribute in row:
             number = row[attribute]
         elif attribute in betas and step is not None:
-            number = float(_one(getattr(optimizer, betas[attribute]))) ** step  # torch works it out of the step
+            number = float(_one(getattr(optimizer, betas[attribute]))) ** step  # torch computes it from the step
         if number is not None:
             _put(value, number)
 
@@ -214,7 +214,7 @@ def _set_options(optimizer: Any, options: Sequence[dict[str, Any]]) -> None:
 
 
 def _like(held: Any, value: Any) -> Any:
-    """A number of the type that is there: a compiled step tells 0 from 0.0, which torch does not."""
+    """Return a number of the existing type: a compiled step distinguishes 0 from 0.0, torch does not."""
     if isinstance(held, (tuple, list)) and isinstance(value, (tuple, list)) and len(held) == len(value):
         return type(held)(map(_like, held, value))
     return float(value) if isinstance(held, float) and type(value) is int else value

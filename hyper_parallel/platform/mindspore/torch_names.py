@@ -1,7 +1,7 @@
 """Torch's names of the parameters of MindSpore's cells and of the state of its optimizers: data alone.
 
-Where a name is missing here, both frameworks have the same. All parameters have the same layout on both, (out, in) for
-linear layers too. Kernels of 1-D convolutions have a dimension of size 1 more here.
+A name that is missing here is the same in both frameworks. All parameters have the same layout in both, (out, in) for
+linear layers too. Kernels of 1-D convolutions have an additional dimension of size 1 here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 _NORM = {"gamma": "weight", "beta": "bias"}
 _BATCH_NORM = {**_NORM, "moving_mean": "running_mean", "moving_variance": "running_var"}
-#: Class of cells -> its names of parameters and buffers -> torch's.
+#: Class of cells -> its names of parameters and buffers -> torch's names.
 CELLS: dict[type, dict[str, str]] = {
     nn.Embedding: {"embedding_table": "weight"},
     nn.EmbeddingLookup: {"embedding_table": "weight"},
@@ -36,16 +36,16 @@ CELLS: dict[type, dict[str, str]] = {
     nn.BatchNorm2d: _BATCH_NORM,
     nn.BatchNorm3d: _BATCH_NORM,
 }
-#: See `StateRole.singleton_dims`: (out, in, 1, width), where torch has (out, in, width).
+#: Value of `StateRole.singleton_dims`: kernels are (out, in, 1, width), in torch (out, in, width).
 SINGLETON_DIMS: dict[type, dict[str, int]] = {nn.Conv1d: {"weight": 2}, nn.Conv1dTranspose: {"weight": 2}}
 
 
 class Moment(NamedTuple):
-    """A tensor, or a number, that an optimizer keeps for each parameter.
+    """A tensor, or a number, that an optimizer stores for each parameter.
 
     Attributes:
-        name: torch's.
-        option: of the optimizer; where it is false torch has no such state, and MindSpore does not use it.
+        name: torch's name.
+        option: option of the optimizer. If it is false, torch has no such state, and MindSpore does not use it.
     """
 
     name: str
@@ -67,22 +67,22 @@ STATE: dict[str, Moment] = {
     "ms": Moment("square_avg"),
     "mg": Moment("grad_avg", "centered"),
 }
-#: The same for single classes, by name.
+#: Class of optimizer -> attribute -> torch's name, where it differs from `STATE`.
 STATE_OF: dict[str, dict[str, Moment]] = {
     "SGD": {"accum": Moment("momentum_buffer", "momentum")},
     "Adagrad": {"accum": Moment("sum")},
     "Adadelta": {"accum": Moment("square_avg"), "accum_update": Moment("acc_delta")},
     "AdaMax": {"moment2": Moment("exp_inf")},
 }
-#: Attributes that hold a number for each parameter, which torch has as a tensor without dimensions.
+#: Attributes with a number for each parameter, which torch stores as a 0-d tensor.
 NUMBERS = ("mu", "eta", "mu_product")
-#: Attribute of SGD that is 1 until its momentum has been set by a first step. Torch has no momentum until then.
+#: Attribute of SGD that is 1 until a first step has set its momentum. Torch has no momentum until then.
 FIRST_STEP = "stat"
-#: Attributes that are the momentum of SGD, which the first step sets: it is known by `FIRST_STEP` or by the counter.
+#: Attributes that are the momentum of SGD, which the first step sets. `FIRST_STEP` or the counter shows whether it did.
 MOMENTUM = ("accum", "momentum_buf")
 #: Attributes that count steps; torch has one counter for each parameter, "step".
 COUNTERS = ("state_step", "step_t", "global_step")
-#: Values of counters before the first step that are not 0.
+#: Initial values of counters that are not 0.
 FIRST_COUNT: dict[type, int] = {mint.optim.AdamW: -1}
-#: Classes, by name, that count no steps. Torch's do, and nothing depends on it.
+#: Names of classes that count no steps. Torch's classes do, and nothing depends on that.
 UNCOUNTED = ("RMSprop", "Adadelta")

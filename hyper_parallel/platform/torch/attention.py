@@ -1,4 +1,4 @@
-"""Attention of torch for sequences that are cut: its function on plain tensors, told of by a mode."""
+"""Attention of torch for sharded sequences: a mode intercepts its attention function on plain tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hyper_parallel.platform.torch.handlers.mixing import MIXING
 
 __all__ = ["AttentionVerbs"]
 
-#: Functions in which attention is called, also where backward computes it again: a mode is off inside of them.
+#: Functions that call attention, also in a recomputation by backward. A mode is off inside them.
 _OUTER = frozenset(
     (F.multi_head_attention_forward, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 )
@@ -30,12 +30,13 @@ _OUTER = frozenset(
 
 @lru_cache(maxsize=16)
 def _body(function: Callable, engine: Any) -> Callable:
-    """The body of one of `_OUTER`. ``engine`` is torch's engine as the function calls it, which patches replace."""
+    """Return the body of a function of `_OUTER`. ``engine`` is the engine that the function calls. Patches replace it,
+    so it is part of the cache key."""
     return body_of(function)
 
 
 class _Calls(TorchFunctionMode):
-    """Calls of scaled dot-product attention arrive at ``run``."""
+    """Mode that passes calls of scaled dot-product attention to ``run``."""
 
     def __init__(self, run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ _CHECKPOINT = CheckpointFunction.forward.__code__
 
 
 def _is_checkpointed() -> bool:
-    """Return whether this runs in a forward of reentrant checkpointing, which backward will run again."""
+    """Return whether the caller is in a forward of reentrant checkpointing, which backward will run again."""
     frame = None if torch.is_grad_enabled() else sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CHECKPOINT:
@@ -123,17 +124,18 @@ def _is_checkpointed() -> bool:
 
 
 class AttentionVerbs(Platform):
-    """The verbs of `Platform` about attention."""
+    """Verbs of `Platform` for attention."""
 
     def attention_calls(
         self, run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]
     ) -> AbstractContextManager[None]:
-        """See `Platform.attention_calls`."""
+        """Return a context that replaces the framework's attention function by ``run``."""
         calls: Any = _Calls(run, mixes)
         return calls
 
     def attention_part(self, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
-        """See `Platform.attention_part`: by torch's flash attention, without the scores, where it takes these."""
+        """Return the attention to these keys alone, and the log-sum-exp of the scores. It uses torch's flash attention,
+        which stores no scores, where that supports the tensors."""
         if _on_cpu(q, v):
             out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         elif _on_gpu(q, v):
@@ -143,20 +145,20 @@ class AttentionVerbs(Platform):
         return out if out.dtype is lse.dtype else out.to(lse.dtype), lse.unsqueeze(-1)
 
     def joined_attention(self, out: Any, lse: Any, other: Any, of_other: Any) -> tuple[Any, Any]:
-        """See `Platform.joined_attention`."""
+        """Combine the attention to two sets of keys; see `Platform.joined_attention`."""
         total = torch.logaddexp(lse, of_other)
         return out.lerp_(other, of_other.sub_(total).exp_()), total
 
     def attention_part_gradients(
         self, g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float
     ) -> tuple[Any, Any, Any]:
-        """See `Platform.attention_part_gradients`; by the same kernels."""
+        """Return the contributions of these keys to the cotangents. The kernels are those of `attention_part`."""
         if _on_cpu(q, v):
             found = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
                 g, q, k, v, out, lse.squeeze(-1), 0.0, causal, scale=scale
             )
         elif _on_gpu(q, v):
-            # Nothing is dropped, so the state of the generator is not read.
+            # Without dropout, the state of the generator is not read.
             nothing = q.new_empty(0, dtype=torch.int64)
             lengths = None, None, q.shape[2], k.shape[2]
             found = _ATEN._scaled_dot_product_flash_attention_backward(
@@ -174,12 +176,12 @@ _ATEN: Any = torch.ops.aten
 
 
 def _on_cpu(q: Any, v: Any) -> bool:
-    """Return whether the flash attention of torch's CPU takes these."""
+    """Return whether torch's flash attention for CPUs supports these tensors."""
     return q.device.type == "cpu" and q.is_floating_point() and q.shape[-1] == v.shape[-1]
 
 
 def _on_gpu(q: Any, v: Any) -> bool:
-    """Return whether torch's flash attention for NVIDIA GPUs takes these tensors."""
+    """Return whether torch's flash attention for NVIDIA GPUs supports these tensors."""
     return (
         q.device.type == "cuda"
         and q.dtype in (torch.float16, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`TorchPlatform`: everything that torch backends share."""
+"""`TorchPlatform`: code that all torch backends share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T: Any = torch.Tensor
 _local_shape = T.shape.__get__
 
 
-#: Ends of names of operations whose schema does not say that they write.
+#: Suffixes of operations that write to running statistics although their schema does not declare it.
 _UNCOUNTED = ("batch_norm", "instance_norm", "_batch_norm_impl_index", "_batch_norm_with_update")
 
 
@@ -55,13 +55,13 @@ class TorchPlatform(
         warn_of_untested("torch", torch.__version__)
         self.fast = TorchFast(self)
 
-    #: See `Platform.follow` and `base_of`.
+    #: Context that passes operations on marked plain tensors to a follower, and the base of a view.
     follow: Any = staticmethod(following.follow)
     base_of: Any = staticmethod(following.base_of)
 
     # ------------------------------------------------------------------------------------------------ types
     def foreign_tensor(self, x: Any) -> str | None:
-        """See `Platform.foreign_tensor`."""
+        """Describe ``x`` for messages if it cannot be a local tensor of a DTensor; see `Platform.foreign_tensor`."""
         if not isinstance(x, T) or tensor.is_dtensor(x):
             return None
         cls = type(x)
@@ -88,41 +88,41 @@ class TorchPlatform(
         return None
 
     def check_local(self, x: torch.Tensor) -> None:
-        """Raise TypeError when ``x`` cannot become the local part of a DTensor."""
+        """Raise TypeError if ``x`` cannot become the local tensor of a DTensor."""
         foreign = self.foreign_tensor(x)
         if foreign is not None:
             raise TypeError(f"a DTensor is made of plain dense tensors, got {foreign}")
 
-    #: See `Platform.is_floating_point` and `is_meta`.
+    #: Whether a tensor has a floating point dtype, and whether it has no data.
     is_floating_point: Any = staticmethod(T.is_floating_point)
     is_meta: Any = staticmethod(attrgetter("is_meta"))
 
     def has_values(self, x: torch.Tensor) -> bool:
-        """See `Platform.has_values`."""
+        """Return whether the values of ``x`` can be read and replaced as bytes; see `Platform.has_values`."""
         usual = x.layout is torch.strided and not x.is_nested and not x.is_quantized and not x.is_meta
         return usual and not is_lazy(x) and not is_traceable_wrapper(x)
 
     def bytes_of(self, x: torch.Tensor) -> bytes:
-        """See `Platform.bytes_of`."""
+        """Return the values of ``x`` as bytes, in row-major order."""
         if MAYBE_INSIDE:
             refuse_transforms(x)
         return self.host_memory(x).tobytes()
 
     def host_memory(self, x: torch.Tensor) -> memoryview:
-        """See `Platform.host_memory`."""
+        """Return the bytes of ``x`` for immediate reading; see `Platform.host_memory`."""
         dense = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        # Without elements it may have a stride of 0, with which torch does not view it as another dtype.
+        # An empty tensor may have a stride of 0, with which torch does not view it as another dtype.
         return dense.view(torch.uint8).numpy().data if dense.numel() else memoryview(b"")
 
     def write(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """See `Platform.write`."""
+        """Overwrite the values of ``x``."""
         for dim, stride in enumerate(x.stride()):
-            if stride == 0 and x.shape[dim] > 1:  # expanded: one element stands for all
+            if stride == 0 and x.shape[dim] > 1:  # expanded: all elements share one memory location
                 x, values = x.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
         x.copy_(values)
 
     def from_bytes(self, values: Any, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See `Platform.from_bytes`."""
+        """Make a plain tensor from bytes; see `Platform.from_bytes`."""
         memory = memoryview(values)
         if not memory.nbytes:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device())
@@ -130,33 +130,35 @@ class TorchPlatform(
         return dense.reshape(tuple(shape)).to(self.device())
 
     def write_bytes(self, x: torch.Tensor, size: int, fill: Callable[[memoryview], None]) -> None:
-        """See `Platform.write_bytes`."""
+        """Write values into ``x`` that ``fill`` puts into a buffer; see `Platform.write_bytes`."""
         if x.device.type != "cpu" or not x.is_contiguous() or x.is_conj() or x.is_neg() or not x.numel():
             super().write_bytes(x, size, fill)
             return
         flat = x.detach().reshape(-1)
         fill(flat.view(torch.uint8).numpy().data)
-        flat[:0].zero_()  # autograd is to know that the values are others
+        flat[:0].zero_()  # an empty write, so that autograd counts a change of the values
 
     frees_storage = True
 
     def free_storage(self, x: torch.Tensor) -> None:
-        """See `Platform.free_storage`. Torch does not free memory that NumPy shares."""
+        """Free the memory of ``x``. Torch does not free memory that NumPy shares."""
         storage = x.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
 
     def refill_storage(self, x: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        """See `Platform.refill_storage`. Autograd does not count writes to ``data``."""
+        """Allocate the memory of ``x`` again and write ``pieces`` into it. Autograd does not count writes to
+        ``data``."""
         storage = x.untyped_storage()
-        if storage.nbytes() != x.nbytes and storage.resizable():  # torch takes new memory also for the same size
+        if storage.nbytes() != x.nbytes and storage.resizable():  # torch reallocates also for the same size
             storage.resize_(x.nbytes)
         parts = x.data.split_with_sizes([piece.numel() for piece in pieces])
-        # Into place at once: joined they would take as much memory again.
+        # Copy each piece to its place: joined first, the pieces would take the memory twice.
         torch._foreach_copy_([part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)], pieces)
 
     def watch(self, x: torch.Tensor, operation: str) -> Callable[[], str]:
-        """See `Platform.watch`. Torch does not count writes to running statistics, nor any in inference mode."""
+        """Return a function that reports later writes to ``x``. Torch counts no writes to running statistics, nor in
+        inference mode, so values are compared there."""
         if operation.endswith(_UNCOUNTED) or torch.is_inference_mode_enabled() or x.is_inference():
             return super().watch(x, operation)
         version, node = x._version, x.grad_fn
@@ -168,18 +170,18 @@ class TorchPlatform(
 
         return how
 
-    #: See `Platform.dtype_of`.
+    #: dtype of a tensor.
     dtype_of: Any = staticmethod(torch.Tensor.dtype.__get__)
 
     def shape_of(self, local: torch.Tensor) -> tuple[int, ...]:
-        """See `Platform.shape_of`."""
+        """Return the local shape of a tensor."""
         if type(local) is torch.Tensor:
             return local.shape
         with DisableTorchFunctionSubclass():
             return _local_shape(local)
 
     # ------------------------------------------------------------------------------------------------ interception
-    #: See `Platform`: the functions and the class themselves, which saves a call.
+    #: Functions and a class in place of methods, which saves a call.
     make_dtensor_class: Any = staticmethod(dtensor_class.make_dtensor_class)
     wrap: Any = staticmethod(tensor.wrap)
     no_dispatch = staticmethod(DisableTorchFunctionSubclass)
@@ -187,19 +189,19 @@ class TorchPlatform(
     op_table: Any = OP_TABLE
 
     def patched_names(self) -> list[str]:
-        """See `Platform.patched_names`."""
+        """Return the names in the framework that patches replace."""
         return [target for patch in patches.PATCHES.patches for target in patch.targets]
 
     def is_compiling(self) -> bool:
-        """See `Platform.is_compiling`."""
+        """Return whether a compiler is tracing the caller."""
         return torch.compiler.is_compiling()
 
     def in_loss_parallel(self) -> bool:
-        """See `Platform.in_loss_parallel`: `torch.distributed.tensor.parallel.loss_parallel`."""
+        """Return whether the caller is inside `torch.distributed.tensor.parallel.loss_parallel`."""
         return in_loss_parallel()
 
     def other_names(self, function: Any) -> Sequence[Any]:
-        """See `Platform.other_names`: of an overload the packet that stands for it, and public functions."""
+        """Return the packet of an overload, and public functions without a row that compute the same."""
         if not isinstance(function, OpOverload) or function._overloadname != "default":
             return ()
         packet = function.overloadpacket
@@ -209,11 +211,11 @@ class TorchPlatform(
         return (packet, *(f for f in found if f is not None and f not in OP_TABLE and f not in tensor.HANDLERS))
 
     def meta_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See `Platform.meta_tensor`."""
+        """Return a plain tensor of that shape and dtype without data."""
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
     def why_no_rule(self, function: Any) -> str | None:
-        """See `Platform.why_no_rule`."""
+        """Return why a native operation without a row cannot have a rule, or None; see `Platform.why_no_rule`."""
         if function in tensor.HANDLERS:
             return (
                 "hyper_parallel.platform.torch.handlers serves it, because it does not compute or by other operations: "
@@ -227,21 +229,21 @@ class TorchPlatform(
     dry_class = "hyper_parallel.platform.torch.meta:TorchMetaPlatform"
 
     def differentiate(self, call: Callable[[], torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[Any]:
-        """See `Platform.differentiate`."""
+        """Run backward of ``call()``, and return the gradients of ``parameters``."""
         torch.autograd.backward([call()])
         return [p.grad for p in parameters]
 
     def recompute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """See `Platform.recompute`."""
+        """Run ``call`` under activation checkpointing."""
         return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
     # ------------------------------------------------------------------------------------------------ devices, random
     def device_module(self) -> Any:
-        """``torch.cuda`` or its like, which has this rank's device and generator."""
+        """Return ``torch.cuda`` or a similar module, which has this rank's device and generator."""
         return getattr(torch, self.device_type)
 
     def device(self) -> torch.device:
-        """This rank's device: the current one."""
+        """Return this rank's device: the current one."""
         return torch.device(self.device_type, self.device_module().current_device())
 
     def _select_device(self, local_rank: int) -> None:
@@ -250,57 +252,57 @@ class TorchPlatform(
         module.set_device(local_rank % module.device_count())
 
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Platform.to_device`. A meta tensor stays one."""
+        """Return ``x`` on this rank's device. A meta tensor stays on the meta device."""
         if type(x) is not T or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             self.check_local(x)
         return x if x.is_meta or x.device.type == self.device_type else x.to(self.device())
 
     def to_host(self, x: torch.Tensor, pin_memory: bool) -> torch.Tensor:
-        """See `Platform.to_host`."""
+        """Return ``x`` in host memory."""
         if x.device.type == "cpu":
             return x
         x = x.cpu()
         return x.pin_memory() if pin_memory else x
 
     def host_tensor(self, values: np.ndarray) -> torch.Tensor:
-        """See `Platform.host_tensor`."""
+        """Return a new plain tensor in host memory with the values of an array."""
         return torch.tensor(values, device="cpu")
 
     def device_count(self) -> int:
-        """See `Platform.device_count`."""
+        """Return the number of devices on the machine."""
         return 1 if self.device_type in ("cpu", "meta") else int(self.device_module().device_count())
 
     def synchronize(self) -> None:
-        """See `Platform.synchronize`."""
+        """Wait until this rank's device has finished its queued work."""
         if self.device_type not in ("cpu", "meta"):
             self.device_module().synchronize()
 
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> torch.Tensor:
-        """See `Platform.factory`."""
+        """Return a new plain tensor made by the factory ``name``; see `Platform.factory`."""
         if name in ("linspace", "logspace"):
             start, end, *base = fill_value
             return getattr(torch, name)(start, end, shape[0], *base, dtype=dtype, device=self.device())
         fill = (fill_value,) if name == "full" else ()
         return getattr(torch, name)(tuple(shape), *fill, dtype=dtype, device=self.device())
 
-    #: See `Platform.numbers_by_counter`.
+    #: Function that returns a shard of random numbers; see `Platform.numbers_by_counter`.
     numbers_by_counter: Any = staticmethod(counter.numbers)
 
-    #: See `Platform.manual_seed`.
+    #: Function that seeds the default generator.
     manual_seed: Any = staticmethod(torch.manual_seed)
 
     def get_rng_state(self) -> Any:
-        """See `Platform.get_rng_state`."""
+        """Return the state of the default generator of this rank's device."""
         return self.device_module().get_rng_state()
 
     def set_rng_state(self, state: Any) -> None:
-        """See `Platform.set_rng_state`."""
+        """Restore the state of the default generator of this rank's device."""
         self.device_module().set_rng_state(state)
 
     def get_host_rng_state(self) -> Any:
-        """See `Platform.get_host_rng_state`."""
+        """Return the state of the host's separate default generator, or None."""
         return None if self.device_type == "cpu" else torch.get_rng_state()
 
     def set_host_rng_state(self, state: Any) -> None:
-        """See `Platform.set_host_rng_state`."""
+        """Restore the state of the host's default generator."""
         torch.set_rng_state(state)

@@ -1,4 +1,4 @@
-"""Losses over classes of plain logits: this rank's part of the classes is not taken for all of them."""
+"""Losses of plain logits that reject one rank's shard of the classes, because it would be taken for all classes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ def _refuse(count: int) -> None:
     State.core.refuse_part_of_classes(count)
 
 
-#: As `torch.compiler.assume_constant_result`, which imports the compiler: asked while it traces.
+#: Set like `torch.compiler.assume_constant_result` does, without importing the compiler: it calls `_refuse` while
+#: tracing.
 _refuse._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def whole_classes_only(original: Callable) -> Callable:
-    """Wrap ``cross_entropy`` and ``nll_loss`` of `torch.nn.functional`."""
+    """Wrap ``cross_entropy`` and ``nll_loss`` of `torch.nn.functional` to check plain logits."""
 
     @functools.wraps(original)
     def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        # Torch 2.14 compiles a call of this function as one operation, and calls it with a fake tensor meanwhile.
+        # Torch 2.14 compiles a call of this function as one operation, and calls it with a fake tensor while it does.
         if (type(input) is Tensor or type(input).__name__ == "FakeTensor") and input.dim():
             count = input.shape[min(1, input.dim() - 1)]
             if type(input) is not Tensor or torch.compiler.is_compiling():
@@ -37,14 +38,15 @@ def whole_classes_only(original: Callable) -> Callable:
                 State.core.refuse_part_of_classes(count, input)
         return original(input, target, *args, **kwargs)
 
-    # torch looks itself up by name when it asks a DTensor.
+    # torch passes the function found under this name to a DTensor
     stand_for(loss, original)
     return loss
 
 
 def both_overridable(original: Callable) -> Callable:
-    """Wrap the compiler's list of the functions that ask the class of their arguments first. It is made once, before
-    or after these losses were replaced. The same holds for the list of functions that are one operation of a graph."""
+    """Wrap the compiler's list of overridable functions, so that it has the losses and their wrappers. The list is made
+    once, before or after these losses were replaced. The same holds for the list of functions that are one operation of
+    a graph."""
 
     @functools.cache
     def get_overridable_functions() -> set:

@@ -15,7 +15,7 @@ __all__ = ["TorchCpuPlatform"]
 
 class TorchCpuPlatform(TorchPlatform):
     """`torch-cpu`. The dtypes that gloo supports were measured with torch 2.13. Every collective fails for int16,
-    uint16, uint32 and fp8, gathering also for complex numbers, and averages for integers too."""
+    uint16, uint32 and fp8. All-gather also fails for complex numbers, and averages fail for integers."""
 
     name = "torch-cpu"
     device_type = "cpu"
@@ -26,18 +26,18 @@ class TorchCpuPlatform(TorchPlatform):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """See `Platform.unavailable_reason`."""
+        """Return why this backend cannot run here, or None."""
         if not dist.is_available() or not dist.is_gloo_available():
             return "this torch was built without torch.distributed or without gloo"
         return None
 
     def device_module(self) -> Any:
-        """Torch itself, whose generator is that of the CPU."""
+        """Return the module ``torch``, which has the CPU's generator."""
         return torch
 
     def device(self) -> torch.device:
-        """The CPU."""
+        """Return the CPU device."""
         return torch.device("cpu")
 
     def _select_device(self, local_rank: int) -> None:
-        """There is one."""
+        """Do nothing: all ranks use the same device."""

@@ -14,7 +14,7 @@ __all__ = ["TorchCudaPlatform"]
 
 
 class TorchCudaPlatform(TorchPlatform):
-    """`torch-cuda`."""
+    """`torch-cuda`: NVIDIA GPUs with nccl."""
 
     name = "torch-cuda"
     device_type = "cuda"
@@ -24,7 +24,7 @@ class TorchCudaPlatform(TorchPlatform):
     all_reduce_dtypes = reduce_scatter_dtypes = REDUCED
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
-        """See `Platform.profiler_range`: of NVTX too, for Nsight."""
+        """Start a range that the profiler and NVTX (Nsight) show, and return the function that ends it."""
         end, handle = super().profiler_range(name), torch.cuda.nvtx.range_start(name)
 
         def end_both() -> None:
@@ -36,7 +36,7 @@ class TorchCudaPlatform(TorchPlatform):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """See `Platform.unavailable_reason`."""
+        """Return why this backend cannot run here, or None."""
         if not torch.backends.cuda.is_built():
             return "the installed torch was built without CUDA"
         if not torch.cuda.is_available():

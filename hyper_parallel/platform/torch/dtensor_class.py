@@ -1,10 +1,10 @@
-"""The DTensor class of torch: a tensor that carries a layout, and whose operations are intercepted.
+"""The DTensor class of torch: a tensor with a layout, whose operations are intercepted.
 
 Below Python, torch sees an ordinary tensor of the local shape. Functions called in Python arrive at
-``__torch_function__``, which looks the function up once:
+``__torch_function__``, which looks up the function once:
 
-* `tensor.HANDLERS` holds the handlers for calls other than operations: metadata, ``.grad``, backward, hooks.
-  Optimizers' kernels and random initialisation are there too (the modules of `platform.torch.handlers`).
+* `tensor.HANDLERS` holds handlers for calls other than operations: metadata, ``.grad``, backward, hooks. Optimizers'
+  kernels and random initialisation are there too (the modules of `platform.torch.handlers`).
 * `op_table.OP_TABLE` holds the operations, which go to core's dispatch with their row.
 * Everything else goes to core's dispatch without a row, which gathers the operands.
 """
@@ -36,7 +36,7 @@ _local_shape = Tensor.shape.__get__
 
 
 def _local_property(name: str, base: Any) -> property:
-    """A property that the local tensor answers, without the way through ``__torch_function__``."""
+    """Return a property that reads the local tensor directly, without ``__torch_function__``."""
     read = getattr(base, name).__get__
 
     def get(self: Any) -> Any:
@@ -49,7 +49,7 @@ def _local_property(name: str, base: Any) -> property:
 
 
 def _complex_part(name: str) -> property:
-    """``x.real`` and ``x.imag``. Torch has no interception point for setting them."""
+    """Return the property ``x.real`` or ``x.imag``. Torch cannot intercept writes to these."""
     read = getattr(Tensor, name).__get__
 
     def set_part(self: Any, value: Any) -> None:
@@ -59,10 +59,10 @@ def _complex_part(name: str) -> property:
 
 
 def make_dtensor_class(mixin: type, core: Core, base: type = Tensor) -> type:
-    """See `Platform.make_dtensor_class`. All torch platforms share the class; the first call makes it.
+    """Make the DTensor class of this platform. All torch platforms share the class; the first call makes it.
 
-    ``base`` is the class of local tensors. It is another one where torch's own tensors are a subclass that computes by
-    ``__torch_dispatch__``. Retagging must not take that away: the tests with fake tensors give ``FakeTensor``.
+    ``base`` is the class of local tensors. It differs where torch's own tensors are a subclass that computes by
+    ``__torch_dispatch__``. A change of ``__class__`` must keep that: tests with fake tensors pass ``FakeTensor``.
     """
     if State.tensor_class is not None:
         if not issubclass(State.tensor_class, mixin):
@@ -82,7 +82,7 @@ def make_dtensor_class(mixin: type, core: Core, base: type = Tensor) -> type:
             return recover(error, func, args, kwargs or _NO_KWARGS)
 
     def shape(self: Any) -> Any:
-        """Global shape; of the local tensor where dispatch is off."""
+        """Return the global shape, or the local shape if dispatch is off."""
         return self._layout.shape if is_dispatch_on() else _local_shape(self)
 
     namespace = {
@@ -95,7 +95,7 @@ def make_dtensor_class(mixin: type, core: Core, base: type = Tensor) -> type:
         "__deepcopy__": handlers.deepcopy_dtensor,
         "__reduce_ex__": handlers.reduce_dtensor,
         "set_": handlers.composite.set_method,
-        #: Whether torch reads the gradient of a parameter in backward, so that it has to be complete there.
+        #: Whether torch reads the gradient of a parameter in backward, so that it must be complete there.
         "_read_in_backward": False,
         "_is_flat_param": wrappers.refuse_flat_parameter,
         **checkpoints.PROTOCOL,
@@ -107,7 +107,7 @@ def make_dtensor_class(mixin: type, core: Core, base: type = Tensor) -> type:
     try:
         patches.PATCHES.install()
     except RuntimeError:
-        State.tensor_class = None  # every attempt is to say so
+        State.tensor_class = None  # every later attempt must raise too
         raise
     when_imported("torch._dynamo", trace_losses)
     return State.tensor_class

@@ -1,4 +1,4 @@
-"""Verbs that make torch faster than the contract asks for: see `hyper_parallel.platform.contract.fast`."""
+"""Verbs that make torch faster than the contract requires: see `hyper_parallel.platform.contract.fast`."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def _call(hooks: Mapping[int, Callable[[Tensor], Any]], parameter: Tensor) -> No
 
 
 class TorchFast(Fast):
-    """`Platform.fast` of the torch backends; ``platform`` is the one that it belongs to."""
+    """`Platform.fast` of the torch backends; ``platform`` is its owner."""
 
     def __init__(self, platform: Any) -> None:
         self.platform = platform
 
     # ------------------------------------------------------------------------------------------------ modules
-    #: See `Fast.norm_call`: the function below that of `torch.nn.functional`.
+    #: Norm class -> the native function that `torch.nn.functional` calls; see `Fast.norm_call`.
     norm_calls: ClassVar[dict[type, Callable[[Any, Any, Any], Any]]] = {
         nn.LayerNorm: lambda module, x, own: torch.layer_norm(
             x, module.normalized_shape, own["weight"], own["bias"], module.eps
@@ -85,19 +85,19 @@ class TorchFast(Fast):
     }
 
     def norm_call(self, module: nn.Module) -> Callable[[Any, Any, Any], Any] | None:
-        """See `Fast.norm_call`."""
+        """Return the forward of a norm with other parameters; see `Fast.norm_call`."""
         return self.norm_calls.get(type(module))
 
     def is_plain_linear(self, module: Any) -> bool:
-        """See `Fast.is_plain_linear`."""
+        """Return whether a call of ``module`` computes exactly `linear`; see `Fast.is_plain_linear`."""
         return type(module) is nn.Linear
 
-    #: See `Fast.linear`.
+    #: ``x @ weight.T + bias``.
     linear: Any = staticmethod(F.linear)
 
     # ------------------------------------------------------------------------------------------------ autograd
     def autograd_step(self, forward: Callable[[Any, Tensor], Tensor], backward: TensorFunction) -> TensorFunction:
-        """See `Fast.autograd_step`."""
+        """Make a differentiable function that saves nothing for backward; see `Fast.autograd_step`."""
         name = name_of(forward)
         apply = make_apply(name, forward, _without_context(backward))
 
@@ -121,7 +121,7 @@ class TorchFast(Fast):
         forward: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
         backward: Callable[[Any, Any], Tensor],
     ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """See `Fast.autograd_pair`."""
+        """Make a differentiable function with two results; see `Fast.autograd_pair`."""
 
         def run_forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
             ctx.set_materialize_grads(False)
@@ -131,11 +131,11 @@ class TorchFast(Fast):
 
         return make_apply(name_of(forward), run_forward, _without_context(backward))
 
-    #: See `Fast.backward_in_order`.
+    #: Whether backward runs ready nodes in reverse order of recording.
     backward_in_order = True
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
-        """See `Fast.can_delay_gradient`."""
+        """Return whether gradients may be accumulated after backward of a function; see `Fast.can_delay_gradient`."""
         with no_dispatch():
             if not all(map(_IS_LEAF, parameters)) or any(map(_READ, parameters)):
                 return False
@@ -143,7 +143,7 @@ class TorchFast(Fast):
                 return False
         if graph_task() in ADDING:
             return True
-        # The node that runs now is the function's own backward; next to it are the nodes that accumulate.
+        # The current node is the function's own backward; its next functions accumulate gradients.
         node = current_node()
         edges = () if node is None else node.next_functions
         if len(edges) != len(parameters):
@@ -151,7 +151,7 @@ class TorchFast(Fast):
         try:
             return all(map(will_execute, map(_NODE, edges)))
         except RuntimeError:
-            return False  # torch refuses the question for leaves inside `autograd.grad`, which accumulates nothing
+            return False  # torch rejects this query for leaves inside `autograd.grad`, which accumulates nothing
 
     def add_to_gradients(self, parameters: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
         """See `Fast.add_to_gradients`. The engine does not see these gradients, so hooks are called here."""
@@ -168,25 +168,25 @@ class TorchFast(Fast):
                     _call(hooks, parameter)
 
     def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
-        """See `Fast.tell_gradient`."""
+        """Return ``x`` as another tensor, and call ``call`` when its cotangent is complete."""
         y: Any = x.view_as(x)
         y._backward_hooks = OrderedDict({0: lambda cotangent: call()})
         y.grad_fn._register_hook_dict(y)
         y._backward_hooks = None  # see `in_place_step`
         return y
 
-    #: See `Fast.move_to_one_storage` and `Fast.in_one_storage`.
+    #: Functions that move parameters into one tensor, and find that tensor.
     move_to_one_storage: Any = staticmethod(move_to_flat)
     in_one_storage: Any = staticmethod(find_flat)
 
     def pack_rows(self, xs: Sequence[Tensor], size: int) -> Tensor | None:
-        """See `Fast.pack_rows`."""
+        """Pack tensors into rows of equal chunks; see `Fast.pack_rows`."""
         if not all(map(Tensor.is_contiguous, xs)):
             xs = [x.contiguous() for x in xs]
         return chunk_cat(xs, 0, size)
 
     def cut(self, shapes: Sequence[tuple[int, ...]]) -> Callable[[Tensor], list[Tensor]]:
-        """See `Fast.cut`. By strides it is half of `narrow` and `view`."""
+        """Return a function that splits a 1-D tensor by strides, in half the time of `narrow` and `view`."""
         places, start = [], 0
         for shape in shapes:
             strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
@@ -194,11 +194,12 @@ class TorchFast(Fast):
             start += math.prod(shape)
         return lambda x: [x.as_strided(*place) for place in places]
 
-    #: See `Fast.gathered_rows`.
+    #: Staging buffer for an all-gather; see `Fast.gathered_rows`.
     gathered_rows: Any = GatheredRows
 
     def run_soon(self, x: Tensor) -> None:
-        """See `Fast.run_soon`. Among the nodes that it could run, torch's engine takes the one that was made last."""
+        """Let backward run the function that returned ``x`` as soon as it can. Torch's engine picks the ready node with
+        the highest sequence number."""
         set_order(x.grad_fn, 1 << 62)
 
     def linear_view(
@@ -208,7 +209,8 @@ class TorchFast(Fast):
         key: Any,
         otherwise: TensorFunction,
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """See `Fast.linear_view`: as `gradient_view`, with one table of hooks for all views, and the cache."""
+        """Return ``view(x, weight)`` as `gradient_view` does. All views share one table of hooks, and the cache is
+        inlined."""
         hooks = OrderedDict({0: hook_of(convert, record)})
 
         def view(x: Tensor, weight: Tensor) -> Tensor:
@@ -218,7 +220,7 @@ class TorchFast(Fast):
                 return x
             cache = x.__dict__.get("_cached")
             if cache:
-                # As `Platform.read_cache`, of the weak references that are written below.
+                # Inlined `Platform.read_cache`, for the weak references that are written below.
                 entry = cache.get(key)
                 if entry is not None and entry[1] == x._version and (found := entry[0]()) is not None:
                     data = entry[2]
@@ -230,10 +232,10 @@ class TorchFast(Fast):
                         return found
             dims = x.dim()
             if dims < 2 or not weight.requires_grad or any_autocast() or saved_tensor_hooks(True) is not None:
-                # `F.linear` would keep something else: nothing, a copy in the dtype of autocast, or what hooks on saved
-                # tensors (checkpointing, offloading) make of it.
+                # `F.linear` would save no view: nothing, a copy in the dtype of autocast, or the result of hooks on
+                # saved tensors (checkpointing, offloading).
                 return otherwise(x)
-            # `F.linear` would save a 2-D view of a view with more dimensions, and not that view itself.
+            # `F.linear` would save a 2-D view of a view with more dimensions, and not that view.
             y: Any = x.view_as(x) if dims == 2 else x.flatten(0, -2)
             y._backward_hooks = hooks
             if BACKWARD_WRAPPERS:
@@ -242,7 +244,7 @@ class TorchFast(Fast):
             y.grad_fn._register_hook_dict(y)
             if cache is None:
                 cache = x.__dict__["_cached"] = Cache()
-            # Weak, see `Platform.write_cache`: the operation keeps it.
+            # Weak, see `Platform.write_cache`: the operation keeps the view alive.
             if type(x) is not Tensor:
                 compared: Any = NOTHING
             else:
@@ -257,7 +259,7 @@ class TorchFast(Fast):
         write: TensorFunction,
         record: TensorFunction,
     ) -> TensorFunction:
-        """See `Fast.in_place_step`."""
+        """Return ``apply(y)``, which writes into ``y`` without a node in the graph; see `Fast.in_place_step`."""
         hooks = OrderedDict({0: hook_of(None, record)})
 
         def apply(y: Any) -> Tensor:
@@ -269,7 +271,7 @@ class TorchFast(Fast):
                 data.copy_(written)
             y._backward_hooks = hooks
             y.grad_fn._register_hook_dict(y)
-            # The graph has the table now. The tensor must not: a hook of its user would go into it.
+            # The graph holds the table now. The tensor must not, or a user's hook would be added to it.
             y._backward_hooks = None
             return y
 
@@ -277,7 +279,7 @@ class TorchFast(Fast):
 
     # ------------------------------------------------------------------------------------------------ overlap
     def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor | None:
-        """See `Fast.linear_with_collective`: in chunks."""
+        """Compute a linear layer overlapped with a collective, in chunks; see `Fast.linear_with_collective`."""
         platform = self.platform
         with no_dispatch():
             reduces = "all_reduce" if how.collective == "all_reduce" else "reduce_scatter"
@@ -290,7 +292,7 @@ class TorchFast(Fast):
 
 
 def _without_context(backward: Callable) -> Callable:
-    """``backward`` of plain cotangents as a method of an autograd function."""
+    """Wrap ``backward``, which takes plain cotangents, as a static method of an autograd function."""
 
     def run(ctx: Any, *cotangents: Any) -> Any:
         call = getattr(ctx, "_wrapped", backward) if BACKWARD_WRAPPERS else backward

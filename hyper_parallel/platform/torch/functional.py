@@ -1,7 +1,7 @@
-"""Functions of `torch.nn.functional` that are Python around one native function.
+"""Functions of `torch.nn.functional` that are Python wrappers of one native function.
 
-torch hands such a function over with all its arguments named. Calling it again on the local tensors would take the same
-way through Python once more. The native function that it would call in the end is dispatched in its place.
+torch passes such a function with all its arguments named. Calling it again on the local tensors would repeat the work
+in Python. So the native function that it would call in the end is dispatched directly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOTHING: dict[str, Any] = {}
 
 
 def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
-    """Handlers for these functions, from those of the native functions; ``handlers`` has both."""
+    """Return handlers for these functions, made from the handlers of the native functions; ``handlers`` has both."""
     return {
         **{func: _activation(native, handlers[native], handlers[func]) for func, native in _ACTIVATIONS.items()},
         **{func: _softmax(native, handlers[native], handlers[func]) for func, native in _SOFTMAXES.items()},
@@ -43,11 +43,11 @@ def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
 def calls_in_place(table: Table, handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
     """Return handlers for element-wise functions with ``inplace=True``, which run as operations in place.
 
-    The row of the function itself would write into the reduced copy of a partial sum, and lose that.
+    The row of the function itself would write into the reduced copy of a partial sum, and lose the result.
 
     Args:
         table: the op table.
-        handlers: those of the functions without ``inplace``.
+        handlers: handlers of the functions without ``inplace``.
     """
     written = handlers[torch.relu_]
     names = [name for name in vars(F) if not name.startswith("__")]
@@ -61,7 +61,7 @@ def calls_in_place(table: Table, handlers: Mapping[Any, Handler]) -> dict[Any, H
 
 def _written_or_new(written: Handler, new: Handler) -> Handler:
     def handler(func: Any, args: tuple, kwargs: dict) -> Any:
-        # Torch's wrappers pass on the keyword ``inplace``, however they were called.
+        # Torch's wrappers always pass ``inplace`` by keyword.
         return (written if kwargs.get("inplace") else new)(func, args, kwargs)
 
     return handler

@@ -1,8 +1,8 @@
-"""Linear layers and the collective before or after them in one operator of torch_npu, which overlaps the two.
+"""Linear layers fused with the collective before or after them in one operator of torch_npu, which overlaps the two.
 
-Each is differentiable, by the other one: the backward of the operator that sums and scatters gathers, and vice versa.
-The limits in `applies` are those that torch_npu 2.13 documents for the plain forms without quantisation. The operators
-are npu_mm_all_reduce_base, npu_all_gather_base_mm and npu_mm_reduce_scatter_base.
+The backward of a fused operator is another one: that of the matmul with reduce-scatter is the all-gather with matmul,
+and vice versa. The limits in `applies` are those that torch_npu 2.13 documents for the plain forms without
+quantisation. The operators are npu_mm_all_reduce_base, npu_all_gather_base_mm and npu_mm_reduce_scatter_base.
 
 Source: ``torch_npu/_op_plugin_docs.py``; Megatron-LM's sequence parallelism (Korthikanti et al. 2022).
 """
@@ -27,9 +27,9 @@ _OPERATORS = {
     "reduce_scatter": "npu_mm_reduce_scatter_base",
 }
 _DTYPES = (torch.float16, torch.bfloat16)
-#: Sizes of the dimension that is summed over in a product which gathers or scatters.
+#: Supported sizes of weight dimensions in a product that gathers or scatters.
 _SUMMED = range(256, 65535)
-#: First numbers of Ascend 910B and 910C in torch_npu's SocVersion, and how many NPUs may take part there.
+#: First numbers of Ascend 910B, 310B and 910C in torch_npu's SocVersion. Below: supported numbers of NPUs.
 _ASCEND_910B, _ASCEND_310B, _ASCEND_910C = 220, 240, 250
 _COUNTS = (2, 4, 8)
 
@@ -37,7 +37,7 @@ _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def applies(x: Tensor, weight: Tensor, how: LinearCollective, chip: int) -> bool:
-    """Return whether a fused operator takes the product. All ranks with equal shards get the same answer.
+    """Return whether a fused operator supports the product. All ranks with equal shards get the same answer.
 
     Args:
         x, weight, how: as for `Fast.linear_with_collective`.
@@ -68,13 +68,14 @@ def _exists(collective: str) -> bool:
 
 
 def run(x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor:
-    """See `Fast.linear_with_collective`; the group is a ``ProcessGroup``."""
+    """Compute a linear layer fused with a collective, see `Fast.linear_with_collective`. ``how.group`` is a
+    ``ProcessGroup``."""
     y = FUNCTIONS[how.collective].apply(x.reshape(-1, x.shape[-1]), weight, _Fused(how))
     return y.reshape(*x.shape[: how.dim], -1, *x.shape[how.dim + 1 : -1], y.shape[-1])
 
 
 def communicator(group: Any) -> str:
-    """HCCL's name of a process group."""
+    """Return HCCL's name of a process group."""
     name = _names.get(group)
     if name is None:
         # The rank is only used for its device.
@@ -84,7 +85,8 @@ def communicator(group: Any) -> str:
 
 
 class _Fused:
-    """Products and their collective in one operator, with the methods of `overlap._Chunked`: all rows are one chunk."""
+    """Products and their collective in one operator. It has the methods of `overlap._Chunked`, with all rows in one
+    chunk."""
 
     def __init__(self, how: LinearCollective) -> None:
         self.how = how

@@ -1,4 +1,4 @@
-"""torch on the device meta, whose tensors have shapes and no data: for dry runs."""
+"""torch on the meta device, whose tensors have shapes and no data: for dry runs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _META = torch.device("meta")
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention as CPUs and GPUs compute it, which keep no scores. Left to itself, torch takes the slow formula for
-    tensors without data, whose scores would count as activations."""
+    """Attention as the fused kernels of CPUs and GPUs compute it, which save no scores. By default, torch uses the
+    unfused formula for tensors without data, whose scores would count as activations."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Replace the call where the fused one takes it."""
+        """Replace the call if the fused kernel supports it."""
         if func is F.scaled_dot_product_attention and all(type(x) is Tensor for x in args[:3]):
             fused = _fused_attention(*args, **(kwargs or {}))
             if fused is not None:
@@ -66,7 +66,8 @@ def _fused_attention(
 
 
 class _Kernels(TorchDispatchMode):
-    """Kernels of tensors without data are Python in part, and would meet DTensors there: kernels compute on locals."""
+    """Mode in which kernels run with interception off. Kernels of tensors without data are partly Python, and would
+    otherwise see DTensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Call the kernel with interception off."""
@@ -75,10 +76,10 @@ class _Kernels(TorchDispatchMode):
 
 
 class _MetaFast(TorchFast):
-    """Without the short way that gives storage its memory unseen."""
+    """Fast paths without `gathered_rows`, which allocates storage without telling `UsageMode`."""
 
     def gathered_rows(self, whole: Tensor, count: int, lengths: Sequence[int]) -> Any:
-        """There is none."""
+        """Return None: the fast path is not available."""
         return None
 
 
@@ -93,18 +94,20 @@ class TorchMetaPlatform(TorchCpuPlatform):
         self.fast = _MetaFast(self)
 
     def device(self) -> torch.device:
-        """The one without data."""
+        """Return the meta device."""
         return _META
 
     def to_device(self, x: Tensor) -> Tensor:
-        """See `Platform.to_device`: the values are left behind, and the way back too, by which no gradient could go."""
+        """Return ``x`` on the meta device without values. It is detached from the graph of ``x``, because no gradient
+        can return."""
         self.check_local(x)
         if x.is_meta:
             return x
         return x.detach().to(_META).requires_grad_(x.requires_grad)
 
     def copy_without_data(self, module: nn.Module) -> nn.Module:
-        """See `Platform.copy_without_data`. Ties, and tensors that are plain attributes, are kept."""
+        """Return a copy of a module without data, for a dry run. Ties, and tensors that are plain attributes, are
+        preserved."""
         memo: dict[int, Any] = {}
         for submodule in module.modules():
             for x in (*submodule._parameters.values(), *submodule._buffers.values(), *vars(submodule).values()):
@@ -115,38 +118,38 @@ class TorchMetaPlatform(TorchCpuPlatform):
 
     @contextmanager
     def without_data(self) -> Iterator[None]:
-        """See `Platform.without_data`."""
+        """Return a context in which new tensors have no data; see `Platform.without_data`."""
         with _META, _FusedAttention(), _Kernels():
             yield
 
     def free_storage(self, x: Tensor) -> None:
-        """See `Platform.free_storage`."""
+        """Free the memory of ``x``; see `Platform.free_storage`."""
         super().free_storage(x)
         resized(x)
 
     def refill_storage(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
-        """See `Platform.refill_storage`."""
+        """Allocate the memory of ``x`` again and write ``pieces`` into it; see `Platform.refill_storage`."""
         super().refill_storage(x, pieces)
         resized(x)
 
     def recompute(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        """See `Platform.recompute`. No random numbers are to be drawn again. Backward is a function that modes see,
-        so it runs without those modes."""
+        """Run ``call`` under activation checkpointing, without restoring random state. Backward disables the active
+        modes, so the recomputation enters them again."""
 
         def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
             return nullcontext(), self.without_data()
 
         return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
-    #: See `Platform.make_decoder`.
+    #: Function that returns a decoder with the layers and names of Llama; see `Platform.make_decoder`.
     make_decoder: Any = staticmethod(make_decoder)
 
     def usage(self) -> AbstractContextManager[Usage]:
-        """See `Platform.usage`."""
+        """Return a context manager that yields the work and memory of the operations inside; see `Platform.usage`."""
         return UsageMode()
 
     def optimizer_bytes(self, parameters: Any, optimizer: str) -> int | None:
-        """See `Platform.optimizer_bytes`: the state after its first step."""
+        """Return the bytes of optimizer state for ``parameters`` after a first step; see `Platform.optimizer_bytes`."""
         cls = getattr(torch.optim, optimizer, None)
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             return None

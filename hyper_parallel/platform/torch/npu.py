@@ -1,6 +1,6 @@
 """torch on Huawei Ascend NPUs: torch_npu and HCCL.
 
-Only this module imports torch_npu, and only in functions: the package needs the CANN runtime, and refuses to be in one
+Only this module imports torch_npu, and only in functions. The package needs the CANN runtime, and refuses to share a
 process with another accelerator.
 """
 
@@ -33,16 +33,16 @@ _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 _ALL_REDUCED = dict.fromkeys(
     ("sum", "max", "min", "product"), _FLOATS | _INTEGERS | frozenset({torch.uint8, torch.bool})
 )
-#: HCCL's codes for a time-out, a failed connection or a failed peer: the signs of a lost rank.
+#: HCCL's codes for a time-out, a failed connection or a failed peer, which indicate a lost rank.
 _LOST = re.compile(r"Hccl\w+, error code is (9|11|12|13|14|19|21)\b")
 _REDUCE_SCATTERED = dict.fromkeys(("sum", "max", "min", "product"), _FLOATS | _INTEGERS)
 
 
 class TorchNpuPlatform(TorchPlatform):
-    """`torch-npu`. The facts about HCCL were read off torch_npu 2.13: it has no reductions of float64, uint16, uint32
-    and fp8. Its reduce_scatter also lacks uint8, bool and complex64. Moving data takes every dtype.
+    """`torch-npu`. The facts about HCCL were read off torch_npu 2.13. It has no reductions of float64, uint16, uint32
+    and fp8. Its reduce_scatter also lacks uint8, bool and complex64. Collectives that only move data take every dtype.
 
-    Ascend 910A and 310P have no bfloat16: there it is refused wherever a tensor is distributed, made or communicated.
+    Ascend 910A and 310P have no bfloat16: there it is rejected wherever a tensor is distributed, made or communicated.
     """
 
     name = "torch-npu"
@@ -57,12 +57,12 @@ class TorchNpuPlatform(TorchPlatform):
         super().__init__()
         warn_of_untested("torch_npu", version("torch-npu"))
         self.fast = _NpuFast(self)
-        # Their functions are there now that `unavailable_reason` has loaded torch_npu; the DTensor class comes later.
+        # The fused operators exist now that `unavailable_reason` has loaded torch_npu; the DTensor class is made later.
         OP_TABLE.update(fused_npu.table())
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """See `Platform.unavailable_reason`."""
+        """Return why this backend cannot run here, or None."""
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed"
         if torch.cuda.is_available():
@@ -79,11 +79,12 @@ class TorchNpuPlatform(TorchPlatform):
         return None
 
     def is_communication_failure(self, error: Exception) -> bool:
-        """See `Platform.is_communication_failure`. Errors in the background reach only a watchdog."""
+        """Return whether ``error`` means that a rank did not take part in a collective. Background errors reach only a
+        watchdog."""
         return super().is_communication_failure(error) or bool(_LOST.search(str(error)))
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
-        """See `Platform.profiler_range`: of MSTX too, for msprof."""
+        """Start a range that the profiler and MSTX (msprof) show, and return the function that ends it."""
         end, mstx = super().profiler_range(name), self.device_module().mstx
         handle = mstx.range_start(name)
 
@@ -96,26 +97,28 @@ class TorchNpuPlatform(TorchPlatform):
 
     # ----------------------------------------------------------------------------------------- devices without bfloat16
     def supports(self, collective: str, op: str, local: Tensor) -> bool:
-        """See `Platform.supports`."""
+        """Return whether ``collective`` takes the dtype of ``local`` and the operation ``op``."""
         if local.dtype is torch.bfloat16:
             self._check_bfloat16(f"{collective} of a tensor of shape {tuple(self.shape_of(local))}")
         return super().supports(collective, op, local)
 
     def to_device(self, x: Tensor) -> Tensor:
-        """See `Platform.to_device`; every tensor that is distributed comes through here first."""
+        """Return ``x`` on this rank's device. Every tensor that is distributed passes through here, so bfloat16 is
+        checked."""
         if x.dtype is torch.bfloat16:
             self._check_bfloat16(f"a tensor of shape {tuple(self.shape_of(x))} is to be distributed")
         return super().to_device(x)
 
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
-        """See `Platform.factory`."""
+        """Return a new plain tensor made by the factory ``name``; see `Platform.factory`."""
         if dtype is torch.bfloat16 or (dtype is None and torch.get_default_dtype() is torch.bfloat16):
             self._check_bfloat16(f"{name} of shape {tuple(shape)}")
         return super().factory(name, shape, fill_value, dtype)
 
     def _check_bfloat16(self, what: str) -> None:
-        """Raise where the device does not compute in bfloat16: its kernels and HCCL's reductions would fail one by one,
-        or, as conversions do, go on in silence. All NPUs of a job are of one kind, so all ranks raise."""
+        """Raise TypeError if the device does not compute in bfloat16. Otherwise its kernels and HCCL's reductions would
+        fail one by one, or, as conversions do, continue silently. All NPUs of a job are of one kind, so all ranks
+        raise."""
         if not self._has_bfloat16:
             name = self.device_module().get_device_name()
             raise TypeError(
@@ -125,21 +128,21 @@ class TorchNpuPlatform(TorchPlatform):
 
     @cached_property
     def _has_bfloat16(self) -> bool:
-        # torch_npu knows the chip once its device is initialised, which asking does.
+        # torch_npu knows the chip once its device is initialised, which this call does.
         return bool(self.device_module().is_bf16_supported())
 
 
 class _NpuFast(TorchFast):
-    """With torch_npu's operators that multiply and communicate, where they are asked for."""
+    """Fast paths with torch_npu's operators that multiply and communicate, if the user enables them."""
 
     def __init__(self, platform: TorchNpuPlatform) -> None:
         super().__init__(platform)
-        # Not by itself: on Ascend 910B, HCCL allows such operators in one group of ranks only, and the time saved
+        # Off by default: on Ascend 910B, HCCL allows such operators in one group of ranks only, and the time saved
         # depends on the shapes.
         self.fuses_linear = os.environ.get("HYPER_PARALLEL_FUSED_LINEAR", "0") not in ("", "0")
 
     def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Any:
-        """See `Fast.linear_with_collective`."""
+        """Compute a linear layer overlapped with a collective; see `Fast.linear_with_collective`."""
         platform = self.platform
         with platform.no_dispatch():
             if self.fuses_linear and fused_linear.applies(x, weight, how, platform.device_module().get_soc_version()):

@@ -1,7 +1,7 @@
 """Python operators of the DTensor class, and the methods that compute.
 
-They are defined on the class instead of being left to `torch.Tensor`. Its own entry into ``__torch_function__`` takes
-longer, a third of the time of a view. It also turns every TypeError inside an operator into "unsupported operand
+They are defined on the class instead of being inherited from `torch.Tensor`. Its entry into ``__torch_function__`` is
+slower, by a third of the time of a view. It also turns every TypeError inside an operator into "unsupported operand
 type(s)", whatever the error said.
 """
 
@@ -30,7 +30,7 @@ __lshift__ __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__
 """
 )
 
-#: The method that torch itself would hand to ``__torch_function__``: calling it is faster than calling the operator.
+#: Operator -> the method that torch itself would pass to ``__torch_function__``, which is faster than the operator.
 _METHODS = {
     "__add__": Tensor.add,
     "__radd__": Tensor.add,
@@ -54,10 +54,10 @@ _OPERANDS = (Tensor, int, float, complex)
 
 
 def make_operators(handlers: Mapping[Any, Handler], recover: Callable) -> dict[str, Any]:
-    """The operator methods for the class namespace.
+    """Return the operator methods for the class namespace.
 
     Args:
-        handlers: where intercepted functions are looked up.
+        handlers: table of the handlers of intercepted functions.
         recover: see `handlers.unknown`.
     """
     namespace: dict[str, Any] = {"__hash__": Tensor.__hash__}
@@ -69,7 +69,7 @@ def make_operators(handlers: Mapping[Any, Handler], recover: Callable) -> dict[s
 
 
 def make_methods(handlers: Mapping[Any, Handler], recover: Callable) -> dict[str, Any]:
-    """The methods of `torch.Tensor` that ``handlers`` has a function for; see `make_operators`."""
+    """Return the methods of `torch.Tensor` for which ``handlers`` has a function; see `make_operators`."""
     natives = {name: getattr(Tensor, name) for name in dir(Tensor) if not name.startswith("_")}
     return {
         name: _make_method(native, handlers[native], recover)

@@ -1,7 +1,7 @@
 """Every patch of torch. The functions that make the replacements are in the modules of their subjects.
 
-Installed when the DTensor class is made, so never in a process that makes no DTensor; `PatchSet.uninstall` takes them
-back. docs/patches.md shows the list: ``python -m tests.support.patch_table torch`` writes it.
+The patches are installed when the DTensor class is made, so never in a process without DTensors. `PatchSet.uninstall`
+removes them. docs/patches.md shows the list: ``python -m tests.support.patch_table torch`` writes it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def _patch(target: str, reason: str, make: Callable[[Any], Any], **more: Any) ->
     return Patch((target,), reason, _TESTED, make, **more)
 
 
-#: Without these, results are right and slower, or users are told less.
+#: Patches without which results are right but slower, or messages say less.
 _optional = partial(_patch, required=False)
 
 
 def _clipping(private: str, public: str, make: Callable[[Any], Any], parameters: str) -> Patch:
-    """A function where it is defined, and so called by the others, and where users find it."""
+    """Patch a clipping function under its private name, which torch's functions call, and its public one."""
     targets = (f"torch.nn.utils.clip_grad.{private}", f"torch.nn.utils.{public}")
     reason = "clipping is right and slow, every operation intercepted; an error with parameters on several meshes"
     return Patch(targets, reason, _TESTED, make, check=takes(parameters), required=False)
@@ -88,7 +88,7 @@ def _transform(target: str, function: Callable) -> Patch:
 
 
 def _lightning(package: str) -> Patch:
-    """Both names under which the same code is installed."""
+    """Patch Lightning's strategy in ``package``: Lightning is installed under two names."""
     module = f"{package}.strategies.model_parallel"
     reason = "Lightning's `ModelParallelStrategy` and Fabric load no checkpoint: they find no distributed parameters"
     make = calling(checkpoints.finds_distributed)
@@ -119,7 +119,7 @@ PATCHES = PatchSet(
             everywhere=True,
         ),
         *map(_step, optimizers.ELEMENTWISE),
-        # Adam's, which torch wraps once more when it makes the first AdamW.
+        # `Adam.step`, which AdamW inherits and torch wraps again when it makes the first AdamW.
         _step("AdamW", "either"),
         *map(_init_group, optimizers.ELEMENTWISE),
         _optional(
@@ -284,7 +284,7 @@ PATCHES = PatchSet(
             check=takes(""),
             after=f"{_DYNAMO}.variables.torch",
         ),
-        # First the pattern: the patch that is taken back last is made of the list as it is then.
+        # The pattern comes first: patches are removed in reverse order, and its restoration reads the restored list.
         _patch(
             f"{_DYNAMO}.trace_rules.SKIP_DIRS_RE",
             _COMPILED_HANDLERS,

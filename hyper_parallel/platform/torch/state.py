@@ -1,4 +1,4 @@
-"""State of torch's modules and optimizers that belongs into a checkpoint."""
+"""State of torch's modules and optimizers that a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from hyper_parallel.platform.torch.handlers.optimizers import COUNTERS
 
 __all__ = ["StateVerbs"]
 
-#: Names under which wrappers hold a module, which are no part of the names in a checkpoint: those of torch.compile and
-#: checkpoint_wrapper.
+#: Attribute names of modules inside wrappers (torch.compile and checkpoint_wrapper), which names in a checkpoint omit.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _NAMES = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128"
 _FLOAT8 = "float8_e4m3fn float8_e5m2"
 
 
 class StateVerbs(Platform):
-    """The verbs of `Platform` about checkpoints."""
+    """Verbs of `Platform` for checkpoints."""
 
     dtypes: Mapping[str, torch.dtype] = {
         name: getattr(torch, name) for name in f"{_NAMES} {_FLOAT8}".split() if hasattr(torch, name)
@@ -33,7 +32,7 @@ class StateVerbs(Platform):
     singleton_dims: Mapping[type, Mapping[str, int]] = {nn.Conv1d: {"weight": 2}, nn.ConvTranspose1d: {"weight": 2}}
 
     def saved_tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """See `Platform.saved_tensors`."""
+        """Yield (path, tensor) for the tensors of a module that a checkpoint saves; see `Platform.saved_tensors`."""
         for path, submodule in module.named_modules(remove_duplicate=False):
             prefix = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
             temporary = submodule._non_persistent_buffers_set
@@ -43,18 +42,18 @@ class StateVerbs(Platform):
                     yield f"{prefix}.{name}" if prefix else name, x
 
     def give_memory(self: Any, x: Tensor) -> None:
-        """See `Platform.give_memory`."""
+        """Allocate memory for a tensor without values; see `Platform.give_memory`."""
         with no_dispatch(), torch.no_grad():
             memory = torch.empty_like(x.detach().as_subclass(Tensor), device=self.device())
-            # The implementation below the Python object is exchanged: class, attributes and weak references to it stay.
+            # The implementation below the Python object is exchanged: class, attributes and weak references stay.
             swap_implementation(x, memory.requires_grad_(x.requires_grad))
 
     def is_optimizer(self, x: Any) -> bool:
-        """See `Platform.is_optimizer`."""
+        """Return whether ``x`` is an optimizer of the framework."""
         return isinstance(x, torch.optim.Optimizer)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """See `Platform.optimizer_state`."""
+        """Return the present state of the optimizer."""
         groups = optimizer.param_groups
         parameters = [list(group["params"]) for group in groups]
         options = [{name: _option(x) for name, x in group.items() if name != "params"} for group in groups]
@@ -66,7 +65,7 @@ class StateVerbs(Platform):
         return OptimizerState(parameters, options, state)
 
     def set_optimizer_state(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-        """See `Platform.set_optimizer_state`."""
+        """Set the state of the optimizer; see `Platform.set_optimizer_state`."""
         rows = iter(state.state)
         for group, options in zip(optimizer.param_groups, state.options, strict=True):
             for name, value in options.items():
@@ -74,7 +73,7 @@ class StateVerbs(Platform):
                     group[name].fill_(value)
                 elif name in group and name != "params":
                     group[name] = value
-            # Where the optimizer keeps numbers of its state; see `torch.optim.Optimizer.load_state_dict`.
+            # Device of the optimizer's numbers; see `torch.optim.Optimizer.load_state_dict`.
             on_device = group.get("capturable") or group.get("fused")
             for p in group["params"]:
                 held = optimizer.state[p]
@@ -92,14 +91,12 @@ class StateVerbs(Platform):
 
 
 def _is_moment(name: str, p: Tensor) -> bool:
-    """Return whether an entry without dimensions is of the parameter's dtype and placements, as the parameter itself
-    is.
-    """
+    """Return whether a 0-d state tensor of the 0-d parameter ``p`` has its dtype and placements, so is no counter."""
     return not p.ndim and name not in COUNTERS
 
 
 def _number(x: Any) -> Any:
-    """A tensor without dimensions as a float."""
+    """Return a 0-d tensor as a float, other values unchanged."""
     return float(x) if isinstance(x, Tensor) and not x.ndim else x
 
 

@@ -1,1 +1,1 @@
-"""Ground of the MindSpore backend: private names of MindSpore, dtypes, empty tensors, seeds."""
+"""Foundations of the MindSpore backend: private names of MindSpore, dtypes, empty tensors, seeds."""

@@ -1,8 +1,8 @@
 """Results of operations on empty shards.
 
 With uneven sharding a rank may hold no elements. MindSpore's CPU kernels then often leave the result, or the gradient
-of another operand, uninitialised. Examples are a matrix product that contracts a dim of size 0, and the bias of
-an empty batch. A third is the gradient of an operand that is broadcast to an empty tensor. `safe_when_empty` wraps the
+of another operand, uninitialised. Examples are a matrix product that contracts a dim of size 0, and the bias of an
+empty batch. A third is the gradient of an operand that is broadcast to an empty tensor. `safe_when_empty` wraps the
 call of a row. With an empty operand the result is zeros of the shape that core's rule gives. They stay differentiable
 by every operand, because the collectives of backward must run on every rank.
 """
@@ -27,16 +27,16 @@ _DISPATCH: list[Dispatch] = []
 
 
 def use_rules(dispatch: Dispatch) -> None:
-    """To be called with core's dispatcher when the DTensor class is made."""
+    """Set core's dispatcher. Called when the DTensor class is made."""
     _DISPATCH[:] = [dispatch]
 
 
 class _Zeros(AutogradFunction):
-    """Zeros of which tensors are inputs, with gradient zero. The gradient has them as inputs again, as it has on ranks
-    with elements: gradients of gradients may communicate on the way to them.
+    """Zeros whose inputs are the operands, with gradient zero. The gradient has the operands as inputs again, as on
+    ranks with elements: gradients of gradients may communicate before they reach these.
 
-    `save_for_backward` would refuse operands that the program has written to since. No value of theirs is read, and an
-    addition on ranks with elements has not saved them either."""
+    `save_for_backward` would reject operands that the program has written to since. Their values are not read here, and
+    an addition on ranks with elements does not save them either."""
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], dtype: Any, *operands: Tensor) -> Tensor:
@@ -52,8 +52,8 @@ class _Zeros(AutogradFunction):
 
 
 class _Written(AutogradFunction):
-    """A copy of ``x``, to which nothing of a value was written here: that has a gradient on other ranks, whose
-    collectives run here too. Saves nothing, since ``x`` is about to change."""
+    """A copy of ``x`` after a write that changes no element on this rank. The value has a gradient on other ranks,
+    whose collectives must run here too. Saves nothing, since ``x`` is about to change."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class _Written(AutogradFunction):
 
 
 def written_nothing(x: Tensor, value: Any) -> Tensor | None:
-    """``x`` after a write that puts nothing of ``value`` there, if that gets a gradient; else None."""
+    """Return ``x`` after a write that changes none of its elements, if ``value`` gets a gradient; else None."""
     if not (isinstance(value, Tensor) and is_recording() and value._requires_grad):
         return None
     Tensor.copy_(x, _Written.apply(x, value))
@@ -76,7 +76,7 @@ def written_nothing(x: Tensor, value: Any) -> Tensor | None:
 
 
 def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
-    """Zeros of which every operand is an input with gradient zero."""
+    """Return zeros that have every operand as an input with gradient zero."""
     parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in DIFFERENTIABLE]
     if dtype not in DIFFERENTIABLE or not parts:
         return ops.zeros(shape, dtype)
@@ -84,13 +84,13 @@ def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tens
 
 
 def safe_when_empty(op: NativeOp, flat: bool | tuple[int, ...] = False, inside: float = 9) -> NativeOp:
-    """The row, made safe for empty operands.
+    """Return the row, made safe for empty operands.
 
     Args:
         op: the row.
-        flat: of an element-wise operation, whether MindSpore records no gradient of it; or the places of the operands
-            that get none.
-        inside: a number for which an element-wise operation is defined.
+        flat: for an element-wise operation, whether MindSpore records no gradient of it, or the indices of operands
+            without gradient.
+        inside: a number in the domain of an element-wise operation.
     """
     call, when_empty = op.call, _WHEN_EMPTY.get(op.name, _connected)
     if op.name == "pointwise":
@@ -112,13 +112,13 @@ def safe_when_empty(op: NativeOp, flat: bool | tuple[int, ...] = False, inside: 
 def _result_shapes(op: NativeOp, operands: tuple, static_args: Any) -> tuple:
     shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in operands)
     found = _DISPATCH[0].result_shapes(op.name, shapes, static_args)
-    # Where the data say a size, nothing is found in nothing.
+    # Sizes that depend on the data are 0 for empty data.
     return tuple(tuple(0 if size is None else size for size in shape) for shape in found)
 
 
 def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Run the operation itself. Results without elements get every operand as an input: MindSpore records few
-    operations on empty tensors."""
+    """Run the operation itself. Empty results get every operand as an input: MindSpore records few operations on empty
+    tensors."""
 
     def connect(y: Any) -> Any:
         return connected_zeros(tuple(y.shape), y.dtype, operands) if isinstance(y, Tensor) and 0 in y.shape else y
@@ -130,11 +130,11 @@ def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> An
 def _zeros(
     op: NativeOp, func: Any, operands: tuple, static_args: Any, inputs: tuple | None = None, inside: float = 0
 ) -> Any:
-    """Zeros, for sums of no elements. Other operations (a maximum) come here for results without elements only.
+    """Return zeros, for sums of no elements. Other operations (a maximum) use this for empty results only.
 
-    Dtypes and the number of results are found by a call on zeros, whose empty dims have size 1. ``inputs``: the
+    A call on zeros, whose empty dimensions have size 1, determines dtypes and the number of results. ``inputs``: the
     tensors that the zeros depend on, if not all operands. ``inside``: the number used in place of zero for floats, for
-    kernels that refuse zero.
+    kernels that reject zero.
     """
 
     def stand_in(x: Any) -> Tensor:
@@ -151,17 +151,17 @@ def _zeros(
 
 
 def _flat(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Without inputs, as on ranks with elements: collectives of backward run on all ranks or none."""
+    """Return zeros without inputs, as on ranks with elements: collectives of backward run on all ranks or none."""
     return _zeros(op, func, operands, static_args, ())
 
 
 def nothing_taken(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Tensor:
-    """Zeros in the dtype of the first operand, for operations whose static arguments speak of sizes."""
+    """Return zeros in the dtype of the first operand, for operations whose static arguments contain sizes."""
     return connected_zeros(_result_shapes(op, operands, static_args)[0], operands[0].dtype, operands)
 
 
 def _product_and_term(op: NativeOp, operands: tuple, static_args: Any, factors: slice, term: Any) -> Tensor:
-    """A product of nothing, which is zero, plus a term."""
+    """Return a product of empty operands, which is zero, plus a term."""
     (shape,), dtype = _result_shapes(op, operands, static_args), operands[1].dtype
     if term is None or 0 in shape:
         return connected_zeros(shape, dtype, operands)
@@ -182,21 +182,21 @@ def _in_place(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any
 
 
 def _nothing_written(x: Tensor) -> Tensor:
-    """``x``, which has no elements, after a write. It counts as written to, as on ranks that have elements: a backward
-    that has saved it then fails on all ranks, or on none."""
+    """Return the empty ``x`` after a write. The write is counted, as on ranks with elements. So a backward that has
+    saved ``x`` fails on all ranks, or on none."""
     with no_grad():
         Tensor.copy_(x, x)
     return x
 
 
 def _dropout(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Draws nevertheless, so that the generators of the ranks stay in step."""
+    """Draw numbers anyway, so that the generators of the ranks stay in step."""
     op.call(func, (ops.ones((1,), ms.float32),), static_args)
     return nothing_taken(op, func, operands, static_args)
 
 
 def _written(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """A copy of the first operand, where nothing is written."""
+    """Return a copy of the first operand, to which nothing is written."""
     x = operands[0]
     if 0 in x.shape:
         return nothing_taken(op, func, operands, static_args)
@@ -204,7 +204,7 @@ def _written(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
 
 
 def _unless_empty(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Run the operation unless its result is empty. A padded result has elements even where the operand has none."""
+    """Run the operation unless its result is empty. A padded result has elements even if the operand is empty."""
     if 0 in _result_shapes(op, operands, static_args)[0]:
         return nothing_taken(op, func, operands, static_args)
     return op.call(func, operands, static_args)
@@ -219,7 +219,7 @@ def _setitem(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
     return _nothing_written(x) if written is None else written
 
 
-#: Operations whose results are zero, or have no elements, where an operand has none.
+#: Operations whose results are zero, or empty, if an operand is empty.
 _ZERO = """
     add mul linear_unary alias contiguous matmul sum amax amin reduce_whole reduce_pair vector_norm logsumexp
     along_dims along_linear softmax log_softmax topk glu by_table searchsorted count layer_norm rms_norm gather
@@ -229,11 +229,11 @@ _ZERO = """
 #: Canonical operation -> its function for empty operands; `_connected` for others.
 _WHEN_EMPTY: dict[str, Callable[[NativeOp, Any, tuple, Any], Any]] = {
     **dict.fromkeys(_ZERO.split(), _zeros),
-    # MindSpore records no gradient of a quotient that it rounds.
+    # MindSpore records no gradient of a rounded quotient.
     "div": lambda op, func, operands, static_args: (_flat if static_args and static_args[0] is not None else _zeros)(
         op, func, operands, static_args
     ),
-    # Ones or zeros have no gradient with respect to the tensor that they are like, on any rank.
+    # Ones or zeros have no gradient with respect to the tensor that gives their shape, on any rank.
     "like": lambda op, func, operands, static_args: op.call(func, operands, static_args),
     **dict.fromkeys(("pointwise_", "add_", "mul_", "div_", "linear_"), _in_place),
     **dict.fromkeys(("expand", "getitem", "attention", "take", "masked_select"), nothing_taken),

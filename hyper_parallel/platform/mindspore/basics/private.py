@@ -1,8 +1,8 @@
 """Private parts of MindSpore that the backend uses: the only place that names them.
 
-Each is looked at when this module is imported. None has another way. If one is missing or does not fit, the
-import of the backend fails. The error names MindSpore's version and the tested one. The parts that patches of
-MindSpore need are checked where the patches are made.
+Each part is checked when this module is imported. There are no substitutes. If a part is missing or unsuitable, the
+import of the backend fails. The error names MindSpore's version and the tested one. The parts that patches of MindSpore
+need are checked where the patches are made.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class UnknownMindSporeError(RuntimeError):
-    """This MindSpore lacks something private that the backend cannot do without."""
+    """Error for a MindSpore version without a private part that the backend requires."""
 
 
 def _take(module: str, name: str, suits: Callable[[Any], bool]) -> Any:
@@ -44,7 +44,7 @@ def _take(module: str, name: str, suits: Callable[[Any], bool]) -> Any:
         found = getattr(importlib.import_module(f"mindspore.{module}"), name)
         if suits(found):
             return found
-    except Exception:  # no such module or name, or whatever looking at something else raises
+    except Exception:  # no such module or name, or any error of the check
         found = None
     raise UnknownMindSporeError(
         f"mindspore.{module}.{name} is missing from MindSpore {mindspore.__version__}, or is not what HyperParallel "
@@ -56,24 +56,25 @@ def _has(*names: str) -> Callable[[Any], bool]:
     return lambda owner: inspect.isclass(owner) and all(hasattr(owner, name) for name in names)
 
 
-#: Autograd functions: the class of the user's, and the one below it, whose ``apply`` is called directly.
+#: Autograd functions: the class that users derive from, and its base, whose ``apply`` is called directly.
 AutogradFunction: Any = _take("common._grad_function", "_Function", _has("apply"))
 FunctionBase: Any = _take("_c_expression", "FunctionBase", lambda base: "apply" in base.__dict__)
 TensorPy: Any = _take("_c_expression", "TensorPy", _has("data", "_grad_node"))
-#: The record of a tensor: the operation that made it, or its place among the inputs. None if nothing is recorded.
+#: Returns the record of a tensor: the operation that made it, or its place among the inputs. None if nothing is
+#: recorded.
 grad_node: Callable[[Any], Any] = TensorPy._grad_node.__get__
-#: A plain tensor for the same memory to which nothing leads. `ops.stop_gradient` gives one too, in up to 50 us.
+#: Returns a plain tensor with the same memory, outside the graph. `ops.stop_gradient` does so too, in up to 50 us.
 untracked: Callable[[Any], Any] = TensorPy.data.__get__
-#: Within it, operations are not intercepted.
+#: Context in which operations are not intercepted.
 NoFallbackGuard: Any = _take("_c_expression", "NoFallbackGuard", _has("__enter__", "__exit__"))
 no_grad: Any = _take("common.api", "_no_grad", _has("__enter__", "__exit__"))
 _executor: Any = _take("common.api", "_pynative_executor", lambda it: callable(it.requires_grad) and it.clear_res)
-#: Whether operations are recorded for gradients; and the function that drops recordings cut short by an error.
+#: Returns whether operations are recorded for gradients; drops recordings that an error cut short.
 is_recording: Callable[[], bool] = _executor._executor.requires_grad
 drop_recordings: Callable[[], None] = _executor.clear_res
-#: The checks of a cell in its first call, ``_init_check`` and ``_self_check``, need parameters where they find any.
+#: The checks of a cell in its first call, ``_init_check`` and ``_self_check``, which require the present parameters.
 CheckedCell: Any = _take("nn", "Cell", _has("_init_check", "_self_check"))
-#: Makes the function that a cell calls in place of its ``construct`` once it is to be computed again in backward.
+#: Makes the function that a cell calls in place of its ``construct`` if it is recomputed in backward.
 RECOMPUTE: Any = _take("common._register_for_recompute", "recompute_registry", lambda it: callable(it.get))
 _MixedPrecisionType: Any = _take("_c_expression", "MixedPrecisionType", lambda kinds: hasattr(kinds, "NOTSET"))
 
@@ -91,7 +92,7 @@ def nodes_below(node: Any) -> set[int]:
 
 
 class Casts:
-    """Inside, operands are cast as this kind of mixed precision says, which a cell has from `Cell.to_float`."""
+    """Context in which operands are cast to a kind of mixed precision, which a cell has from `Cell.to_float`."""
 
     NONE = _MixedPrecisionType.NOTSET
 
@@ -105,7 +106,7 @@ class Casts:
         _executor.set_mixed_precision_type(self.NONE, False)
 
 
-#: (positions, weights, gradients) -> the gradients, each with the tensor that it belongs to, for `mindspore.get_grad`.
+#: (positions, weights, gradients) -> the gradients, each paired with its tensor, for `mindspore.get_grad`.
 with_ids: Callable[..., tuple] = _take("ops.composite.base", "_combine_with_ids", callable)
 #: Whether communication is initialised, and the group of all ranks.
 GlobalComm: Any = _take("communication._comm_helper", "GlobalComm", _has("INITED", "WORLD_COMM_GROUP"))

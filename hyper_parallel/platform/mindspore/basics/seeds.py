@@ -1,13 +1,13 @@
-"""Where MindSpore's random operations of the old kind take their numbers from.
+"""Random numbers of MindSpore's operations of the old kind.
 
 A function such as `ops.dropout` makes a new primitive for each call. Its seeds are the global one and a counter of its
-kind, which the call moves on. A cell such as `nn.Dropout` makes one primitive when it is made. The kernel of that
-primitive keeps a stream of numbers of its own, one for each shape that it meets. Without a global seed both have the
-seeds (0, 0), with which every process draws other numbers.
+kind, which the call advances. A cell such as `nn.Dropout` makes one primitive when it is made. The kernel of that
+primitive has its own stream of numbers, one for each shape. Without a global seed both have the seeds (0, 0), with
+which every process draws different numbers.
 
-The stream of a kernel on a CPU does not repeat: after `REPEATED_CALLS` calls MindSpore tries other numbers of threads,
-which take their numbers from one generator, and keeps the fastest. So two ranks, or two runs of one program, go apart,
-whatever the seeds are. `Stream` repeats.
+The stream of a kernel on a CPU is not reproducible. After `REPEATED_CALLS` calls MindSpore tries other numbers of
+threads, which share one generator, and keeps the fastest. So two ranks, or two runs of one program, diverge, whatever
+the seeds are. `Stream` is reproducible.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mindspore import ops
 
 __all__ = ["COUNTERS", "Stream", "drop_channels", "is_of_one_call", "layer_stream", "undo_draw"]
 
-#: How many calls of one shape repeat on a CPU, as measured with MindSpore 2.10.
+#: Number of calls with one shape that are reproducible on a CPU, as measured with MindSpore 2.10.
 REPEATED_CALLS = 5
 
 # `mindspore.common.seed` is a function too, which hides the module from an import statement.
@@ -39,7 +39,7 @@ _STREAMS: WeakKeyDictionary[Any, WeakKeyDictionary[Any, Any]] = WeakKeyDictionar
 
 
 def undo_draw(kernel: str, seeds: tuple[int, int]) -> int | None:
-    """Move the counter that gave ``seeds`` to an operation back, because the operation will be called again.
+    """Move back the counter that gave ``seeds`` to an operation, because the operation will be called again.
 
     Returns:
         The seed given to the operation, None for none.
@@ -54,20 +54,20 @@ def undo_draw(kernel: str, seeds: tuple[int, int]) -> int | None:
 
 
 def is_of_one_call(primitive: Any) -> bool:
-    """Return whether a function made the primitive for one call, and not a cell or a program, which keep it."""
+    """Return whether a function made the primitive for one call. Primitives of cells and programs are reused."""
     return primitive.attrs.get("random_cache") is False
 
 
 class Stream:
-    """The numbers of one layer of dropout. They depend on its seeds, the shape and the number of the call alone.
+    """Random numbers of one dropout layer. They depend on its seeds, the shape and the number of the call alone.
 
     The kernel's stream gives the numbers of the first `REPEATED_CALLS` calls of a shape, as in the unsharded layer. On
-    other devices than CPUs it gives those of all calls. Each later call has a kernel of its own. Its seeds are made of
-    the layer's and the number of the call.
+    devices other than CPUs it gives the numbers of all calls. Each later call has its own kernel. Its seeds are
+    computed from those of the layer and the number of the call.
 
     Args:
-        keep_prob: of an element.
-        seeds: the two of the layer, not (0, 0).
+        keep_prob: probability of an element to stay.
+        seeds: the two seeds of the layer, not (0, 0).
     """
 
     def __init__(self, keep_prob: float, seeds: tuple[int, int]) -> None:
@@ -76,7 +76,7 @@ class Stream:
         self._calls: dict[tuple, int] = {}
 
     def __call__(self, x: Any) -> Any:
-        """``x`` with some elements dropped; a plain tensor."""
+        """Return ``x`` with some elements dropped, a plain tensor."""
         key = (tuple(x.shape), x.dtype)
         number = self._calls[key] = self._calls.get(key, 0) + 1
         if number <= REPEATED_CALLS or ms.get_context("device_target") != "CPU":
@@ -88,24 +88,24 @@ class Stream:
 
 
 def drop_channels(x: Any, p: float) -> Any:
-    """Dropout of whole channels (batch, channels, ...). Not by MindSpore's kernel, whose stream no seed controls: ranks
-    that have drawn from theirs before would draw different numbers."""
+    """Drop entire channels of (batch, channels, ...). MindSpore's kernel is not used, because no seed controls its
+    stream: ranks that have drawn before would draw different numbers."""
     shape = (*x.shape[:2], *(1,) * (x.ndim - 2))
     noise = ops.zeros(shape, ms.float32) if p >= 1 else ops.dropout(ops.ones(shape, ms.float32), p)
     return x * noise.astype(x.dtype)
 
 
 def layer_stream(primitive: Any, mesh: Any, of_first_rank: Callable[[Any, Any], Any]) -> Any:
-    """The dropout that stands for that of a layer on a mesh. It has the layer's seeds as the mesh's first rank has
-    them, and a stream that begins anew. So all ranks draw the same numbers as the unsharded layer.
+    """Return the dropout that replaces that of a layer on a mesh. It has the seeds of the layer on the mesh's first
+    rank, and a new stream. So all ranks draw the same numbers as the unsharded layer.
 
     Args:
-        primitive: the layer's.
+        primitive: primitive of the layer.
         mesh: the mesh.
-        of_first_rank: core's function.
+        of_first_rank: `Core.of_first_rank`.
 
     Returns:
-        One stream for all calls; None for a layer without a seed, of which each call may draw its own.
+        One stream for all calls; None for a layer without a seed, whose calls may all draw different numbers.
     """
     streams = _STREAMS.setdefault(primitive, WeakKeyDictionary())
     if mesh not in streams:

@@ -1,4 +1,4 @@
-"""Autograd: differentiable functions, and views that are kept for as long as one gradient recording lasts."""
+"""Autograd: differentiable functions, and views that are cached for one gradient recording."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ __all__ = [
 
 
 class _Recording:
-    """State of the gradient recording that is going on.
+    """State of the running gradient recording.
 
-    MindSpore begins one with ``new_graph`` and ends it with ``end_graph``. Nothing says which one a tensor belongs to,
-    and ``_version`` does not count most in-place changes. So values cached in a recording are dropped when it ends or
-    another one begins.
+    MindSpore starts a recording with ``new_graph`` and ends it with ``end_graph``. Nothing shows which recording a
+    tensor belongs to, and ``_version`` does not count most in-place changes. So values cached in a recording are
+    discarded when it ends or another one starts.
     """
 
     holders: ClassVar[list[weakref.ref]] = []
-    #: How many forwards are being recorded, one within the other, and how many backwards run.
+    #: Numbers of nested forwards that are being recorded, and of backwards that run.
     forwards = 0
     backwards = 0
-    #: How many functions whose gradients are asked for run, one within the other.
+    #: Number of nested functions that run and whose gradients are asked for.
     functions = 0
-    #: The functions to call after each of the backwards that run.
+    #: Functions to call after each of the running backwards.
     callbacks: ClassVar[dict[int, list[Callable[[], None]]]] = {}
 
     @classmethod
     def forget(cls) -> None:
-        """Drop cached values."""
+        """Discard cached values."""
         for ref in cls.holders:
             holder = ref()
             if holder is not None:
@@ -66,23 +66,23 @@ class _Recording:
 
 
 def forget_recordings() -> None:
-    """Drop cached values, and counts."""
+    """Discard cached values, and reset the counts."""
     _Recording.forget()
     _Recording.forwards = _Recording.backwards = 0
 
 
 def counted_begin(plain: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the beginning of a recording."""
+    """Replace the start of a recording, to count it."""
     _Recording.forwards += 1
     _Recording.forget()
     return plain(*args, **kwargs)
 
 
 def counted_end(plain: Callable, executor: Any, function: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the end of a recording."""
+    """Replace the end of a recording, to count it and reduce its outputs."""
     if is_recording():
         output = _reduced(output)
-    # The first DTensor may have been made inside of it, and its beginning not been counted.
+    # The first DTensor may have been made inside it, after its uncounted start.
     _Recording.forwards = max(0, _Recording.forwards - 1)
     _Recording.forget()
     return plain(executor, function, output, *args, **kwargs)
@@ -93,8 +93,8 @@ def closed_forward(plain: Callable) -> Callable:
 
     After an error of one of its operations MindSpore ends the recording. After any other error (ours among them) it
     goes on recording. Later operations then count as those of the inner one of two gradients. For these, some
-    operations have other kernels and some have none. One rank may meet an error that the others do not meet. It would
-    then compute in another way than they do, from there on.
+    operations have other kernels and some have none. If only one rank meets an error, its computations would differ
+    from those of the other ranks from there on.
     """
 
     @functools.wraps(plain)
@@ -104,13 +104,14 @@ def closed_forward(plain: Callable) -> Callable:
         try:
             return plain(function, *args, **kwargs)
         except BaseException:
-            # Not of an inner one, nor within a backward: a caller may catch the error while the outer one goes on.
+            # Not for an inner function, nor within a backward: a caller may catch the error while the outer function
+            # goes on.
             if _Recording.functions == 1 and not _Recording.backwards:
                 drop_recordings()
                 _Recording.forget()
                 _Recording.forwards = 0
             if requires_grad is not None:
-                # A cell that takes itself for the outermost one would end the recording of another function.
+                # A cell that considers itself outermost would end the recording of another function.
                 function.requires_grad, function.is_top_cell = requires_grad, False
             raise
         finally:
@@ -120,8 +121,8 @@ def closed_forward(plain: Callable) -> Callable:
 
 
 def _reduced(output: Any) -> Any:
-    """The outputs that backward begins with. Of an average, an extreme value or a product, some ranks' parts receive no
-    gradient, or only some of it. There backward begins with the reduced tensor."""
+    """Return the outputs at which backward starts. For an average, an extreme value or a product, some ranks' values
+    receive no gradient, or only some of it. There backward starts at the reduced tensor."""
     if isinstance(output, (tuple, list)):
         new = [_reduced(y) for y in output]
         return output if all(a is b for a, b in zip(new, output, strict=True)) else type(output)(new)
@@ -132,7 +133,7 @@ def _reduced(output: Any) -> Any:
 
 
 def counted_backward(plain: Callable) -> Callable:
-    """Wrap the function that runs backward."""
+    """Wrap the function that runs backward, for callbacks after it and marks of its gradients."""
 
     @functools.wraps(plain)
     def grad(*args: Any, **kwargs: Any) -> Any:
@@ -172,24 +173,25 @@ _bare_apply = FunctionBase.__dict__["apply"]
 
 
 class DelayedGradients:
-    """Inside `coalesce_gradients`: the gradients of parameters that one outermost backward leaves to be all-reduced, in
-    one collective, after it.
+    """Gradients of parameters that one outermost backward delays inside `coalesce_gradients`, to be all-reduced in one
+    collective after it.
 
-    To be used as a context around `mindspore.grad` or `mindspore.value_and_grad`; `complete` adds them to the result.
+    Used as a context around `mindspore.grad` or `mindspore.value_and_grad`; `complete` adds these gradients to the
+    result.
 
     Args:
         weights: the tensors whose gradients are asked for.
     """
 
-    #: The contexts that are open, the innermost last.
+    #: The open contexts, innermost last.
     _open: ClassVar[list[DelayedGradients]] = []
-    #: How many there are, with those outside of `coalesce_gradients`.
+    #: Number of open contexts, including those outside `coalesce_gradients`.
     contexts: ClassVar[int] = 0
 
     def __init__(self, weights: Any) -> None:
         self._sums: dict[int, Tensor] = {}
         self._waits = frozenset(map(id, weights if isinstance(weights, (tuple, list)) else (weights,)))
-        # The recorded operations for a gradient of the gradient must contain the collective.
+        # A recorded gradient, for gradients of gradients, must contain the collective.
         core = None if is_recording() else InterceptedTensor._core
         self._block: AbstractContextManager | None = None if core is None else core.open_block()
 
@@ -211,10 +213,10 @@ class DelayedGradients:
 
     @classmethod
     def take(cls, parameter: Any) -> bool:
-        """Return whether the running backward belongs to the innermost context, and that waits for ``parameter``.
+        """Return whether the running backward belongs to the innermost context, and that context delays ``parameter``.
 
-        The answer is False for a backward that the differentiated function runs itself. That one would read a gradient
-        that is not complete.
+        The answer is False for a backward that the differentiated function runs itself. That function would read an
+        incomplete gradient.
         """
         if not cls._open or is_recording():
             return False
@@ -223,12 +225,12 @@ class DelayedGradients:
 
     @classmethod
     def add(cls, parameter: Any, gradient: Tensor) -> None:
-        """Keep ``gradient`` for `complete`."""
+        """Accumulate ``gradient`` for `complete`."""
         sums, key = cls._open[-1]._sums, id(parameter)
         sums[key] = sums[key] + gradient if key in sums else gradient
 
     def complete(self, gradients: Any, sources: Any) -> Any:
-        """``gradients`` of ``sources``, nested in the same way, with the all-reduced ones."""
+        """Return ``gradients`` of ``sources``, nested in the same way, plus the all-reduced gradients."""
         if not self._sums:
             return gradients
         if isinstance(gradients, (tuple, list)):
@@ -243,14 +245,14 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> Tensor:
 
 
 class AutogradVerbs:
-    """The group "autograd" of the contract."""
+    """Group "autograd" of the contract."""
 
     def requires_grad(self, x: Any) -> bool:
-        # Of a mask made of a tensor that requires a gradient MindSpore says that it does too, unless it is empty.
+        # MindSpore reports it also for a mask of a tensor that requires a gradient, unless the mask is empty.
         return is_recording() and x._requires_grad and x.dtype not in DISCRETE
 
     def is_made_with(self, x: Any, parameter: Any) -> bool | None:
-        """See `Platform.is_made_with`."""
+        """Return whether the recorded graph of ``x`` leads back to ``parameter``; see `Platform.is_made_with`."""
         node = grad_node(parameter)
         return (
             None
@@ -284,7 +286,7 @@ class AutogradVerbs:
             call = getattr(ctx, "wrapped", backward) if BACKWARD_WRAPPERS else backward
             with NoDispatch():
                 if len(cotangent.shape) != len(ctx.shape):
-                    # The gradient of a product of (1, k) and a matrix has a dimension of 1 too many.
+                    # The gradient of a product of (1, k) and a matrix has an additional dimension of size 1.
                     cotangent = cotangent.reshape(ctx.shape)
                 return (call(ctx, cotangent), *(None,) * ctx.count) if ctx.count else call(ctx, cotangent)
 
@@ -293,7 +295,7 @@ class AutogradVerbs:
             (AutogradFunction,),
             {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)},
         )
-        # `AutogradFunction.apply` without its Python part, which is there for another kind of functions.
+        # `AutogradFunction.apply` without its Python part, which serves another kind of functions.
         return _bare_apply.__get__(None, function)
 
     def joint_function(self, forward: Callable, backward: Callable) -> Callable:
@@ -323,7 +325,7 @@ class AutogradVerbs:
         if not self.requires_grad(x):
             return untracked(x)
         with NoDispatch():
-            # MindSpore takes gradients of gradients of a view of a computed tensor for zero.
+            # MindSpore computes zero for gradients of gradients of a view of a computed tensor.
             return x.view(tuple(x.shape)) if _Recording.forwards < 2 and x.is_contiguous() else _identity(x)
 
     def strides(self, x: Any) -> tuple[int, ...]:
@@ -332,7 +334,7 @@ class AutogradVerbs:
     def same_memory(self, x: Any, y: Any) -> bool:
         return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
-    # Outside a recording nothing is stored, because nothing tells whether the holder was written to since.
+    # Outside a recording nothing is cached, because nothing shows whether the holder was written to since.
     def read_cache(self, holder: Any, key: Any) -> Any:
         cache = holder.__dict__.get("_hp_cache")
         return None if cache is None or not is_recording() else cache.get(key)
@@ -351,7 +353,7 @@ class AutogradVerbs:
 
 
 class FastAutograd:
-    """Verbs of the group "autograd" in `Platform.fast`."""
+    """Autograd verbs of `Platform.fast`."""
 
     platform: Any
 
@@ -360,7 +362,7 @@ class FastAutograd:
     ) -> Callable[[Any, Any], Any]:
         platform = self.platform
 
-        # For linear layers alone, because no other code holds the cotangents that they return.
+        # For linear layers alone, because no other code references the cotangents that they return.
         def backward(ctx: Any, cotangent: Any) -> Any:
             return (record if platform.requires_grad(cotangent) else convert)(cotangent)
 

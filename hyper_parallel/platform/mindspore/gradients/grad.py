@@ -1,7 +1,8 @@
-"""Gradients of functions with distributed parameters and inputs, as DTensors: what `hyper_parallel.mindspore` calls.
+"""Gradients of functions with distributed parameters and inputs, as DTensors: the functions of
+`hyper_parallel.mindspore`.
 
-MindSpore's own `mindspore.value_and_grad` works on such functions too and runs here. It gives plain local
-tensors, of which these functions make DTensors placed as the gradient contract says: as the parameter, with
+MindSpore's own `mindspore.value_and_grad` works on such functions too and runs here. It returns plain local tensors.
+These functions turn them into DTensors with the placements of the gradient contract: those of the parameter, with
 ``Replicate`` for ``Partial``.
 """
 
@@ -29,7 +30,7 @@ def value_and_grad(
     return_ids: bool = False,
     sens_param: bool = False,
 ) -> Callable[..., tuple]:
-    """See `hyper_parallel.mindspore.value_and_grad`."""
+    """Return a function that computes value and gradients: see `hyper_parallel.mindspore.value_and_grad`."""
     plain = ms.value_and_grad(
         _weighted(fn, has_aux) if sens_param else fn, grad_position, weights, has_aux or sens_param
     )
@@ -55,7 +56,7 @@ def grad(
     return_ids: bool = False,
     sens_param: bool = False,
 ) -> Callable:
-    """See `hyper_parallel.mindspore.grad`."""
+    """Return a function that computes gradients: see `hyper_parallel.mindspore.grad`."""
     both = value_and_grad(fn, grad_position, weights, has_aux, return_ids, sens_param)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -70,9 +71,10 @@ def _positions(grad_position: Any) -> tuple[int, ...] | None:
 
 
 def _weighted(fn: Callable, has_aux: bool) -> Callable:
-    """A function of the inputs of ``fn`` and of a sensitivity: the sum of the outputs times it, and the outputs.
+    """Return a function of the inputs of ``fn`` and a sensitivity. It returns the sum of outputs times sensitivity, and
+    the outputs.
 
-    MindSpore would take this rank's part of a sensitivity for the whole, however it is placed.
+    MindSpore would use this rank's shard of a sensitivity as if it were the full one, however it is placed.
     """
 
     def weighted(*args: Any, **kwargs: Any) -> tuple:
@@ -104,11 +106,11 @@ def _finished(gradients: Any, sources: Any, delayed: DelayedGradients) -> Any:
 
 
 def wrap_gradients(gradients: Any, sources: Any) -> Any:
-    """Make DTensors of the gradients of distributed tensors.
+    """Turn the gradients of DTensors into DTensors.
 
     Args:
         gradients: the result of `mindspore.grad` or `mindspore.value_and_grad`: a tensor or nested tuples.
-        sources: the tensors that they are gradients of, in the same nesting.
+        sources: the tensors that were differentiated by, in the same nesting.
     """
     if isinstance(gradients, (tuple, list)):
         sources = sources if isinstance(sources, (tuple, list)) else (sources,)
@@ -118,7 +120,7 @@ def wrap_gradients(gradients: Any, sources: Any) -> Any:
         return gradients
     platform = layout.mesh.platform
     if gradients.dtype != sources.dtype:
-        # MindSpore gives zeros in single precision for unused tensors.
+        # MindSpore returns zeros in single precision for unused tensors.
         gradients = gradients.astype(sources.dtype)
     if layout.summed_mesh_dims:
         with platform.no_dispatch():
@@ -127,7 +129,7 @@ def wrap_gradients(gradients: Any, sources: Any) -> Any:
 
 
 def _sources(args: tuple, grad_position: Any, weights: Any) -> Any:
-    """The tensors that gradients were asked of, nested as MindSpore nests the gradients."""
+    """Return the tensors whose gradients were asked for, nested as MindSpore nests the gradients."""
     inputs: Any = None
     if isinstance(grad_position, int):
         inputs = args[grad_position]

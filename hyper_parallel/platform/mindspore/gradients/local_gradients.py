@@ -1,9 +1,9 @@
-"""Plain gradients of distributed parameters, which MindSpore's own functions give: each rank's part.
+"""Plain gradients of distributed parameters, which MindSpore's own functions return: each rank's shard.
 
-Nothing tells such a tensor from another, and its norm is not that of the gradient. So the gradients of the last
-backward are marked. Functions that need whole gradients find the whole gradient's layout by the mark. Tensors computed
-from marked ones have no mark. A tensor whose shape could be that of such a result is refused there. All ranks make the
-same decision, because the shapes of all ranks' parts count.
+Such a tensor looks like any other, and its norm is not that of the full gradient. So the gradients of the last backward
+are marked. Functions that need full gradients read the layout of the full gradient from the mark. Tensors computed from
+marked ones have no mark. These functions reject an unmarked tensor that has the shape of some rank's shard. All ranks
+make the same decision, because the shapes of all ranks' shards count.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ _MARK = "_hp_gradient_layout"
 class LocalGradients:
     """Gradients of the last backward."""
 
-    #: Layouts of the gradients of which a rank has a part.
+    #: Layouts of the sharded gradients.
     parts: ClassVar[tuple[Any, ...]] = ()
-    #: Whether the program has been told that its gradients are parts.
+    #: Whether the warning about sharded gradients was given.
     told: ClassVar[bool] = False
 
     @classmethod
     def mark(cls, result: Any, operation: Any, weights: Any) -> Any:
-        """``result`` of a backward, with its gradients of ``weights`` marked; ``operation`` is MindSpore's."""
+        """Mark the gradients of ``weights`` in the ``result`` of a backward, and return it; ``operation`` is
+        MindSpore's."""
         if not getattr(operation, "get_by_list", False):
             return result
         several = isinstance(weights, (tuple, list))
@@ -44,7 +45,7 @@ class LocalGradients:
         for gradient, layout in zip(found, layouts, strict=True):
             if isinstance(gradient, Tensor):
                 mine = None if layout is None else layout.cotangent
-                # One tensor may be the gradient of two parameters; which of them it belongs to is unknown then.
+                # One tensor may be the gradient of two parameters; then it is unknown which of them it belongs to.
                 if _MARK in gradient.__dict__ and gradient.__dict__[_MARK] is not mine:
                     del gradient.__dict__[_MARK]
                 else:
@@ -53,19 +54,20 @@ class LocalGradients:
 
     @classmethod
     def expect(cls, sources: Iterable[Any]) -> list[Any]:
-        """Layouts of the gradients of ``sources``. From now on, plain tensors of the program may be their parts."""
+        """Return layouts of the gradients of ``sources``. From now on, plain tensors of the program may be their
+        shards."""
         layouts = [getattr(source, "_layout", None) for source in sources]
         cls.parts = tuple(dict.fromkeys(x.cotangent for x in layouts if x is not None and is_part(x.cotangent)))
         return layouts
 
     @staticmethod
     def mark_one(gradient: Any, layout: Any) -> None:
-        """Mark a plain tensor as the local part of a gradient with that layout, None for a plain gradient."""
+        """Mark a plain tensor as the local shard of a gradient with that layout, None for a plain gradient."""
         gradient.__dict__[_MARK] = layout
 
     @classmethod
     def tell(cls, operation: Any) -> None:
-        """Warn, once, of the gradients that `mindspore.grad` or `value_and_grad` gives to the program."""
+        """Warn, once, of the gradients that `mindspore.grad` or `value_and_grad` returns to the program."""
         if not cls.told and cls.parts and isinstance(operation, _Grad) and operation.get_by_list:
             cls.told = True
             name = "value_and_grad" if operation.get_value else "grad"
@@ -79,22 +81,24 @@ class LocalGradients:
 
     @classmethod
     def forget(cls) -> None:
-        """The gradients do not reach the program as they are."""
+        """Note that the program does not receive the local gradients."""
         cls.parts = ()
 
     @classmethod
     def could_have(cls, gradient: Any) -> Any:
-        """The layout of a gradient that plain, unmarked ``gradient`` may have been computed from, or None."""
+        """Return the layout of a gradient that the plain, unmarked ``gradient`` may have been computed from, or
+        None."""
         shape = tuple(gradient.shape)
         return next((layout for layout in cls.parts if layout.may_be_local(shape)), None)
 
 
 def is_part(layout: Any) -> bool:
-    """Return whether a rank has a part of a gradient only."""
+    """Return whether the layout shards the gradient."""
     return any(p.is_shard() and layout.mesh.shape[d] > 1 for d, p in enumerate(layout.placements))
 
 
 def layout_of_gradient(gradient: Any) -> tuple[bool, Any]:
-    """Return whether a backward gave the tensor, and the layout of the distributed gradient that it is a part of."""
+    """Return whether a backward returned the tensor, and the layout of the distributed gradient that it is a shard
+    of."""
     marks = gradient.__dict__
     return _MARK in marks, marks.get(_MARK)

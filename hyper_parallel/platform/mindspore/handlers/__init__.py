@@ -1,1 +1,1 @@
-"""Protocols of MindSpore's tensors besides the operations of the op table."""
+"""Handlers for calls on MindSpore's tensors other than operations of the op table."""

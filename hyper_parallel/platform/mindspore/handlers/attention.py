@@ -1,6 +1,6 @@
-"""`nn.MultiheadAttention` of MindSpore with heads in a dimension of their own, so that they can be sharded.
+"""`nn.MultiheadAttention` of MindSpore: heads get their own dimension, so that they can be sharded.
 
-MindSpore's function counts samples and heads in one dimension, of which a shard of heads is no slice.
+MindSpore's function merges samples and heads into one dimension, in which a shard of heads is no slice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, 
 
 __all__ = ["PARAMETERS", "attention_by_heads"]
 
-#: Of MindSpore's function.
+#: Parameter names of MindSpore's function.
 PARAMETERS = """
 query key value embed_dim_to_check num_heads in_proj_weight in_proj_bias bias_k bias_v add_zero_attn dropout_p
 out_proj_weight out_proj_bias training key_padding_mask attn_mask use_separate_proj_weight q_proj_weight k_proj_weight
@@ -26,12 +26,12 @@ v_proj_weight static_k static_v average_attn_weights is_causal k_is_v q_is_k dty
 
 
 def attention_by_heads(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Stands for ``multi_head_attention_forward``: the projections, attention for each head, and the projection back.
+    """Replace ``multi_head_attention_forward``: the projections, attention for each head, and the output projection.
 
-    Where weights are DTensors. A weight in which query, key and value are packed (`PackedShard`) gives heads on shards,
-    as `ColwiseParallel` does. An output projection sharded along its input then gives a partial sum, as
-    `RowwiseParallel` does. Biases of keys and values, dropout in training and masks of each head stay with MindSpore's
-    function.
+    It applies to weights that are DTensors. A weight in which query, key and value are packed (`PackedShard`) gives
+    sharded heads, as `ColwiseParallel` does. An output projection sharded along its input then gives a partial sum, as
+    `RowwiseParallel` does. Biases of keys and values, dropout in training and masks of each head are left to
+    MindSpore's function.
     """
     if not is_dispatching():
         return original(*args, **kwargs)
@@ -58,7 +58,7 @@ def attention_by_heads(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_served(a: dict[str, Any]) -> bool:
-    """Return whether a call, by the names of its arguments, has nothing that stays with MindSpore's function."""
+    """Return whether a call, given by argument name, uses nothing that is left to MindSpore's function."""
     none = ("bias_k", "bias_v", "static_k", "static_v")
     query, mask = a["query"], a["attn_mask"]
     return (
@@ -89,7 +89,7 @@ def _of_inputs(a: dict[str, Any]) -> dict[str, Any]:
 
 
 def _projected(xs: tuple, weights: tuple | None, packed: Any, bias: Any, same: bool) -> Any:
-    """Query, key and value: by one product where they are of the same tensor."""
+    """Return query, key and value, computed by one product if they have the same input."""
     if weights is None and same:
         return mint.chunk(ops.dense(xs[0], packed, bias), 3, -1)
     weights = mint.chunk(packed, 3, 0) if weights is None else weights
@@ -98,7 +98,7 @@ def _projected(xs: tuple, weights: tuple | None, packed: Any, bias: Any, same: b
 
 
 def _with_zeros(x: Any, dim: int) -> Any:
-    """One zero more along ``dim``: a key and a value for all samples, which no mask hides."""
+    """Append a zero along ``dim``: a key and a value for all samples, which no mask hides."""
     return mint.cat([x, ops.zeros_like(mint.narrow(x, dim, 0, 1))], dim)
 
 
@@ -114,5 +114,5 @@ def _masks(a: dict[str, Any], dtype: Any) -> list[Any]:
 
 
 def _numbers(mask: Any, dtype: Any) -> Any:
-    """A mask of truth values, true where nothing is read, as numbers."""
+    """Convert a boolean mask, true for excluded keys, to numbers that are added to the scores."""
     return ops.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf) if mask.dtype == ms.bool_ else mask

@@ -1,7 +1,7 @@
-"""Clipping gradients by their norm, and looking for infinities in them: what needs the gradients of all ranks.
+"""Gradient clipping by norm, and detection of infinities, which need the gradients of all ranks.
 
-DTensors carry their layout. `LocalGradients` knows plain local gradients. A tensor that may have been computed from one
-is refused where its norm counts.
+DTensors carry their layout. `LocalGradients` knows plain local gradients. A tensor that may have been computed from a
+local gradient is rejected where its norm matters.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, 
 
 __all__ = ["clipping", "looking", "norm_of_all", "refuse_parts"]
 
-#: Orders of norms that can be computed of parts and added up. MindSpore adds up powers of numbers with their signs, so
-#: the sum of a part may be negative, and has no root.
+#: Orders of norms that can be added up from shards. MindSpore adds powers of signed numbers, so for other orders the
+#: sum of a shard may be negative, without a root.
 _ORDERS = (1, 2, float("inf"))
 
 
 def clipping(plain: Callable, *args: Any, name: str, place: int, **kwargs: Any) -> Any:
-    """Calls ``plain``, called ``name`` in errors, with gradients as argument ``place``: parts of gradients are taken
-    for what they are."""
+    """Call ``plain``, named ``name`` in errors, with gradients as argument ``place``. Local gradients are treated as
+    shards."""
     given = args[place] if len(args) > place else kwargs.get("x")
     tensors = [given] if isinstance(given, Tensor) else given
     if not is_dispatching() or not isinstance(tensors, (tuple, list)):
@@ -33,7 +33,7 @@ def clipping(plain: Callable, *args: Any, name: str, place: int, **kwargs: Any) 
     layouts = [_layout_of(t, name) for t in tensors]
     if all(layout is None for layout in layouts) and not any(isinstance(t, InterceptedTensor) for t in tensors):
         return plain(*args, **kwargs)
-    # A tensor that is not distributed is whole on every rank.
+    # A tensor that is not distributed is replicated.
     own = [_own_layout(t) or known for t, known in zip(tensors, layouts, strict=True)]
     joined = InterceptedTensor._core.on_joined_meshes(own)
     whole = [_distributed(t, layout) for t, layout in zip(tensors, joined, strict=True)]
@@ -51,7 +51,7 @@ def clipping(plain: Callable, *args: Any, name: str, place: int, **kwargs: Any) 
 
 
 def norm_of_all(plain: Callable, x: Any, norm_type: Any) -> Any:
-    """Stands for the function that `ops.clip_by_norm` computes the norm with: one all-reduce for all gradients."""
+    """Replace the function that computes the norm for `ops.clip_by_norm`: one all-reduce for all gradients."""
     layouts = list(map(_own_layout, x))
     core = InterceptedTensor._core
     if (
@@ -65,13 +65,13 @@ def norm_of_all(plain: Callable, x: Any, norm_type: Any) -> Any:
         return plain(x, norm_type)
     with NoDispatch():
         total, mesh = core.total_norm(x, layouts, norm_type, lambda some: plain(some, norm_type))
-        # A number that is not distributed fits DTensors of any mesh.
+        # A plain number can be combined with DTensors of any mesh.
         alone = len({layout.mesh for layout in layouts if layout is not None}) == 1
         return core.replicated(total, mesh) if alone else total
 
 
 def looking(plain: Callable, inputs: Any) -> Any:
-    """Stands for the function that asks whether all ``inputs`` are finite: one answer for all ranks."""
+    """Replace the function that checks whether all ``inputs`` are finite: all ranks get one answer."""
     if not is_dispatching() or not isinstance(inputs, (tuple, list)):
         return plain(inputs)
     layouts = [_layout_of(t) for t in inputs]
@@ -86,7 +86,7 @@ def looking(plain: Callable, inputs: Any) -> Any:
 
 
 def refuse_parts(cell: Any, given: Any) -> None:
-    """Raise ValueError where a graph of ``cell``, if it clips, would take parts of gradients for whole ones."""
+    """Raise ValueError if a graph of ``cell`` clips gradients and would treat shards of gradients as full ones."""
     if isinstance(cell, (_ClipByGlobalNorm, nn.ClipByNorm)):
         name = type(cell).__name__
         for tensor in given if isinstance(given, (tuple, list)) else [given]:
@@ -95,10 +95,10 @@ def refuse_parts(cell: Any, given: Any) -> None:
 
 
 def _layout_of(tensor: Any, name: str = "") -> Any:
-    """The layout of the gradient that a plain tensor is a part of, None where it is none.
+    """Return the layout of the gradient that a plain tensor is a shard of, None for other tensors.
 
     Raises:
-        ValueError: in a function called ``name``, for a tensor that may have been computed from such a part.
+        ValueError: in a function called ``name``, for a tensor that may have been computed from such a shard.
     """
     if not isinstance(tensor, Tensor) or isinstance(tensor, InterceptedTensor):
         return None
@@ -122,7 +122,7 @@ def _own_layout(tensor: Any) -> Any:
 
 
 def _distributed(tensor: Any, layout: Any) -> Any:
-    """The tensor as a DTensor of ``layout``, which differs from its own in the mesh alone."""
+    """Return the tensor as a DTensor of ``layout``, which differs from its own in the mesh alone."""
     if layout is None or getattr(tensor, "_layout", None) is layout:
         return tensor
     platform = layout.mesh.platform
@@ -131,8 +131,8 @@ def _distributed(tensor: Any, layout: Any) -> Any:
 
 
 def _as_given(clipped: Any, given: Any, layout: Any, joined: Any) -> Any:
-    """The clipped gradient as it was given: the norm is distributed, and so are the gradients that it divides.
-    ``joined`` is the layout that it was clipped with, for the ``layout`` that it has."""
+    """Return the clipped gradient in the form of ``given``. The norm is distributed, so divided gradients are too.
+    ``joined`` is the layout used for clipping, in place of ``layout``."""
     if not isinstance(clipped, InterceptedTensor):
         return clipped
     if isinstance(given, InterceptedTensor):

@@ -1,4 +1,5 @@
-"""Layers of dropout between the modules of a plan: on plain tensors, all ranks that share a model drop the same."""
+"""Dropout layers between the modules of a plan: on plain tensors, all ranks that share a model drop the same
+elements."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def _is_distributed(x: Any) -> bool:
 
 # MindSpore finds the kernel of a primitive by the name of its class.
 class Dropout(ops.Dropout):
-    """The primitive of `nn.Dropout`: with seeds it draws from a `Stream`, without as `ops.dropout` does."""
+    """Primitive of `nn.Dropout`. With seeds it draws from a `Stream`, without seeds as `ops.dropout` does."""
 
     def __call__(self, x: Any) -> tuple[Any, Any]:
         if _is_distributed(x):
@@ -36,7 +37,7 @@ class Dropout(ops.Dropout):
 
 
 class _OfChannels:
-    """Replacement for the kernels of primitives that drop whole channels."""
+    """Replacement for the kernels of primitives that drop entire channels."""
 
     keep_prob: float
 
@@ -46,15 +47,15 @@ class _OfChannels:
 
 
 class Dropout2D(_OfChannels, ops.Dropout2D):
-    """The primitive of `nn.Dropout2d`."""
+    """Primitive of `nn.Dropout2d`."""
 
 
 class Dropout3D(_OfChannels, ops.Dropout3D):
-    """The primitive of `nn.Dropout3d`."""
+    """Primitive of `nn.Dropout3d`."""
 
 
 class Dropout1d(nn.Dropout1d):
-    """`nn.Dropout1d`, which keeps no primitive."""
+    """`nn.Dropout1d`, which has no primitive."""
 
     _of_style = True
 
@@ -64,7 +65,7 @@ class Dropout1d(nn.Dropout1d):
         return drop_channels(x, self.prob) if x.ndim == 3 else drop_channels(x.expand_dims(0), self.prob).squeeze(0)
 
 
-#: Primitive of a layer -> the class of the one in its place.
+#: Primitive of a layer -> the class that replaces it.
 _IN_PLACE: dict[type, type] = {ops.Dropout: Dropout, ops.Dropout2D: Dropout2D, ops.Dropout3D: Dropout3D}
 
 
@@ -77,7 +78,7 @@ def drops_apart(cell: Any) -> bool:
 
 
 def share_draws(cells: Iterable[Any], share: Callable[[Any], Any]) -> None:
-    """See `DeviceRole.share_draws`."""
+    """Let ``modules`` draw the same random numbers on all ranks of a group; see `DeviceRole.share_draws`."""
     found = []
     for cell in cells:
         if type(cell) is nn.Dropout1d:

@@ -1,7 +1,7 @@
 """Entry points of MindSpore that neither ``__fallback__`` nor an overridden method sees.
 
-The replacements (`platform.mindspore.patches`) change nothing for plain tensors. Without them MindSpore would compute
-on the shard in silence.
+The replacements (`platform.mindspore.patches`) change nothing for plain tensors. Without them MindSpore would silently
+compute on the shard.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = [
 
 # -------------------------------------------------------------------- primitives that take a sequence of tensors
 def call_on_sequence(original: Callable, primitive: Any, *args: Any, distributed: Callable[[Any, tuple], Any]) -> Any:
-    """Stands for the call of a primitive: MindSpore looks for subclasses among its arguments, not in sequences.
+    """Replace the call of a primitive. MindSpore looks for subclasses among its arguments, not inside sequences.
 
     Args:
-        original: MindSpore's.
+        original: MindSpore's method.
         primitive: the called primitive.
         args: tensors, or one sequence of them.
-        distributed: (primitive, tensors) -> result, where one of the tensors is a DTensor.
+        distributed: (primitive, tensors) -> result, if one of the tensors is a DTensor.
     """
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     if is_dispatching() and any(isinstance(t, InterceptedTensor) for t in tensors):
@@ -49,13 +49,13 @@ _STACK = Function("Stack", ops.stack)
 
 
 def stack(prim: Any, tensors: tuple) -> Any:
-    """`ops.Stack`."""
+    """Run `ops.Stack` on a sequence that contains DTensors."""
     dispatch = next(type(t)._dispatch for t in tensors if isinstance(t, InterceptedTensor))
     return dispatch(OPS["Stack"], _STACK, (tensors, prim.axis), {})
 
 
 def add_all(prim: Any, tensors: tuple) -> Any:
-    """`ops.AddN`. Sums for a norm are numbers of one element, on all meshes that the gradients lie on."""
+    """Run `ops.AddN`. Summands of a norm have one element each, and may be on several meshes."""
     by_mesh: dict[Any, list[Any]] = {}
     for t in tensors:
         by_mesh.setdefault(t._layout.mesh if isinstance(t, InterceptedTensor) else None, []).append(t)
@@ -66,19 +66,19 @@ def add_all(prim: Any, tensors: tuple) -> Any:
 
 
 def see_infinity(prim: Any, tensors: tuple) -> Any:
-    """`AllFinite`, which says whether there is an infinity or NaN."""
+    """Run `AllFinite`, which returns whether there is an infinity or NaN."""
     return functools.reduce(ops.logical_or, map(_has_infinity, tensors))
 
 
 def _has_infinity(x: Any) -> Any:
-    """Look for an infinity by a sum: each rank looks at its part, and one number is reduced."""
+    """Return whether a tensor has an infinity or NaN: each rank checks its shard, and one number is reduced."""
     return ops.logical_not(ops.isfinite(x)).astype(ms.float32).sum() > 0
 
 
 # -------------------------------------------------------------------- plain tensors indexed by DTensors
 def checked_index(original: Callable, x: Any, index: Any, *value: Any) -> Any:
-    """Stands for ``__getitem__`` or ``__setitem__`` of tensors: ``plain[distributed]`` would take this rank's part of
-    the index. Core raises the error that says that plain and distributed tensors do not mix."""
+    """Replace ``__getitem__`` or ``__setitem__`` of tensors. ``plain[distributed]`` would use this rank's shard of the
+    index. Core raises the error that plain and distributed tensors do not mix."""
     if type(index) not in _PLAIN_INDICES and is_dispatching():
         found = next(distributed_in(index), None)
         if found is not None:
@@ -92,9 +92,9 @@ _PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
 
 # -------------------------------------------------------------------- cells that write their own backward
 def gathered_bprop(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the call of a cell with a ``bprop``, such as `ops.nanmean` makes one. MindSpore would give the
-    ``bprop`` the recorded tensors, this rank's parts. So such a cell runs on gathered operands, as any function without
-    a rule."""
+    """Replace the call of a cell with a ``bprop``, such as that of `ops.nanmean`. MindSpore would pass this rank's
+    shards of recorded tensors to ``bprop``. So such a cell runs on gathered operands, as any function without a
+    rule."""
     found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
     if found is None:
         return original(cell, *args, **kwargs)
@@ -111,8 +111,8 @@ def gathered_bprop(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> 
 
 
 def gathered_apply(original: Any) -> classmethod:
-    """Stands for `_Function.apply`, a function of the user's with a backward of its own: it runs on gathered operands,
-    as any function without a rule. MindSpore gives forward and backward this rank's parts."""
+    """Replace `_Function.apply`, a user-defined function with its own backward. It runs on gathered operands, as any
+    function without a rule. MindSpore would pass this rank's shards to forward and backward."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
@@ -125,7 +125,7 @@ def gathered_apply(original: Any) -> classmethod:
 
 
 # -------------------------------------------------------------------- plain parameters and DTensors
-#: Operator -> the one that the right operand has for it.
+#: Operator -> the corresponding operator of the right operand.
 REFLECTED = {
     **{f"__{n}__": f"__r{n}__" for n in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")},
     **{f"__{n}__": f"__{n}__" for n in ("eq", "ne")},
@@ -133,8 +133,8 @@ REFLECTED = {
 
 
 def reflected_operator(original: Callable, x: Any, other: Any, reflected: str) -> Any:
-    """Stands for an operator of parameters. Python asks the right operand first where its class derives from the left
-    one's. That holds for plain tensors, but not in ``parameter * distributed``. MindSpore then looks at the left one
+    """Replace an operator of parameters. Python tries the right operand first if its class derives from the left one's.
+    That holds for plain tensors, but not in ``parameter * distributed``. MindSpore then considers the left operand
     only."""
     if isinstance(other, InterceptedTensor) and is_dispatching():
         return getattr(other, reflected)(x)

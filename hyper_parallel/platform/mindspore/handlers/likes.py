@@ -1,8 +1,8 @@
-"""Tensors made after the model of a DTensor: ``ops.randn_like(x)``, ``x.new_zeros(size)`` and their relatives.
+"""Tensors made after the model of a DTensor: ``ops.randn_like(x)``, ``x.new_zeros(size)`` and similar functions.
 
-MindSpore's functions read the shape, which is the global one, and make a plain tensor of it. Their replacements
-(`platform.mindspore.patches`) lay the result out like the model, and change nothing for plain tensors. The numbers
-drawn are those that a single device draws.
+MindSpore's functions read the shape, which is the global one, and make a plain tensor. Their replacements
+(`platform.mindspore.patches`) give the result the layout of the model, and change nothing for plain tensors. Random
+numbers are those of a single device.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ __all__ = ["DRAWS", "NEW_METHODS", "draw_like", "full_like"]
 
 #: Functions whose numbers can be drawn by counter.
 _KINDS = {"rand": "uniform", "randn": "normal"}
-#: functions of ``mindspore.ops.function.random_func``
+#: Functions of ``mindspore.ops.function.random_func``.
 DRAWS = tuple(f"{name}_like{ext}" for name in ("rand", "randn", "randint") for ext in ("", "_ext"))
 
 
 def draw_like(plain: Callable, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for a function of `DRAWS`. Every rank draws the whole tensor and keeps its part. On request, it draws
-    uniform and normal numbers for its part alone."""
+    """Replace a function of `DRAWS`. Every rank draws the full tensor and keeps its shard. On request, it draws uniform
+    and normal numbers for its shard alone."""
     if not isinstance(input, InterceptedTensor) or not is_dispatching():
         return plain(input, *args, **kwargs)
     layout = input._layout.cotangent
     platform = layout.mesh.platform
     with platform.no_dispatch():
         kind, dtype = _KINDS.get(plain.__name__.partition("_")[0]), kwargs.get("dtype")
-        # With a seed of its own it is the same each time.
+        # With its own seed, the function draws the same numbers each time.
         seeded = bool(args) or kwargs.get("seed") is not None
         by_counter = None if kind is None or seeded else lambda numbers: numbers(kind, dtype)
         drawn = input._core.draw(lambda whole: plain(whole, *args, **kwargs), input, layout, by_counter=by_counter)
@@ -42,7 +42,7 @@ def draw_like(plain: Callable, input: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def full_like(plain: Callable, input: Any, fill_value: Any, *, dtype: Any = None) -> Any:
-    """Stands for `ops.full_like`."""
+    """Replace `ops.full_like` for DTensors."""
     if not isinstance(input, InterceptedTensor) or not is_dispatching():
         return plain(input, fill_value, dtype=dtype)
     if isinstance(fill_value, Tensor):
@@ -52,7 +52,7 @@ def full_like(plain: Callable, input: Any, fill_value: Any, *, dtype: Any = None
 
 _FULL_LIKE = Function("FullLike", array_func.full_like)
 
-#: method -> the function that makes the same after the model of a tensor, and the number that it is filled with
+#: method -> the number that it fills a new tensor with; None for an argument
 _LIKE: dict[str, float | None] = {"new_zeros": 0, "new_ones": 1, "new_empty": 0, "new_full": None}
 
 
@@ -70,7 +70,7 @@ def _method(name: str) -> Callable:
         layout = self._layout
         if size == tuple(layout.shape):
             return ops.full_like(self, fill, dtype=self.dtype if dtype is None else dtype)
-        # Of another shape than its model: the same on every rank.
+        # A shape other than that of the model: replicated.
         platform = layout.mesh.platform
         with platform.no_dispatch():
             made = platform.factory("full", size, fill, self.dtype if dtype is None else dtype)
@@ -83,5 +83,5 @@ def _method(name: str) -> Callable:
     return new
 
 
-#: methods of DTensors
+#: Methods of DTensors.
 NEW_METHODS = {name: _method(name) for name in _LIKE}

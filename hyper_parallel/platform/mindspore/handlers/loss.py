@@ -1,9 +1,9 @@
-"""Losses, and logsumexp, that MindSpore composes of many primitives: taken whole, before they fall apart.
+"""Losses, and logsumexp, that MindSpore composes of many primitives: dispatched as one operation.
 
-``ops.cross_entropy`` runs some twenty primitives. Each is right on DTensors, but together they gather the classes. So
+``ops.cross_entropy`` runs some twenty primitives. Each is correct on DTensors, but together they gather the classes. So
 the functions are replaced (`platform.mindspore.patches`): DTensors go to core as one operation, and for plain tensors
 nothing changes. A name that a program imported from MindSpore before the first DTensor was made keeps the original
-function: right, but with gathered classes.
+function: correct, but with gathered classes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LOSSES", "dispatched_loss"]
 
 
 def dispatched_loss(original: Callable, *args: Any, loss: str, **kwargs: Any) -> Any:
-    """Stands for the function ``loss`` of `LOSSES`."""
+    """Replace the function ``loss`` of `LOSSES`."""
     if is_dispatching():
         found = next((x for x in (*args, *kwargs.values()) if isinstance(x, InterceptedTensor)), None)
         if found is not None and not (loss == "nll_loss" and _smooths(args, kwargs)):
@@ -34,12 +34,12 @@ def dispatched_loss(original: Callable, *args: Any, loss: str, **kwargs: Any) ->
 
 
 def _smooths(args: tuple, kwargs: dict) -> bool:
-    """Return whether ``nll_loss`` is given label smoothing, which belongs to cross entropy and stays composed here."""
+    """Return whether ``nll_loss`` got label smoothing, which belongs to cross entropy and stays composed here."""
     return bool(args[5] if len(args) > 5 else kwargs.get("label_smoothing", 0.0))
 
 
 def _on_device(func: Any, on_cpu: Any) -> Any:
-    """The functions of mint have no kernels on CPU."""
+    """Return ``func``, or ``on_cpu`` on CPU, where functions of mint have no kernels."""
     return on_cpu if device_target() == "CPU" else func
 
 

@@ -1,9 +1,9 @@
 """Optimizers on distributed parameters.
 
-MindSpore's optimizers update each element by itself, with few exceptions: they step on the local tensors, compiled, at
-the speed of plain ones. `nn.AdaFactor` runs operation by operation through dispatch. So do classes that are not
-MindSpore's own, because nothing is known about them. Other optimizers that need more than an element have no kernel on
-CPU that could have shown it right. They are refused.
+MindSpore's optimizers update each element independently, with few exceptions: they step on the local tensors, compiled,
+as fast as on plain ones. `nn.AdaFactor` is dispatched operation by operation. So are classes that are not MindSpore's
+own, because nothing is known about them. Other optimizers that are not element-wise have no kernel on CPU with which
+they could be tested. They are rejected.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, 
 
 __all__ = ["optimizer_call", "run_compiled_step"]
 
-#: These work with norms, means or factors of whole parameters, which a rank with a shard does not see.
+#: Optimizers that use norms, means or factors of full parameters, which a rank with a shard does not have.
 _NEED_WHOLE_PARAMETERS = ("Lamb", "LARS", "thor", "AdaSumByDeltaWeightWrapCell", "AdaSumByGradWrapCell")
 
 
 def optimizer_call(original: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for ``__call__`` of MindSpore's two optimizer base classes."""
+    """Replace ``__call__`` of MindSpore's two optimizer base classes."""
     return watched_step(partial(_step, original), optimizer, *args, **kwargs)
 
 
@@ -44,7 +44,7 @@ def _step(original: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_dispatching() or not _sharded_parameters(optimizer):
         return original(optimizer, *args, **kwargs)
     args = tuple(_distributed_gradients(optimizer, arg) for arg in args)
-    # State that an optimizer made for itself is whole on every rank, and so are learning rates.
+    # State that an optimizer made itself is replicated, and so are learning rates.
     with InterceptedTensor._core.implicit_replication(), _written_in_operations(optimizer):
         return original(optimizer, *args, **kwargs)
 
@@ -67,7 +67,7 @@ def _is_elementwise(optimizer: Any) -> bool:
 
 
 def _check_elements(optimizer: Any) -> None:
-    """Raise TypeError, on all ranks, where the optimizer's kernel fails because a rank has no elements."""
+    """Raise TypeError, on all ranks, if the optimizer's kernel fails because a rank has no elements."""
     for p in optimizer.get_parameters():
         layout = getattr(p, "_layout", None)
         if layout is not None and 0 in map(layout.smallest_part, range(layout.ndim)):
@@ -79,7 +79,7 @@ def _check_elements(optimizer: Any) -> None:
 
 
 def _check_state(optimizer: Any) -> None:
-    """Raise ValueError for state that was made before a parameter was sharded, and has its whole shape."""
+    """Raise ValueError for state of full shape that was made before its parameter was sharded."""
     shapes = {p.name: p._layout for p in _sharded_parameters(optimizer)}
     for state in optimizer.get_parameters() if shapes else ():
         # Named after its kind and the parameter: "moment1.layers.0.weight".
@@ -89,7 +89,7 @@ def _check_state(optimizer: Any) -> None:
         before = getattr(state, "_layout", None)
         if isinstance(state, InterceptedTensor) and (before is None or before.mesh is layout.mesh):
             continue
-        # On another mesh: of a tensor-parallel parameter that data parallelism has sharded further.
+        # On another mesh: state of a tensor-parallel parameter that data parallelism has sharded further.
         if before is not None or tuple(state.shape) == tuple(layout.shape):
             raise ValueError(
                 f"{type(optimizer).__name__} has the state {state.name!r}, of shape {tuple(layout.shape)}, of a "
@@ -104,7 +104,8 @@ def _sharded_parameters(optimizer: Any) -> list[Any]:
 
 
 def _placed_as_parameters(optimizer: Any, gradients: Any) -> Any:
-    """DTensors among one gradient for each parameter, redistributed to the placements of their parameters."""
+    """Redistribute DTensors among the gradients to the placements of their parameters, if there is one for each
+    parameter."""
     if not isinstance(gradients, (tuple, list)) or not any(isinstance(g, InterceptedTensor) for g in gradients):
         return gradients
     parameters = tuple(optimizer.parameters)
@@ -131,13 +132,13 @@ def _placed_as(optimizer: Any, gradient: Any, parameter: Any) -> Any:
 
 
 def _distributed_gradients(optimizer: Any, gradients: Any) -> Any:
-    """Plain local gradients, as MindSpore's own functions give them, as DTensors."""
+    """Turn plain local gradients, as MindSpore's own functions return them, into DTensors."""
     parameters = tuple(optimizer.parameters)
     if not isinstance(gradients, (tuple, list)):
         return gradients
     if len(gradients) != len(parameters):
         if any(type(g) is Tensor and g.ndim for g in gradients):
-            # Which parameter a part belongs to is not known, and it would be taken for a whole gradient.
+            # The parameter of a shard is unknown, and the shard would be taken for a full gradient.
             raise ValueError(
                 f"{type(optimizer).__name__} has {len(parameters)} parameters and got {len(gradients)} plain tensors: "
                 "pass one gradient for each, in the order of its parameters, or DTensors"
@@ -148,7 +149,8 @@ def _distributed_gradients(optimizer: Any, gradients: Any) -> Any:
 
 @contextmanager
 def _written_in_operations(optimizer: Any) -> Iterator[None]:
-    """`nn.AdaFactor` has two implementations; the one on CPU is a single primitive for whole parameters."""
+    """Disable the fused implementation of `nn.AdaFactor` inside this context: on CPU it is a single primitive for full
+    parameters."""
     fused = getattr(optimizer, "use_fused_ada_factor", None)
     if fused:
         optimizer.use_fused_ada_factor = False
@@ -160,10 +162,10 @@ def _written_in_operations(optimizer: Any) -> Iterator[None]:
 
 
 def run_compiled_step(original: Any, executor: Any, args: tuple, kwargs: dict) -> Any:
-    """The compiled ``construct`` of one of MindSpore's optimizers, called while interception is on.
+    """Run the compiled ``construct`` of one of MindSpore's optimizers while interception is on.
 
-    Either the optimizer goes operation by operation, then its function is called as it is written. Or a class derived
-    from an element-wise one called ``super().construct``, which steps on the local tensors.
+    `nn.AdaFactor` runs operation by operation, so its function is called uncompiled. Otherwise, a class derived from an
+    element-wise optimizer called ``super().construct``, which steps on the local tensors.
     """
     if isinstance(executor.obj, nn.AdaFactor):
         return executor.fn(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""Functions of MindSpore that make plain tensors inside, from sizes and numbers: a tensor of zeros to compare with,
-the indices of a slice. They are the same on all ranks, so the bodies run as they are, with such tensors taken for
-replicated. Tensors that the caller gives must be distributed as ever."""
+"""Functions of MindSpore that make plain tensors internally, from sizes and numbers: zeros to compare with, or indices
+of a slice. These tensors are the same on all ranks, so the functions run with such tensors treated as replicated.
+Tensors that the caller passes must still be distributed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BY_MODULE = {
 MAKING_PLAIN = tuple(f"{module}.{name}" for module, names in _BY_MODULE.items() for name in names.split())
 
 
-#: Methods that do not go by the functions, which are replaced.
+#: Methods that do not call the functions, which are replaced.
 _METHODS = "diff isposinf isneginf select_scatter slice_scatter diagonal_scatter"
 
 
@@ -40,7 +40,7 @@ METHODS = {name: _method(name) for name in _METHODS.split()}
 
 
 def with_plain_inside(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Stands for a function of `MAKING_PLAIN`."""
+    """Replace a function of `MAKING_PLAIN`: plain tensors made inside count as replicated."""
     found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
     if found is None or any(map(_is_plain, (*args, *kwargs.values()))):
         return original(*args, **kwargs)
@@ -53,7 +53,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def bincount(original: Callable, input: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """Stands for `ops.bincount`: how many numbers there are is known when the largest is, and they are added up."""
+    """Replace `ops.bincount` by sums over segments. The largest number determines the size of the result."""
     if not isinstance(input, InterceptedTensor) or not is_dispatching() or input.ndim != 1 or not input.size:
         return original(input, weights, minlength)
     count = max(int(ops.amax(input.astype(ms.float32))) + 1, minlength)
@@ -62,7 +62,7 @@ def bincount(original: Callable, input: Any, weights: Any = None, minlength: int
 
 
 def nanmean(original: Callable, input: Any, axis: Any = None, keepdims: bool = False, *, dtype: Any = None) -> Any:
-    """Stands for `ops.nanmean`, which is a cell with a backward of its own."""
+    """Replace `ops.nanmean`, which is a cell with its own backward, by sums."""
     if not isinstance(input, InterceptedTensor) or not is_dispatching():
         return original(input, axis, keepdims, dtype=dtype)
     x = input if dtype is None else input.astype(dtype)

@@ -1,8 +1,8 @@
-"""Plain tensors that meet DTensors, where MindSpore would fail without an explanation or take this rank's part.
+"""Plain tensors combined with DTensors, where MindSpore would fail without an explanation or use this rank's shard.
 
-Where a plain tensor comes first, as in ``plain.mul(distributed)``, MindSpore sees a tensor of another class. It asks
-the plain one for ``__fallback__``. `Fallback` answers for plain tensors alone. A parameter with the attribute would
-count as a tensor of another class itself, in every operation.
+If a plain tensor comes first, as in ``plain.mul(distributed)``, MindSpore sees a tensor of another class. It reads
+``__fallback__`` of the plain one. `Fallback` answers for plain tensors alone. A parameter with the attribute would
+itself count as a tensor of another class, in every operation.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ __all__ = ["Fallback", "checked_assign", "checked_init", "checked_update", "whol
 
 
 def checked_init(original: Callable, tensor: Any, input_data: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Stands for ``Tensor.__init__``."""
+    """Replace ``Tensor.__init__``: reject DTensors."""
     _refuse(tensor, input_data, "Tensor() of")
     original(tensor, input_data, *args, **kwargs)
 
 
 def checked_assign(original: Callable, target: Any, value: Any) -> Any:
-    """Stands for ``Tensor.assign_value``: `Parameter.set_data` and `load_param_into_net` come there."""
+    """Replace ``Tensor.assign_value``, which `Parameter.set_data` and `load_param_into_net` call: reject DTensors for
+    plain tensors."""
     if is_stand_in(target) and is_dispatching():
         return written(target, value)
     _refuse(target, value, f"the value of the plain {type(target).__name__} set to")
@@ -36,8 +37,8 @@ def checked_assign(original: Callable, target: Any, value: Any) -> Any:
 
 
 def checked_update(original: Callable, param: Any, new_param: Any, strict_load: bool) -> None:
-    """Stands for the function by which ``load_param_into_net`` gives a parameter its value: distributed parameters take
-    whole values, and plain ones no parts."""
+    """Replace the function by which ``load_param_into_net`` sets a parameter. Distributed parameters take full values,
+    and plain ones no shards."""
     if isinstance(param, InterceptedTensor) and is_dispatching():
         distributed = isinstance(new_param, InterceptedTensor)
         original(_Whole(param), SimpleNamespace(data=new_param) if distributed else new_param, strict_load)
@@ -53,17 +54,17 @@ class _Whole:
 
     def __init__(self, parameter: Any) -> None:
         self.name, self.parameter = parameter.name, parameter
-        # Has a shape and a dtype, and no memory.
+        # a lazy tensor with a shape and a dtype, but no memory
         self.data = initializer("zeros", parameter.shape, parameter.dtype)
 
     def set_data(self, data: Tensor, slice_shape: bool = False) -> None:
-        # MindSpore lets values have further dimensions of size 1.
+        # MindSpore allows values with additional dimensions of size 1.
         self.parameter.set_data(data if data.ndim == self.data.ndim else data.reshape(self.data.shape))
 
 
 def whole_values(original: Callable, save_obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the function that collects the entries of ``save_checkpoint``: whole values of distributed parameters,
-    one parameter after the other. All ranks of their meshes must call it."""
+    """Replace the function that collects the entries of ``save_checkpoint``. It returns full values of distributed
+    parameters, one parameter at a time. All ranks of their meshes must call it."""
     entries = original(save_obj, *args, **kwargs)
     if not is_dispatching():
         return entries
@@ -86,7 +87,7 @@ def _refuse(target: Any, value: Any, what: str) -> None:
 
 
 class Fallback:
-    """``__fallback__`` of plain tensors."""
+    """Descriptor ``__fallback__`` of plain tensors."""
 
     def __get__(self, tensor: Any, owner: type | None = None) -> Any:
         if tensor is None:
@@ -97,6 +98,7 @@ class Fallback:
 
 
 def _of_distributed(func: Any, args: Sequence[Any], kwargs: dict | None = None) -> Any:
-    """Call the handler of the first DTensor among the operands: core says that plain and distributed do not mix."""
+    """Call the handler of the first DTensor among the operands: core reports that plain and distributed tensors do not
+    mix."""
     found = next(distributed_in((args, kwargs or {})))
     return found.__fallback__(func, args, kwargs)

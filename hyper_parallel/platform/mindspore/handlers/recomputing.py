@@ -1,4 +1,4 @@
-"""`mindspore.recompute` of a cell, which asks the cell for its parameters when forward runs."""
+"""`mindspore.recompute` of a cell, which reads the parameters of the cell when forward runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["checked_block"]
 
 
 def checked_block(original: Callable, recomputed: Any, block: Any) -> Any:
-    """``original(recomputed, block)``: the cell ``recomputed`` takes the parameters of ``block``, a cell or a method.
+    """Run ``original(recomputed, block)``: the cell ``recomputed`` takes the parameters of ``block``, a cell or a
+    method.
 
-    While a unit runs, other tensors stand where its parameters are. MindSpore gives those the gradients.
+    While a unit runs, other tensors replace its parameters. MindSpore would give the gradients to the replacements.
 
     Raises:
         ValueError: for a cell with parameters of a unit that runs.

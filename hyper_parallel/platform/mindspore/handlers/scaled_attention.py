@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, which MindSpore has on Ascend alone: `hyper_parallel.mindspore` gives it to users."""
+"""Scaled dot-product attention, which MindSpore has on Ascend alone. `hyper_parallel.mindspore` exports it to users."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, 
 __all__ = ["attention_calls", "scaled_dot_product_attention"]
 
 _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("hyper_parallel_attention_of_parts", default=None)
-#: The value of a hidden score before the softmax: finite, so that a query that sees no key gets zeros.
+#: Value of a hidden score before the softmax: finite, so that a query without visible keys gets zeros.
 _HIDDEN = -1e30
 
 
@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """See `hyper_parallel.mindspore.scaled_dot_product_attention`."""
+    """Return scaled dot-product attention: see `hyper_parallel.mindspore.scaled_dot_product_attention`."""
     tensors = (query, key, value, attn_mask)
     args = (*tensors, float(dropout_p), bool(is_causal), None if scale is None else float(scale))
     if not is_dispatching():
@@ -62,7 +62,7 @@ def scaled_dot_product_attention(
 
 
 def _on_any(args: tuple) -> Any:
-    """On tensors that may be distributed."""
+    """Run attention on plain tensors or DTensors."""
     for x in args[:4]:
         if isinstance(x, InterceptedTensor):
             return x._dispatch(_ROW, _FUNCTION, args, {})
@@ -71,7 +71,8 @@ def _on_any(args: tuple) -> Any:
 
 @contextmanager
 def attention_calls(run: Callable[..., Any], mixes: Callable[[str, Sequence[int]], None]) -> Iterator[None]:
-    """See `Platform.attention_calls`. No other function of plain tensors is seen."""
+    """Return a context that replaces the attention function by ``run``. Other functions on plain tensors are not
+    observed."""
     token = _RUN.set(run)
     try:
         yield
@@ -80,12 +81,12 @@ def attention_calls(run: Callable[..., Any], mixes: Callable[[str, Sequence[int]
 
 
 def _attention(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Any:
-    """On plain tensors, in plain operations."""
+    """Compute attention of plain tensors from plain operations."""
     shape, keys = tuple(q.shape), tuple(k.shape)
     scale = 1 / math.sqrt(shape[-1]) if scale is None else scale
     q = q * scale
     together = len(shape) > 2 and keys[-3] not in (1, shape[-3])
-    if together:  # heads that share a key, one after the other
+    if together:  # heads that share a key, concatenated along the length
         q = q.reshape((*shape[:-3], keys[-3], shape[-3] // keys[-3] * shape[-2], shape[-1]))
     scores = mint.matmul(q, k.swapaxes(-1, -2))
     scores = scores.reshape((*shape[:-1], keys[-2])) if together else scores
@@ -99,7 +100,8 @@ def _attention(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: b
         scores = scores + mask
     if hidden is not None:
         scores = scores.masked_fill(hidden, _HIDDEN)
-    # Written out: the gradient of MindSpore's softmax is wrong after one of a single key (2.10, `softmax` of (..., 1)).
+    # Composed here: the gradient of MindSpore's softmax is wrong after a softmax over a single key (2.10, `softmax` of
+    # (..., 1)).
     weights = ops.exp(scores - ops.stop_gradient(ops.amax(scores, -1, True)))
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)

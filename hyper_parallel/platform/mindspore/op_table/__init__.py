@@ -1,7 +1,7 @@
-"""MindSpore's primitives and the canonical operations that they are: the table that interception looks up.
+"""Mapping of MindSpore's primitives to canonical operations: the table that interception reads.
 
-Keys are names of primitives as ``__fallback__`` sees them, on CPU and on Ascend. Names in lower case are operations of
-Python's (indexing) that `tensor` intercepts itself. Where one primitive is several operations, `VARIANTS` picks the row
+Keys are names of primitives as ``__fallback__`` sees them, on CPU and on Ascend. Names in lower case are Python
+operations (indexing) that `tensor` intercepts itself. If one primitive is several operations, `VARIANTS` picks the row
 by the arguments.
 """
 
@@ -37,5 +37,5 @@ COMPOSED = {**_COMPOSED, **picks.COMPOSED}
 
 RESULTS = {**nn.RESULTS, **random.RESULTS}
 
-#: Not operations on values: they answer with a type.
+#: Primitives that compute no values: they return a type.
 PASS_THROUGH = frozenset({"typeof", "TypeOf"})

@@ -1,5 +1,5 @@
-"""Rows for primitives that are called again as they were, whatever arguments they have. Local tensors take the places
-of the distributed ones. The shapes of the results are found by a call on small tensors."""
+"""Rows for primitives that are called again with their original arguments. Local tensors replace the distributed ones.
+A call on small tensors determines the shapes of the results."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ Native = Callable[[Any, list, dict, tuple], Any]
 
 
 def call_native(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """The call as it came."""
+    """Call the primitive with its original arguments."""
     return func(*args, **kwargs)
 
 
 def as_called(canonical: str, takes: str, facts: Facts, native: Native = call_native) -> NativeOp:
-    """A row of the canonical operation.
+    """Return a row of the canonical operation.
 
     Args:
-        canonical: its name.
-        takes: the names of the arguments, as far as they matter: see `NativeOp`. Tensors among them that are no
-            operands are numbers.
-        facts: gives the static arguments that the rule reads.
-        native: makes the call.
+        canonical: name of the operation.
+        takes: names of the arguments that matter: see `NativeOp`. Other tensors among them hold numbers.
+        facts: returns the static arguments that the rule reads.
+        native: runs the call.
     """
 
     def call(func: Any, operands: Sequence[Any], static_args: tuple) -> Any:
@@ -45,7 +44,7 @@ def as_called(canonical: str, takes: str, facts: Facts, native: Native = call_na
 
 
 def _placed(native: Native, func: Any, operands: Sequence[Any], static_args: tuple) -> Any:
-    """Make the call with the operands in their places."""
+    """Run the call with the operands inserted."""
     *_, places, rest, named = static_args
     rest, named = [given_again(x) for x in rest], [(name, given_again(x)) for name, x in named]
     args, kwargs = placed(operands, (places, rest, named))
@@ -60,13 +59,13 @@ _MOST = 1 << 12
 def shapes_of(
     given: Given, shapes: tuple, native: Native = call_native, facts: tuple = ()
 ) -> tuple[tuple[int, ...], ...] | None:
-    """The shapes of the results of a call whose operands have ``shapes``, which should be small: the call is made once.
-    None where MindSpore refuses it, as it then will the call itself, with a better message.
+    """Return the result shapes of a call whose operands have ``shapes``, which should be small: the call runs once.
+    None if MindSpore rejects it. It will then reject the call itself, with a better message.
 
     Args:
         given: the call.
-        shapes: of the operands, None for one that is not given.
-        native: makes the call.
+        shapes: shapes of the operands, None for an absent operand.
+        native: runs the call.
         facts: the arguments of ``native`` before the last three static ones.
     """
     which = given.func if hasattr(given.func, "prim") else given.func.name
@@ -89,13 +88,13 @@ def _found(given: Given, shapes: tuple, native: Native, facts: tuple) -> Any:
             static_args = (*facts, given.places, given.rest, given.named)
             results = _placed(native, given.func, stand_ins, static_args)
             results = results if isinstance(results, (tuple, list)) else (results,)
-            return tuple(tuple(y.shape) for y in results)  # also waits for a kernel that fails
+            return tuple(tuple(y.shape) for y in results)  # reading shapes also waits for a kernel that fails
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None
 
 
 def _stand_in(shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """Unit matrices, which have inverses and factors; zeros where numbers are places."""
+    """Return unit matrices, which have inverses and factors, or zeros for integers, which may be indices."""
     if dtype in FLOATS and len(shape) > 1 and 0 not in shape:
         return ops.broadcast_to(ops.eye(shape[-2], shape[-1], dtype), shape)
     return ops.zeros(shape, dtype)

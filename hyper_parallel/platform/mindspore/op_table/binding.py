@@ -1,8 +1,8 @@
-"""Rows of MindSpore's op table: primitives, and what they take otherwise than the signature of the operation.
+"""Rows of MindSpore's op table: primitives, and their arguments where they differ from the operation's signature.
 
-The same primitive arrives in several shapes: ``mint.sum(x, 1)`` gives ``SumExt`` with all arguments by position,
-``x.sum(dim=1)`` the arguments as the user wrote them. The text of a row evens the shapes out, see
-`core.rules.signature` for its language.
+The same primitive arrives in several forms: ``mint.sum(x, 1)`` gives ``SumExt`` with all arguments by position,
+``x.sum(dim=1)`` the arguments as the user wrote them. The text of a row unifies these forms. `core.rules.signature`
+describes its language.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = [
     "row",
 ]
 
-#: Picks the row by (args, kwargs) where one primitive is several operations; None for a call without a rule.
+#: Picks the row by (args, kwargs) if one primitive is several operations; None for a call without a rule.
 Choose = Callable[[tuple, dict], NativeOp | None]
-#: `NativeOp.adjust`.
+#: Type of `NativeOp.adjust`.
 Adjust = Callable[[Any, tuple, tuple], Bound]
 
 
@@ -57,13 +57,14 @@ class Function:
 
 
 # -------------------------------------------------------------------- values of arguments
-#: How generated code and the attributes of primitives count them.
+#: Numbers of the reductions in generated code and in attributes of primitives.
 _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A tensor of sizes, dimensions and the like: no operand. Every rank has it, or a DTensor of it."""
+    """Form of a non-operand tensor, such as sizes or dimensions, in static arguments. Every rank has this tensor, or a
+    DTensor of it."""
 
     values: Any
     dtype: Any
@@ -73,7 +74,7 @@ class _Held:
 
 
 def _told(value: Any) -> Any:
-    """A number, or several as a tuple, which may come in a tensor."""
+    """Return the numbers that a form stands for: a number, or a tuple of numbers."""
     if isinstance(value, _Held):
         value = value.values
     return tuple(map(_told, value)) if isinstance(value, (list, tuple)) else value
@@ -89,14 +90,14 @@ def _kept(value: Any) -> Any:
 
 
 def given_again(value: Any) -> Any:
-    """Return the value of which `WORDS` has kept a form."""
+    """Return the value from the form that `WORDS` has stored."""
     if isinstance(value, tuple):
         return tuple(map(given_again, value))
     return value.tensor() if isinstance(value, _Held) else value
 
 
 def _one_dim(dim: Any) -> int | None:
-    """A dimension, which may come alone in a tuple."""
+    """Return a dimension, which may be the only element of a tuple."""
     return None if dim is None or dim == () else int(dim[0] if isinstance(dim, (tuple, list)) else dim)
 
 
@@ -136,30 +137,30 @@ def row(
     by_function: bool = False,
     adjust: Adjust | None = None,
 ) -> NativeOp:
-    """A row of the canonical operation ``name``.
+    """Return a row of the canonical operation ``name``.
 
     Args:
         name: the canonical operation.
-        takes: the arguments of the primitive, where they are not the operation's signature: see `NativeOp`.
+        takes: the arguments of the primitive, where they differ from the operation's signature: see `NativeOp`.
         call, adjust: see `NativeOp`.
-        by_function: whether ``adjust``, or ``takes``, looks at the function.
+        by_function: whether ``adjust``, or ``takes``, reads the function.
     """
     return safe_when_empty(NativeOp(name, takes, call, by_function, words=WORDS, adjust=adjust))
 
 
 def instead(function: Callable) -> Call:
-    """A ``call`` that runs ``function`` in place of the native one: that has no kernel on CPU, or takes its arguments
-    otherwise."""
+    """Return a ``call`` that runs ``function`` in place of the native one. That has no kernel on CPU, or takes
+    different arguments."""
     return lambda func, operands, static_args: function(*operands, *static_args)
 
 
 def repeated(name: str, takes: str, by_function: bool = False, adjust: Adjust | None = None) -> NativeOp:
-    """A row whose native call is made again as it was: which arguments it takes differs too much."""
+    """Return a row that repeats the native call with its original arguments, because these differ too much."""
     return row(name, f"{takes} ...", call_again, by_function, adjust)
 
 
 def by_name(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table by single names of one whose keys are several, as words."""
+    """Split the keys of a table, in which each key is several names separated by spaces."""
     return {name: value for names, value in table.items() for name in names.split()}
 
 
@@ -172,8 +173,8 @@ def _call_anywhere(func: Any, operands: tuple, static_args: Any) -> Any:
 
 
 def _inplace(call: Call) -> Call:
-    """A ``call`` of a primitive that writes in place. On CPU most of these return a new tensor and write nothing. Those
-    that do write lose a write to a view."""
+    """Return a ``call`` of a primitive that writes in place. On CPU most of these return a new tensor and write
+    nothing. The others lose a write to a view."""
 
     def write(func: Any, operands: tuple, static_args: Any) -> Any:
         target = operands[0]
@@ -190,15 +191,15 @@ def _inplace(call: Call) -> Call:
 
 
 def elementwise(name: str, takes: str = "*", flat: bool | tuple[int, ...] = False, inside: float = 9) -> NativeOp:
-    """A row for an element-wise primitive.
+    """Return a row for an element-wise primitive.
 
     Args:
         name: the canonical operation.
-        takes: the first arguments, which are operands, be they tensors or scalars. A star: the tensors are, wherever
-            they stand. Empty: those of the signature.
-        flat: whether MindSpore gives the operands no gradient, where other frameworks give zeros; or the places of
-            those to which it gives none.
-        inside: a number for which the function is defined.
+        takes: the first arguments, which are the operands, tensors or scalars. A star: all tensors are operands,
+            wherever they are. Empty: the arguments of the signature.
+        flat: whether MindSpore gives the operands no gradient, where other frameworks give zeros; or the indices of
+            operands without gradient.
+        inside: a number in the domain of the function.
     """
     call: Call = _call_anywhere if takes == "*" else call_again if takes.endswith("...") else call_elementwise
     call = _inplace(call) if name.endswith("_") else call

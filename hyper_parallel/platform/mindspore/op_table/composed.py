@@ -1,7 +1,7 @@
-"""Primitives without a rule of their own that are compositions of operations that have one.
+"""Primitives without a rule that are compositions of operations with rules.
 
-The functions of `COMPOSED` get the native function and its arguments, and call MindSpore's on DTensors. They return
-NotImplemented for calls that they do not cover, which then run on gathered operands.
+The functions of `COMPOSED` get the native function and its arguments, and call MindSpore's functions on DTensors. They
+return NotImplemented for calls that they do not cover, which then run on gathered operands.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hyper_parallel.platform.mindspore.processes.launch import device_target
 __all__ = ["COMPOSED", "VARIANTS"]
 
 Composition = Callable[[Any, tuple, dict], Any]
-#: Of each element. Weights get no gradient.
+#: Rows of the loss of each element. Weights get no gradient.
 _ENTROPY = elementwise("pointwise", flat=(2,), inside=0.5)
 _ENTROPY_OF_LOGITS = elementwise("pointwise", flat=(2, 3))
 _DIVERGENCE = elementwise("pointwise", flat=(1,), inside=0.5)
@@ -50,7 +50,8 @@ def _choose_element_wise(row: NativeOp, place: int) -> Choose:
 
 
 def _reduced_loss(function: Callable, place: int) -> Composition:
-    """``function(*args, reduction="none")`` gives the tensor to reduce; the argument at ``place`` says how."""
+    """Return a composition that reduces ``function(*args, reduction="none")``; the argument at ``place`` selects the
+    reduction."""
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
         return _total(function(*args[:place], reduction="none"), _REDUCTIONS[args[place]])
@@ -97,7 +98,7 @@ def _trace(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _meshgrid(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``indexing`` counts "ij" and "xy", in which the first two dimensions change places."""
+    """Expand 1-D tensors to a grid. ``indexing`` is 0 for "ij" and 1 for "xy", which swaps the first two dimensions."""
     tensors, indexing = args[:2]
     order = [*range(len(tensors))]
     if indexing == 1 and len(order) > 1:
@@ -129,7 +130,7 @@ _HISTOGRAM = as_called("count", "x", lambda given: (given.func.prim.bins,))
 
 
 def _histogram(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Between the smallest and the largest element, where nothing else is said."""
+    """Count elements in ranges between the smallest and the largest element, if the primitive has no limits."""
     x, prim = args[0], func.prim
     if prim.min < prim.max:
         return _dispatch(_HISTOGRAM, func, args, kwargs)
@@ -140,7 +141,7 @@ def _histogram(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _on_cpu(function: Callable) -> Composition:
-    """Methods that MindSpore's functions of the same name serve on CPU, while kernels of Ascend give other dtypes."""
+    """Return a composition that runs MindSpore's function on CPU. On Ascend, the kernels give other dtypes."""
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
         return function(*args, **kwargs) if device_target() == "CPU" else NotImplemented
@@ -150,8 +151,8 @@ def _on_cpu(function: Callable) -> Composition:
 
 # -------------------------------------------------------------------- statistics over the batch
 def _batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
-    """From mean and variance of the whole batch: one all-reduce for each, of as many numbers as there are channels.
-    Running statistics are written as the kernel does it. With statistics that are given, the kernel for each part."""
+    """Compute batch norm from mean and variance of the global batch: each takes one all-reduce with one number per
+    channel. Running statistics are updated as by the kernel. With given statistics, the kernel runs on each shard."""
     x, weight, bias, running_mean, running_var, training, eps, momentum = args[:8]
     if not training:
         given = (_distributed(running, args) for running in (running_mean, running_var))
@@ -180,7 +181,7 @@ def _batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _distributed(running: Any, args: tuple) -> Any:
-    """A statistic as a DTensor. A plain one is taken to be the same on all ranks."""
+    """Return a statistic as a DTensor. A plain statistic is assumed to be the same on all ranks."""
     if getattr(running, "_layout", None) is not None:
         return running
     mesh, core = next((x._layout.mesh, x._core) for x in args if getattr(x, "_layout", None) is not None)
@@ -189,7 +190,7 @@ def _distributed(running: Any, args: tuple) -> Any:
 
 
 def _refuse_partial(*statistics: Any) -> None:
-    """Raise ValueError, on all ranks and before they communicate, where running statistics cannot be written."""
+    """Raise ValueError, on all ranks and before they communicate, if running statistics cannot be written."""
     for running in statistics:
         layout = getattr(running, "_layout", None)
         if layout is not None and any(p.is_partial() for p in layout.placements):
@@ -200,7 +201,7 @@ def _refuse_partial(*statistics: Any) -> None:
 
 
 def _whole_sums(x: Any) -> Any:
-    """With partial sums reduced: they would be in each of the operations that follow."""
+    """Reduce partial sums once: otherwise each following operation would reduce them."""
     if not any(p.is_partial() for p in x.placements):
         return x
     return x.redistribute(placements=x._layout.cotangent.placements)
@@ -215,7 +216,7 @@ COMPOSED: dict[str, Composition] = {
     "TensorShape": _shape,
     "Size": _size,
     "Histogram": _histogram,
-    # Looked up when called: `handlers.plain_inside` replaces one of them.
+    # Looked up at call time: `handlers.plain_inside` replaces one of them.
     "BincountExt": _on_cpu(lambda *args, **kwargs: ops.bincount(*args, **kwargs)),
     "HistcExt": _on_cpu(ops.histc),
     "Addmv": _on_cpu(ops.addmv),

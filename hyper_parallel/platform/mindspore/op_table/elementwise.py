@@ -43,12 +43,12 @@ _POINTWISE_INPLACE = """
     InplaceReciprocal InplaceBitwiseAndTensor InplaceBitwiseOrTensor
 """
 
-#: MindSpore gives no gradient through these. (Through ``Floor`` and ``Trunc`` it gives zeros.)
+#: Primitives through which MindSpore gives no gradient. (For ``Floor`` and ``Trunc`` it gives zeros.)
 _FLAT = "Ceil FloorDiv FloorDivScalar Round Sign TruncateDiv"
 
 
 def _like(value: float) -> Call:
-    """Static arguments are the others of the call."""
+    """Return a ``call`` that fills a tensor like the operand. Static arguments are the other arguments of the call."""
 
     def call(func: Any, operands: tuple, static_args: Any) -> Any:
         args, named = static_args or ((), ())
@@ -67,7 +67,7 @@ def _full(x: Any, fill_value: float, dtype: Any = None, **_: Any) -> Any:
 
 
 def _dtype(dtype: Any) -> Any:
-    """Overloads pass a dtype, generated code its number."""
+    """Return a dtype. Overloads pass a dtype, generated code its number."""
     return type_id_to_type(dtype) if isinstance(dtype, int) else dtype
 
 
@@ -84,7 +84,7 @@ OPS: dict[str, NativeOp] = by_name(
         "Neg Identity Load Real Imag RealView ImagView Conj Positive": _LINEAR_UNARY,
         "Contiguous": elementwise("contiguous", ""),
         "Clone": row("linear_unary", "", lambda func, operands, static_args: copied(operands[0])),
-        # Not checked for empty operands: the result is not connected to them on any rank.
+        # Not checked for empty operands: the result has no gradient on any rank.
         "StopGradient": NativeOp(
             "alias", "", lambda func, operands, static_args: ms.ops.stop_gradient(operands[0]), False, words=WORDS
         ),
@@ -106,14 +106,14 @@ OPS: dict[str, NativeOp] = by_name(
 
 
 def _cast(args: tuple, kwargs: dict) -> NativeOp:
-    """A conversion is linear only if it does not round to integers or truth values."""
+    """Choose the row of a conversion, which is linear only if it does not round to integers or booleans."""
     dtype = _dtype(kwargs.get("dtype", args[1] if len(args) > 1 else None))
     return _LINEAR_UNARY if dtype is None or dtype in DIFFERENTIABLE else _POINTWISE_UNARY
 
 
 def _bias_add(args: tuple, kwargs: dict) -> NativeOp | None:
-    """BiasAdd adds along dim 1: an ordinary broadcast for matrices, which is how nn.Dense uses it; otherwise it is a
-    composition."""
+    """Choose the row of BiasAdd. It adds along dim 1, an ordinary broadcast for matrices, as nn.Dense uses it;
+    otherwise it is a composition."""
     return _ADD if isinstance(args[0], Tensor) and args[0].ndim == 2 else None
 
 

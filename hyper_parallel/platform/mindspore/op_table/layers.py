@@ -1,6 +1,6 @@
-"""Layers by their signatures: convolutions, pools, resampling, and others that work on whole pictures.
+"""Layers described by their signatures: convolutions, pools, resampling, and others that mix positions of an image.
 
-See the canonical operation ``labelled``. Sizes of results are those of a call on small tensors, in which batches and
+They use the canonical operation ``labelled``. Shapes of results come from a call on small tensors, in which batches and
 channels have size 1.
 """
 
@@ -18,11 +18,11 @@ from hyper_parallel.platform.mindspore.op_table.binding import by_name
 
 __all__ = ["GIVEN_STATISTICS", "OPS", "labelled"]
 
-#: Makes the signature of a call, None for one without a rule.
+#: Function that makes the signature of a call, None for a call without a rule.
 Sign = Callable[[Given], "str | None"]
 _BATCH = "abdefklm"
 _GROUPED = "g"
-#: Labels of dimensions that a small tensor has in full.
+#: Labels of dimensions that a small tensor has in full size.
 _KEPT = (".", _GROUPED)
 
 
@@ -35,16 +35,16 @@ def labelled(
     shapes: Callable[[Given], tuple] | None = None,
     fresh: bool = False,
 ) -> NativeOp:
-    """A row of the operation ``labelled``.
+    """Return a row of the operation ``labelled``.
 
     Args:
         text: arguments and operands, see `as_called`.
-        sign: makes the signature, or is it. One result in it stands for several with the same labels.
-        native: makes the call; the static arguments begin with the signature, shapes of results and the number of
-            groups on this rank.
-        groups: gives the number of groups of channels, which is 1 where that is not given.
-        shapes: gives the shapes of the results where they do not follow from a call on small tensors.
-        fresh: whether MindSpore makes a new primitive for each call, so that it is no use to remember calls of it.
+        sign: the signature, or a function that makes it. One result in it represents several with the same labels.
+        native: runs the call; the static arguments begin with the signature, shapes of results and the number of groups
+            on this rank.
+        groups: returns the number of groups of channels; 1 by default.
+        shapes: returns the shapes of the results, if a call on small tensors does not determine them.
+        fresh: whether MindSpore makes a new primitive for each call, so that caching calls is useless.
     """
     call = native or call_native
 
@@ -67,12 +67,12 @@ def labelled(
 
 
 _NO_RULE: Any = ()
-#: A static argument that is no value: core remembers no call that has one.
+#: A static argument that is no value: core does not cache calls that have it.
 _FORGOTTEN: Any = ...
 
 
 def _of_none(shapes: tuple) -> tuple:
-    """Describe operands that no rule can serve: each has a dimension more than it has."""
+    """Return facts that no rule can serve: the signature has one dimension too many for each operand."""
     return f"{','.join('.' * len((*(shape or ()), 0)) for shape in shapes)}->.", ((),), 0
 
 
@@ -82,7 +82,7 @@ def _fits(signature: str, shapes: tuple) -> bool:
 
 
 def _repeated(signature: str, results: int) -> str:
-    """The signature with as many results as there are."""
+    """Return the signature with its result repeated ``results`` times."""
     dims, bar, terms = signature.partition("|")
     operands, result = dims.split("->")
     return signature if "," in result else f"{operands}->{','.join([result] * results)}{bar}{terms}"
@@ -139,7 +139,7 @@ def _conv_transpose3d(
 
 
 def _convolve(make: Callable) -> Native:
-    """The primitive has the number of channels, of which this rank may have some."""
+    """Return a function that calls the primitive with this rank's number of channels."""
 
     def native(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
         p, weight = func.prim, args[1]
@@ -150,8 +150,8 @@ def _convolve(make: Callable) -> Native:
 
 
 def _convolution(dims: int) -> Sign:
-    """Linear in the weight and in the input, whose channels are contracted. With groups, channels in and out are cut
-    together."""
+    """Return the signature of a convolution: linear in weight and input, whose channels are contracted. With groups,
+    input and output channels are sharded together."""
     spatial = "." * dims
 
     def sign(given: Given) -> str:
@@ -177,8 +177,8 @@ def _transposed(dims: int) -> Sign:
 
 
 def _call_transposed(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """The call has the sizes of its result besides, of which this rank has some. The primitive has the channels of x:
-    those that come out of the convolution whose gradient it is."""
+    """Call a transposed convolution. The call also has the global sizes of its result, of which this rank computes a
+    shard. The primitive has the channels of x, the output channels of the convolution whose gradient it is."""
     p, (x, weight, sizes) = func.prim, args
     prim = _conv_transpose(weight.shape[0], p.kernel_size, p.pad_mode.lower(), p.padding, p.stride, p.dilation)
     return prim(x, weight, (x.shape[0], weight.shape[1], *sizes[2:]))
@@ -197,7 +197,7 @@ def _unpool(ksize: tuple, strides: tuple, pads: tuple, output_shape: tuple) -> A
 
 
 def _call_unpool(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """The primitive has the shape of the result."""
+    """Call the unpooling, whose primitive has the shape of the result."""
     attributes = func.prim.attrs
     if not attributes["output_shape"]:
         return func(*args)
@@ -214,13 +214,14 @@ def _normalised(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
     return func(*args, **kwargs)[0]
 
 
-#: The first result of BatchNorm with statistics that are given; `composed` makes the others.
+#: First result of BatchNorm with given statistics; `composed` makes the others.
 GIVEN_STATISTICS = labelled("x weight bias mean variance", _statistics, _normalised)
 
 
 # -------------------------------------------------------------------- others
 def _crossed(given: Given) -> str | None:
-    """Whole along the dimension of the vectors, the first of size 3 by default; broadcast dimensions are whole."""
+    """Return the signature of a cross product. The dimension of the vectors, by default the first of size 3, and
+    broadcast dimensions are unsharded."""
     shapes = given.shapes
     ndim = max(map(len, shapes))
     common = [max(((1,) * (ndim - len(s)) + s)[d] for s in shapes) for d in range(ndim)]
@@ -238,13 +239,13 @@ def _crossed(given: Given) -> str | None:
 
 
 def _cross(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """With the dimension, since shards may have another one of size 3."""
+    """Call the cross product with its dimension, since shards may have another dimension of size 3."""
     labels = static_args[0].partition("->")[2]
     return func(args[0], args[1], labels.index(".") - labels.index("|"))
 
 
 def _kept_but(which: Callable[[Given], tuple[int, ...]], terms: str = "") -> Sign:
-    """Describe one operand, whole along the given dimensions."""
+    """Return a signature of one operand that is unsharded along the given dimensions."""
 
     def sign(given: Given) -> str:
         ndim = _ndim(given)
@@ -256,7 +257,7 @@ def _kept_but(which: Callable[[Given], tuple[int, ...]], terms: str = "") -> Sig
 
 
 def _not_of_renorm(given: Given) -> tuple[int, ...]:
-    """All dimensions but that of the slices."""
+    """Return all dimensions but that of the slices."""
     ndim = _ndim(given)
     return tuple(d for d in range(ndim) if d != given.func.prim.dim % ndim)
 
@@ -269,7 +270,7 @@ def _reversed(given: Given) -> str:
 
 
 def _size_of_batch(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """``AffineGrid``, which is told the size of the batch."""
+    """Call ``AffineGrid`` with this rank's size of the batch."""
     theta, size, *rest = args
     return func(theta, (theta.shape[0], *size[1:]), *rest, **kwargs)
 
@@ -279,7 +280,7 @@ def _group_norm(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
 
 
 def _states(given: Given) -> tuple:
-    """Return the results of a layer of an LSTM that count: those of each step, and the last states."""
+    """Return the result shapes of an LSTM layer that matter: those of each step, and the last states."""
     x, h, c, _ = given.shapes
     return (*x[:2], h[0] * h[2]), h, c
 

@@ -17,12 +17,12 @@ _OF_ONE = """
 Cholesky CholeskyInverse MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixInverseExt MatrixPower Svd Qr
 LinalgQr Eig Geqrf Pdist
 """
-#: Functions of several tensors: their names -> what they take, with the dimensions behind the batch.
+#: Functions of several tensors: names -> their arguments, with the dimensions after the batch.
 _OF_SEVERAL = {
     "CholeskySolve MatrixSolve TriangularSolve Lstsq": "x(n,n) other(n,k)",
     "Orgqr MatrixSetDiagV3": "x(m,n) other(k)",
 }
-#: Fourier transforms, with the dimensions that they take when none are given: how many, None for all.
+#: Fourier transforms -> number of last dimensions that are transformed by default, None for all.
 _TRANSFORMS = {
     "FFT IFFT RFFT IRFFT": 1,
     "FFT2 IFFT2 RFFT2 IRFFT2": 2,
@@ -31,7 +31,7 @@ _TRANSFORMS = {
 
 
 def _behind(given: Given) -> tuple:
-    """The static arguments of ``batched``."""
+    """Return the static arguments of ``batched``."""
     shapes, counts = given.shapes, given.behind
     found = None
     if all(len(shape) >= count for shape, count in zip(shapes, counts, strict=True)):
@@ -41,7 +41,7 @@ def _behind(given: Given) -> tuple:
 
 
 def _behind_lu(given: Given) -> tuple:
-    """The result has the shape of the right sides."""
+    """Return the facts of `LuSolve`, whose result has the shape of the right sides."""
     x, factors, pivots = given.shapes
     if len(x) != len(factors) or len(pivots) != len(x) - 1:
         return (), ()
@@ -49,7 +49,8 @@ def _behind_lu(given: Given) -> tuple:
 
 
 def _transformed(count: int | None) -> Facts:
-    """The static arguments of ``along_linear`` for a transform of ``count`` dimensions."""
+    """Return a function that computes the static arguments of ``along_linear`` for a transform of ``count``
+    dimensions."""
 
     def facts(given: Given) -> tuple:
         (shape,) = given.shapes
@@ -68,7 +69,7 @@ def _transformed(count: int | None) -> Facts:
 
 
 def _shifted(given: Given) -> tuple:
-    """The dimensions that are shifted, all without a word."""
+    """Return the shifted dimensions, by default all."""
     return dims_of(given.values.get("dims")), None
 
 

@@ -27,7 +27,7 @@ _MATMUL = {(ta, tb): ops.MatMul(ta, tb) for ta in (False, True) for tb in (False
 
 
 def _addmm(c: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Any:
-    """By hand: ``Addmm`` has no kernel on CPU."""
+    """Compute ``Addmm``, which has no kernel on CPU, from other operations."""
     product = mint.matmul(a, b)
     return (c if beta == 1 else c * beta) + (product if alpha == 1 else product * alpha)
 
@@ -53,7 +53,7 @@ def _look_up(ids: Any, weight: Any, padding: None) -> Any:
 
 
 def _embedding(func: Any, xs: tuple, static_args: tuple) -> Any:
-    """``Embedding`` has no kernel on CPU and no max_norm here; padding only matters to the gradient."""
+    """Look up rows. ``Embedding`` has no kernel on CPU and no max_norm here; padding only affects the gradient."""
     ids, weight = xs
     padding = static_args[0]
     if padding is not None and device_target() != "CPU":
@@ -71,7 +71,7 @@ _EMBEDDING = row("embedding", "ids/x/input weight padding_idx=None", _embedding)
 
 
 def _choose_gather(args: tuple, kwargs: dict) -> NativeOp | None:
-    """``Gather(x, ids, axis, batch_dims)`` is an embedding look-up, an index_select, or neither."""
+    """Choose the row of ``Gather(x, ids, axis, batch_dims)``: an embedding look-up, an index_select, or none."""
     x, ids, axis = args[:3]
     if kwargs or (len(args) > 3 and args[3]) or not isinstance(ids, Tensor):
         return None
@@ -81,18 +81,18 @@ def _choose_gather(args: tuple, kwargs: dict) -> NativeOp | None:
 
 
 def _choose_embedding(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Without max_norm."""
+    """Choose the row of an embedding without max_norm."""
     return _EMBEDDING if len(args) < 4 or args[3] is None else None
 
 
 def _choose_embedding_lookup(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the operation for a lookup in a matrix, without an offset."""
+    """Choose the row of a look-up in a matrix, without an offset."""
     return _GATHERED_ROWS if len(args[0].shape) == 2 and (len(args) < 3 or args[2] == 0) else None
 
 
 # -------------------------------------------------------------------- attention
-#: positions in FlashAttentionScore(q, k, v, shift, dropout mask, padding mask, attention mask, prefix, query lengths,
-#: key lengths, heads, keep_prob, scale, pre_tokens, next_tokens, inner_precise, layout, sparse_mode)
+#: Positions in FlashAttentionScore(q, k, v, shift, dropout mask, padding mask, attention mask, prefix, query lengths,
+#: key lengths, heads, keep_prob, scale, pre_tokens, next_tokens, inner_precise, layout, sparse_mode).
 _MASK, _HEADS, _LAYOUT, _SPARSE = 6, 10, 16, 17
 _RARE = (3, 4, 5, 7, 8, 9)
 _BNSD = 1
@@ -101,7 +101,7 @@ _CAUSAL_MODES = (2, 3)
 
 def _bind_flash_attention(func: Any, args: tuple, kwargs: dict) -> Bound:
     keep, scale, *rest = args[_HEADS + 1 :]
-    # Its masks and modes speak of whole sequences.
+    # Its masks and modes refer to full sequences.
     return (*args[:3], args[_MASK]), (args[_SPARSE] in _CAUSAL_MODES, 1.0 - keep, scale, keep, True, *rest)
 
 
@@ -115,7 +115,8 @@ _FLASH_ATTENTION = row("attention", _bind_flash_attention, _flash_attention)
 
 
 def _choose_flash_attention(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Only the layout (batch, heads, length, features), without the rarer operands, has a rule."""
+    """Choose the row for the layout (batch, heads, length, features) without the rarer operands; others have no
+    rule."""
     known = len(args) == 18 and args[_LAYOUT] == _BNSD and all(args[i] is None for i in _RARE)
     return _FLASH_ATTENTION if known else None
 
@@ -150,7 +151,7 @@ OPS: dict[str, NativeOp] = by_name(
             "x target weight=None reduction='mean' ignore_index=-100",
             _nll,
         ),
-        # these know no options
+        # these primitives have no options
         "SoftmaxCrossEntropyWithLogits": row("cross_entropy", "x target reduction:='none'", _cross_entropy),
         "SparseSoftmaxCrossEntropyWithLogits": row("cross_entropy", "x target", _cross_entropy),
     }
@@ -164,7 +165,7 @@ VARIANTS: dict[str, Choose] = {
     "FlashAttentionScore": _choose_flash_attention,
 }
 
-#: primitives with more results than the canonical operation has: a function from the one to those of the primitive
+#: Primitives with more results than the canonical operation: a function from its result to those of the primitive.
 RESULTS: dict[str, Callable[[Any], Any]] = {
     "NLLLoss": lambda y: (y, None),
     "SoftmaxCrossEntropyWithLogits": lambda y: (y, None),

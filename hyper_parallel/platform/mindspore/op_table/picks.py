@@ -1,4 +1,4 @@
-"""Operations whose results have sizes that the data say, masks, and writes at the places that index tensors name."""
+"""Operations whose result sizes depend on data, masks, and writes at indices given by tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPS: dict[str, NativeOp] = by_name(
         "NonZero ArgWhere": row("nonzero"),
         "MaskedSelect": row("masked_select"),
         "MaskedScatter": row("masked_scatter"),
-        # In the order in which they come first; with the place of each.
+        # Distinct elements in order of first occurrence, with the index of each element.
         "Unique": row(
             "unique_in_order", lambda func, args, kwargs: (args, (None, True, False)), lambda func, xs, how: func(*xs)
         ),
@@ -44,7 +44,7 @@ _CONSECUTIVE = row("unique_in_order", lambda func, args, kwargs: (args[:1], args
 
 
 def _unique_consecutive(func: Any, args: tuple, kwargs: dict) -> Any:
-    """MindSpore looks at the results that were asked for and leaves the others alone."""
+    """Return elements that differ from their predecessor. MindSpore ignores results that were not requested."""
     x, places, counts, dim = args
     found = _dispatch(_CONSECUTIVE, func, (x,), dim, bool(places), bool(counts))
     remaining = iter(found if isinstance(found, tuple) else (found,))
@@ -52,7 +52,7 @@ def _unique_consecutive(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _unique_with_pad(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the distinct elements, padded with a number to the size of ``x``, and the place of each element."""
+    """Return the distinct elements, padded with a number to the size of ``x``, and the index of each element."""
     x, number = args
     if isinstance(number, Tensor) or not x.size:
         return NotImplemented
@@ -64,7 +64,7 @@ def _unique_with_pad(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _nonzero_columns(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``nonzero(x, as_tuple=True)``."""
+    """Return the indices of nonzero elements for each dimension, as ``nonzero(x, as_tuple=True)`` does."""
     places = ops.nonzero(args[0])
     return tuple(places[:, d] for d in range(args[0].ndim))
 
@@ -76,7 +76,7 @@ def is_mask(item: Any) -> bool:
 
 
 def without_masks(index: tuple) -> tuple:
-    """An index with the places of the true elements in place of each distributed mask."""
+    """Return an index in which the indices of its true elements replace each distributed mask."""
     found: list[Any] = []
     for item in index:
         found += _nonzero_columns(None, (item,), {}) if is_mask(item) else [item]
@@ -100,7 +100,7 @@ _ADDED = row("index_add", _bind_index_put, _call_index_put, by_function=True)
 
 
 def _index_put(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Written over, or added; of a mask its places are taken."""
+    """Write at indices, or accumulate. Masks are replaced by the indices of their true elements."""
     x, value, indices = args
     return _dispatch(_ADDED if func.prim.accumulate else _WRITTEN, func, (x, value, *without_masks(indices)))
 

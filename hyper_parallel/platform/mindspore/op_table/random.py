@@ -1,4 +1,4 @@
-"""Rows of the op table for operations that draw random numbers, and others that draw without a row."""
+"""Rows of the op table for operations that draw random numbers, and handling of draws without a row."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["DRAWS", "OPS", "RESULTS", "drawn_by_first_rank", "refuse_draw"]
 
 # -------------------------------------------------------------------- dropout
 def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> Bound:
-    """``Dropout(x, keep_prob, seed, seed)``. `ops.dropout` has drawn the seeds before it arrives here, and `_dropout`
-    calls it again. A layer has drawn them once for all."""
+    """Bind ``Dropout(x, keep_prob, seed, seed)``. `ops.dropout` has drawn the seeds before it arrives here, and
+    `_dropout` calls it again. A layer has drawn its seeds once."""
     x, keep, *seeds = args
     if is_of_one_call(func.prim):
         given, stream = undo_draw("dropout", (seeds[0], seeds[1])), None
@@ -32,7 +32,7 @@ def _dropout(func: Any, xs: tuple, static_args: tuple) -> Any:
 
 
 def _of_channels(func: Any, xs: tuple, static_args: tuple) -> Bound:
-    """``Dropout2D`` and ``Dropout3D`` keep their probability in the primitive."""
+    """Read the probability of ``Dropout2D`` and ``Dropout3D`` from the primitive."""
     return xs, (1.0 - float(func.prim.keep_prob), *static_args[1:])
 
 
@@ -57,7 +57,7 @@ RESULTS: dict[str, Callable[[Any], Any]] = dict.fromkeys(
 )
 
 # -------------------------------------------------------------------- draws without a rule
-#: Primitives that draw and have no row. Their seeds are this process's own.
+#: Primitives that draw and have no row. Their seeds are local to this process.
 _DRAWS = """
     Bernoulli BernoulliExt Gamma LogUniformCandidateSampler Multinomial MultinomialExt MultinomialWithReplacement
     NormalFloatTensor NormalTensorFloat NormalTensorTensor ParameterizedTruncatedNormal Poisson RandomCategorical
@@ -78,7 +78,7 @@ def refuse_draw(name: str, x: Any) -> None:
 
 
 def drawn_by_first_rank(result: Any) -> Any:
-    """Replicated results of which each rank has drawn its own: those of the first rank of the mesh, on all of them."""
+    """Replace replicated results that each rank has drawn itself by those of the first rank of the mesh."""
     if isinstance(result, (tuple, list)):
         return type(result)([drawn_by_first_rank(y) for y in result])
     if not isinstance(result, Tensor) or getattr(result, "_layout", None) is None:

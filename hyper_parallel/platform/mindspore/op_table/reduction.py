@@ -25,19 +25,19 @@ __all__ = ["OPS", "VARIANTS"]
 
 # -------------------------------------------------------------------- reductions
 def _total(function: Callable) -> Call:
-    """A ``call`` that runs `mint.sum` or `mint.mean`."""
+    """Return a ``call`` that runs `mint.sum` or `mint.mean`."""
     return lambda func, xs, static_args: function(xs[0], *static_args[:2], dtype=static_args[2])
 
 
 def _extreme(function: Callable) -> Call:
-    """A ``call`` that runs `ops.amax` or `ops.amin`, which take no None for all dims."""
+    """Return a ``call`` that runs `ops.amax` or `ops.amin`, which do not accept None for all dims."""
     return lambda func, xs, static_args: function(
         xs[0], () if static_args[0] is None else static_args[0], static_args[1]
     )
 
 
 def _vector_norm(func: Any, xs: tuple, static_args: tuple) -> Any:
-    """By hand: ``LinalgVectorNorm`` has no kernel on CPU."""
+    """Compute the norm from other operations: ``LinalgVectorNorm`` has no kernel on CPU."""
     p, dims, keepdim, dtype = static_args
     x = xs[0] if dtype is None else xs[0].astype(dtype)
     if p == 2.0:
@@ -51,23 +51,23 @@ def _vector_norm(func: Any, xs: tuple, static_args: tuple) -> Any:
 
 
 def _of_lp_norm(func: Any, xs: tuple, static_args: tuple) -> Bound:
-    """``LpNorm`` keeps everything in the primitive."""
+    """Read the arguments of ``LpNorm`` from the primitive."""
     prim = func.prim
     return xs, (float(prim.p), dims_of(prim.axis), bool(prim.keep_dims), None)
 
 
 def _of_median(func: Any, xs: tuple, static_args: tuple) -> Bound:
-    """``Median`` keeps everything in the primitive. Of all elements it gives no place that counts."""
+    """Read the arguments of ``Median`` from the primitive. The index of a median of all elements has no meaning."""
     prim = func.prim
     dims = None if prim.global_median else dims_of(prim.axis)
     return xs, (dims, bool(prim.keep_dims), *static_args[2:])
 
 
-#: the declarations that several rows share
+#: texts that several rows share
 _REDUCED = "x dims=None keepdim=False"
 _KEEPDIM_LATER = "x dims=None other=None keepdim=False"
 
-#: As CPU has it: along the last dimension, where none is given.
+#: Row of the median on CPU: along the last dimension by default.
 _MEDIAN = repeated("reduce_pair", "x dims=-1 keepdim=False")
 
 
@@ -100,8 +100,8 @@ _REDUCTIONS: dict[str, NativeOp] = {
 
 
 def _choose_extreme(of_all: str) -> Choose:
-    """Choose between all elements, where a rule combines the ranks' results, and a dim, where the native call gives
-    more."""
+    """Return a choice between two rows. Over all elements, a rule combines the ranks' results. Along a dim, the native
+    call returns more."""
     without_dims, with_dims = _REDUCTIONS[of_all], repeated("reduce_whole", _REDUCED)
     return lambda args, kwargs: without_dims if len(args) == 1 and not kwargs else with_dims
 
@@ -117,13 +117,13 @@ VARIANTS: dict[str, Choose] = by_name(
 
 # -------------------------------------------------------------------- along a dimension
 def _of_last(func: Any, xs: tuple, static_args: tuple) -> Bound:
-    """The last dim, where none is given."""
+    """Use the last dim by default."""
     dim, *others = static_args
     return xs, (-1 if dim is None else dim, *others)
 
 
 def _of_sort(func: Any, xs: tuple, static_args: tuple) -> Bound:
-    """``Sort`` keeps its dim in the primitive."""
+    """Read the dim of ``Sort`` from the primitive."""
     return xs, ((func.prim.axis,), *static_args[1:])
 
 

@@ -1,4 +1,4 @@
-"""Writing to places that index tensors name, taking from them, and looking elements up in tables."""
+"""Writes and reads at indices in tensors, and table look-ups."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from hyper_parallel.platform.mindspore.processes.collectives import copied
 
 __all__ = ["OPS", "VARIANTS"]
 
-#: The generated code's numbers for how a scatter treats the values that are there.
+#: Numbers in generated code for the treatment of existing values by a scatter.
 _HOW = {0: "replace", 1: "add", "none": "replace", "add": "add"}
 _BATCH = "abdefklm"
 
 
 def _at(how: str | None = None) -> Facts:
-    """The static arguments of ``scatter`` and ``index_write``; ``how`` None: the call says it."""
+    """Return a function that computes the static arguments of ``scatter`` and ``index_write``; with ``how`` None it
+    reads the call."""
     return lambda given: (given.values["dim"], how or _HOW.get(given.values.get("reduce", 0), "combine"))
 
 
 def _by_attribute(given: Given) -> tuple:
-    """``IndexAdd`` keeps its dim in the primitive."""
+    """Read the dim of ``IndexAdd`` from the primitive."""
     return given.func.prim.axis, "add"
 
 
@@ -35,7 +36,8 @@ def _nothing(given: Given) -> tuple:
 
 # -------------------------------------------------------------------- indices of several dimensions
 def _at_points(terms: str, adds: bool = False) -> NativeOp:
-    """``x[index[t, 0], index[t, 1], ...] = updates[t]``, or combined in another way. Updates that add may be split."""
+    """Return the row of ``x[index[t, 0], index[t, 1], ...] = updates[t]``, or of another combination. Updates that add
+    may be split."""
 
     def sign(given: Given) -> str | None:
         x, index, updates = given.shapes
@@ -67,14 +69,14 @@ def _scatter_points(given: Given) -> str | None:
 
 
 def _scattered(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """``ScatterNd`` is told the shape of its result."""
+    """Call ``ScatterNd``, which takes the shape of its result, with the local shape."""
     index, updates, shape = args
     depth = index.shape[-1]
     return func(index, updates, (*shape[:depth], *updates.shape[index.ndim - 1 :]))
 
 
 def _segments(terms: str) -> NativeOp:
-    """``result[ids[t]] += x[t]``, or combined in another way."""
+    """Return the row of ``result[ids[t]] += x[t]``, or of another combination."""
 
     def sign(given: Given) -> str | None:
         x, ids = given.shapes
@@ -93,12 +95,12 @@ _SEARCHED = as_called("searchsorted", "sequences/x values", _nothing)
 
 
 def _choose_search(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Without a sorter."""
+    """Choose the row of a search without a sorter."""
     return _SEARCHED if len(args) < 3 or args[2] is None else None
 
 
 def _of_copy(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """The kernel on CPU writes its first operand."""
+    """Call on a copy of the first operand, because the kernel on CPU overwrites it."""
     return func(copied(args[0]), *args[1:], **kwargs)
 
 
@@ -106,7 +108,7 @@ _ADDED = as_called("index_write", "x index source", _by_attribute, _of_copy)
 
 
 def _choose_index_add(args: tuple, kwargs: dict) -> NativeOp | None:
-    """`ops.index_add` is meant to write a parameter, which only the call as it is does."""
+    """Choose the row of `ops.index_add`. It writes to a parameter, which only the original call does."""
     return None if isinstance(args[0], Parameter) else _ADDED
 
 

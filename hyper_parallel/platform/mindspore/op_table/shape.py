@@ -1,4 +1,4 @@
-"""Rows of the op table for primitives that rearrange, cut, join or index."""
+"""Rows of the op table for primitives that rearrange, split, join or index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["OPS", "VARIANTS"]
 
 # -------------------------------------------------------------------- views
 def _squeeze(x: Any, dims: tuple[int, ...] | None) -> Any:
-    """Reshape, because a local dim may have size 1 where the global one has not."""
+    """Squeeze by a reshape, because a local dim may have size 1 where the global one has not."""
     if dims is None:
         return ops.squeeze(x)
     drop = {d % x.ndim for d in dims}
@@ -51,24 +51,25 @@ _REPEAT_INTERLEAVE = row("repeat_interleave", "", instead(ops.repeat_interleave)
 
 
 def _choose_repeat_interleave(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Only the same number of repeats along a dim."""
+    """Choose the row of a constant number of repeats along a dim; other calls have no rule."""
     given = dict(zip(("repeats", "dim"), args[1:], strict=False)) | kwargs
     along = given.get("dim", given.get("axis"))
     return _REPEAT_INTERLEAVE if isinstance(given.get("repeats"), int) and along is not None else None
 
 
 def _split(x: Any, size: Any, dim: int) -> Any:
-    """Split with ops.split: the gradient of mint.split is wrong in MindSpore 2.10 where a part is transposed twice."""
+    """Split with ops.split: the gradient of mint.split is wrong in MindSpore 2.10 if a chunk is transposed twice."""
     return ops.split(x, list(size) if isinstance(size, tuple) else size, dim)
 
 
 def _of_unstack(func: Any, xs: tuple, static_args: tuple) -> Bound:
-    """``Unstack`` keeps its dim in the primitive."""
+    """Read the dim of ``Unstack`` from the primitive."""
     return xs, (func.prim.axis,)
 
 
 def _padded(given: Given) -> tuple:
-    """Bind a pad: MindSpore lists (before, after) from the last dimension backwards, the rule from the first."""
+    """Return the facts of a pad. MindSpore lists (before, after) from the last dimension backwards, the rule from the
+    first."""
     numbers, prim = given.values["paddings"], given.func.prim
     ndim, count = len(given.shapes[0]), len(numbers) // 2
     if len(numbers) % 2 or count > ndim or not prim.paddings_contiguous:
@@ -95,10 +96,10 @@ _PARTS: dict[str, NativeOp] = {
 
 # -------------------------------------------------------------------- indexing
 def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
-    """``f(x, index)``, or with a value after the index that is set.
+    """Bind ``f(x, index)``, or ``f(x, index, value)`` for a write.
 
-    How much is true in a mask the data say. One alone has a rule, where something is taken or one value is set; others
-    go by their places.
+    The number of true elements in a mask depends on the data. A single mask has a rule for a read, and for the write of
+    one value. Other masks are replaced by the indices of their true elements.
     """
     value: Sequence[Any]
     x, index, *value = args
@@ -111,7 +112,7 @@ def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
 
 
 def _with_tensors(x: Any, index: Any) -> tuple:
-    """The items of an index, where lists of numbers or truth values, the same on all ranks, are tensors."""
+    """Return the items of an index. Lists of numbers or booleans, the same on all ranks, become tensors."""
     if type(index) is list and any(type(item) not in (int, bool) for item in index):
         index = tuple(index)  # as MindSpore takes it
     items = index if isinstance(index, tuple) else (index,)
@@ -131,22 +132,22 @@ def _call_getitem(func: Any, operands: tuple, static_args: tuple) -> Any:
     if has_empty_slice(static_args[0], operands[0].shape):
         return nothing_taken(_INDEXING["getitem"], func, operands, static_args)  # MindSpore has no gradient of it
     index = decode_index(static_args[0], operands[1:])
-    # A number alone is an error of MindSpore's where gradients of gradients are recorded.
+    # A number alone raises an error in MindSpore when gradients of gradients are recorded.
     return func(operands[0], index[0] if len(index) == 1 and type(index[0]) is not int else index)
 
 
 def _call_setitem(func: Any, operands: tuple, static_args: tuple) -> Any:
     x, index = operands[0], decode_index(static_args[0], operands[2:])
-    # MindSpore gives x new memory for dots or None alone, which a tensor that x is a view of does not see.
+    # For dots or None alone, MindSpore gives x new memory, which the base of a view x does not see.
     if index == (None,):
         index = (None, ...)
     elif index == (...,):
         index = (slice(None),) * x.ndim
     if 0 in x.shape or has_empty_slice(static_args[0], x.shape):
         written_nothing(x, operands[1])
-        return x  # MindSpore fails where there is nothing to write
+        return x  # MindSpore fails if there is nothing to write
     if len(operands) > 2 and not _is_recorded(x, operands[1]):
-        # For an index of tensors as well. A write to a slice reaches the base.
+        # Supports an index of tensors too: a write to a slice reaches the base of a view.
         result = x.copy()
         func(result, index[0] if len(index) == 1 else index, operands[1])
         func(x, (slice(None),) * x.ndim, result)
@@ -164,7 +165,7 @@ def _basic_index(x: Any, index: tuple) -> Any:
 
 
 def _of_values(func: Any, xs: tuple, static_args: tuple) -> Bound:
-    """The on and off values are 0-d tensors that give the dtype."""
+    """Return static arguments with on and off as numbers. They come as 0-d tensors that give the dtype."""
     depth, on, off = static_args
     return xs, (depth, on.item(), off.item(), on.dtype)
 
@@ -190,7 +191,7 @@ _INDEXING: dict[str, NativeOp] = {
 
 
 def _choose_strided_slice(args: tuple, kwargs: dict) -> NativeOp | None:
-    """With masks the bounds mean something else."""
+    """Choose the row of a strided slice without masks, which change the meaning of bounds."""
     return None if any(args[4:]) or kwargs else _STRIDED_SLICE
 
 

@@ -1,1 +1,1 @@
-"""Processes and their messages: launch, stores, groups, collectives, lost ranks."""
+"""Processes and their communication: launch, stores, groups, collectives, lost ranks."""

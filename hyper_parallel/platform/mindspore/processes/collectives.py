@@ -1,8 +1,8 @@
 """Collectives on plain local tensors. Core emulates those that the communication library lacks: see `supports`.
 
 On CPU (mccl) there are all_reduce, all_gather and broadcast; reduce_scatter, all_to_all and scatter exist on Ascend.
-In-place collectives silently leave non-contiguous tensors alone. On CPU they also leave parts of a larger storage
-alone. `dense` copies these.
+In-place collectives silently ignore non-contiguous tensors. On CPU they also ignore tensors that are part of a larger
+storage. `dense` copies these.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hyper_parallel.platform.mindspore.processes.launch import device_target, wa
 __all__ = ["CollectiveVerbs", "copied", "dense", "is_dense"]
 
 _CPU_REDUCE = {ms.float32, ms.float16, ms.bfloat16, ms.int8, ms.int32, ms.int64}
-#: dtypes that travel as another one
+#: dtypes that are sent as another dtype
 _AS_BYTES = {ms.bool_: ms.int8, ms.int16: ms.int32}
-#: dtypes that neither mccl nor hccl knows; gathered as bytes, broadcast through bytes on the host
+#: dtypes that neither mccl nor hccl supports; gathered as bytes, broadcast through bytes on the host
 _UNKNOWN = {ms.uint16, ms.uint32, ms.uint64, ms.complex64, ms.complex128}
 _CPU_MOVE = {*_CPU_REDUCE, *_AS_BYTES, ms.uint8, ms.float64}
 _CPU_OPS = {"sum", "max"}
@@ -33,31 +33,31 @@ _HCCL_OPS = {"sum", "max", "min"}
 
 
 def is_dense(x: Tensor) -> bool:
-    """Return whether ``x`` is all of its storage, in order: collectives and in-place operations on CPU take nothing
-    else.
-    """
+    """Return whether ``x`` occupies its entire storage, in order. Collectives and in-place operations on CPU support
+    nothing else."""
     return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` itself if `is_dense`, else a copy. Differentiable."""
+    """Return ``x`` itself if `is_dense`, else a copy. Differentiable."""
     if is_dense(x):
         return x
-    # `contiguous` would give the beginning of a larger storage back as it is.
+    # `contiguous` would return the beginning of a larger storage unchanged.
     return copied(x) if x.is_contiguous() else x.contiguous()
 
 
 def copied(x: Tensor) -> Tensor:
-    """A contiguous copy. ``Clone`` has no kernel on CPU, and a product takes four times as long as joining one part."""
+    """Return a contiguous copy. ``Clone`` has no kernel on CPU, and a product takes four times as long as concatenating
+    one tensor."""
     if x._shape:
         return mint.cat((x,), 0)
     return ops.logical_and(x, True) if x.dtype == ms.bool_ else x * 1
 
 
 class CollectiveVerbs:
-    """The group "collectives" of the contract."""
+    """Group "collectives" of the contract."""
 
-    #: Of the verbs for groups.
+    #: Method of `GroupVerbs`.
     check_group: Callable[[Any], None]
 
     def supports(self, collective: str, op: str, local: Tensor) -> bool:
@@ -84,7 +84,8 @@ class CollectiveVerbs:
             return self.all_gather(local.astype(_AS_BYTES[local.dtype]), group, size).astype(local.dtype)
         local = dense(local)
         if local.dtype in _UNKNOWN:
-            # One row a rank: MindSpore sees another dtype in the last dimension, which may be a short one.
+            # One row per rank: MindSpore views the last dimension as another dtype, and that dimension may be too
+            # short.
             rows = self.all_gather(local.reshape((1, -1)).view(ms.uint8), group, size).view(local.dtype)
             return rows.reshape((size * local.shape[0], *local.shape[1:]))
         if device_target() == "CPU":
@@ -131,7 +132,8 @@ class CollectiveVerbs:
         return local
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Any) -> Tensor:
-        """Scatter by a broadcast of all parts, since the CPU has no scatter. `supports` refuses it: core broadcasts."""
+        """Scatter by a broadcast of all parts, since the CPU has no scatter. `supports` denies it, so core
+        broadcasts."""
         size = dist.get_world_size(group)
         parts = [out] * size if parts is None else parts
         everything = self.broadcast(ops.stack(tuple(parts)), src, group)
@@ -143,7 +145,7 @@ class CollectiveVerbs:
         wait_for_group(group)
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
-        """Through bytes: sizes first, then the padded contents."""
+        """Gather objects as bytes: sizes first, then the padded contents."""
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         lengths = self.all_gather(Tensor(np.array([len(data)], np.int32)), group, size).asnumpy()
         padded = np.zeros(int(lengths.max()), np.uint8)

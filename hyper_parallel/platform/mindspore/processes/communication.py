@@ -1,7 +1,7 @@
-"""Collectives of MindSpore that a program calls on DTensors by itself: they act on the local tensors.
+"""Collectives of MindSpore that a program calls itself on DTensors: they act on the local tensors.
 
-All-reduce, reduce and broadcast, whose result has the shape of the operand. The others join or cut tensors, and
-are refused.
+Supported are all-reduce, reduce and broadcast, whose result has the shape of the operand. The other collectives join or
+split tensors, and are rejected.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from hyper_parallel.platform.mindspore.processes.collectives import dense
 
 __all__ = ["is_collective", "run_collective"]
 
-#: Primitive -> where its arguments have the reduction, if any, and the group.
+#: Primitive -> positions of its arguments for the reduction, if any, and the group.
 _IN_PLACE: dict[str, tuple[int | None, int]] = {
     "DistCommAllReduce": (1, 2),
     "DistCommReduce": (1, 3),
     "DistCommBroadcast": (None, 3),
 }
-#: Those that return a new tensor.
+#: Collectives that return a new tensor.
 _OUT_OF_PLACE = ("AllReduce", "InnerCommAllReduce")
-#: Those that join or cut tensors are refused.
+#: Rejected collectives, which join or split tensors.
 _REFUSED = """
     AllGather ReduceScatter AlltoAll AlltoAllV Broadcast Reduce CollectiveScatter CollectiveGather NeighborExchange
     NeighborExchangeV2 Send Receive AllGatherV
@@ -39,11 +39,11 @@ def run_collective(name: str, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run a collective on the local tensor of its first argument. Interception is off.
 
     Returns:
-        MindSpore's result, with a tensor as a DTensor of the same layout.
+        MindSpore's result, in which a tensor is a DTensor of the same layout.
 
     Raises:
-        TypeError: for one that joins or cuts tensors.
-        ValueError: where the ranks of the group hold different parts, on all of them.
+        TypeError: for a collective that joins or splits tensors.
+        ValueError: when the ranks of the group hold different shards, on all of them.
     """
     x: Any = args[0] if args else None
     layout = getattr(x, "_layout", None)
@@ -70,7 +70,7 @@ def run_collective(name: str, func: Any, args: tuple, kwargs: dict) -> Any:
     local = dense(x)
     result = func(local, *args[1:], **kwargs)
     if local is not x:
-        # MindSpore leaves a tensor alone that is not contiguous, or part of a larger storage; `copy_` does so too.
+        # MindSpore ignores a tensor that is not contiguous, or part of a larger storage; `copy_` does so too.
         if isinstance(result, tuple) and len(result) > 1 and hasattr(result[1], "wait"):
             result[1].wait()
         x.assign_value(local)

@@ -1,7 +1,7 @@
 """Process groups: the launchers' environments, the default group, subgroups.
 
 Without msrun, ranks meet through a `TCPStore`, for which torchrun's four environment variables are enough. Under msrun
-they meet at its scheduler, and then make one.
+they meet at its scheduler, and then make a store.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from hyper_parallel.platform.timeout import timeout_seconds
 
 __all__ = ["GroupVerbs", "World", "device_target", "wait_for_group"]
 
-#: Seconds to wait, where the program gives no time-out.
+#: Seconds to wait if the program gives no time-out.
 _TIMEOUT = 300.0
-#: Seconds that a rank waits for the others before it destroys its groups, where a collective has failed.
+#: Seconds that a rank waits for the others before it destroys its groups, after a collective has failed.
 _AFTER_FAILURE = 5.0
-#: The same where the ranks have no store, because the program has given MindSpore its own.
+#: Seconds to wait if the ranks have no store, because the program gave MindSpore its own.
 _MOMENT = 1.0
 
 _known_target: str | None = None
 
 
 def device_target() -> str:
-    """``"CPU"`` or ``"Ascend"``, as the context says. Asked of it until there are process groups, after which it cannot
-    change: MindSpore takes 20 us for the answer."""
+    """Return ``"CPU"`` or ``"Ascend"`` from MindSpore's context. The answer is cached once there are process groups,
+    after which it cannot change: MindSpore takes 20 us for it."""
     global _known_target
     if _known_target is not None:
         return _known_target
@@ -62,16 +62,17 @@ def device_target() -> str:
 
 
 def wait_for_group(group: str) -> None:
-    """Return when all ranks of the group are here."""
+    """Wait until all ranks of the group have called this."""
     if device_target() == "CPU":
-        dist.all_reduce(ops.ones((1,), ms.float32), "sum", group)  # mccl's barrier serves the world only
+        dist.all_reduce(ops.ones((1,), ms.float32), "sum", group)  # mccl's barrier supports the world only
     else:
         dist.barrier(group)
 
 
 @dataclass(eq=False)
 class World:
-    """One initialised default group; ``store`` is where its ranks met, ``group`` is its name, None without peers."""
+    """One initialised default group. ``store`` is the store through which its ranks met, ``group`` is its name, None
+    without peers."""
 
     rank: int
     size: int
@@ -79,7 +80,7 @@ class World:
     store: Any = None
     subgroups: dict[tuple[int, ...], str] = field(default_factory=dict)
     with_options: int = 0
-    #: Whether a collective has failed here.
+    #: Whether a collective has failed on this rank.
     failed: bool = False
     lost: lost_ranks.Lost = field(default_factory=dict)
     process: int = field(default_factory=os.getpid)
@@ -90,7 +91,7 @@ class World:
         if self.store is None and not self.failed and "MS_SCHED_HOST" in os.environ:
             with suppress(RuntimeError):  # a rank is lost
                 self.store = store_of_msrun(self.rank, self.size, self.group, timedelta(seconds=_TIMEOUT))
-        if self.store is None:  # no rank can be asked, and mccl has sent its messages after a moment
+        if self.store is None:  # the ranks have no store, and mccl sends its messages within a moment
             time.sleep(_MOMENT)
         else:
             wait_for_leaving(self.store, self.size, _AFTER_FAILURE if self.failed else seconds_in_collectives())
@@ -100,13 +101,13 @@ class World:
         atexit.register(self._end)
 
     def _end(self) -> None:
-        # A process that was forked is no rank. Where an exception ends the program the others miss this rank anyway.
+        # A forked process is no rank. If an exception ends the program, the others lose this rank anyway.
         if os.getpid() == self.process and getattr(sys, "last_value", None) is None:
             self.leave()
 
 
 class GroupVerbs:
-    """The group "process groups" of the contract."""
+    """Group "process groups" of the contract."""
 
     comm_backend: ClassVar[str] = "mccl"
     _world: World | None = None
@@ -133,12 +134,12 @@ class GroupVerbs:
             )
         on_cpu = device_target() == "CPU"
         if on_cpu:
-            # Errors come where they arise, and on few cores it is many times faster.
+            # Errors are raised where they arise, and on few cores it is many times faster.
             ms.runtime.launch_blocking()
         environment = os.environ
         with_msrun = "MS_ROLE" in environment or "MS_WORKER_NUM" in environment
         if on_cpu and seconds is not None:
-            # msrun's ranks come to the first collective seconds after one another.
+            # msrun's ranks may reach the first collective seconds apart.
             set_seconds_in_collectives(max(seconds, SECONDS) if with_msrun else seconds)
         meeting = timedelta(seconds=seconds or _TIMEOUT)
         if with_msrun:
@@ -162,7 +163,7 @@ class GroupVerbs:
             return
         if device_target() == "CPU":
             world.leave()
-        dist.destroy_process_group()  # the subgroups with it
+        dist.destroy_process_group()  # also destroys the subgroups
         GlobalComm.INITED = False
         self._destroyed = True
 
@@ -202,7 +203,7 @@ class GroupVerbs:
         return world.subgroups[mine]
 
     def describe_group(self, native: Any) -> NativeGroup:
-        """A group is its name."""
+        """Describe a process group, which is identified by its name."""
         world = self._need_world()
         if not isinstance(native, str):
             raise TypeError(f"from_group takes the name of a group of MindSpore, got {type(native).__name__}")
@@ -222,7 +223,7 @@ class GroupVerbs:
     is_communication_failure: Any = staticmethod(lost_ranks.is_communication_failure)
 
     def check_group(self, group: Any) -> None:
-        """Raise RuntimeError where a rank of the group was missing in a collective before."""
+        """Raise RuntimeError if a rank of the group was missing in a previous collective."""
         world = self._world
         if world is not None and world.lost:
             lost_ranks.check_group(group, world.lost)
@@ -253,12 +254,12 @@ class GroupVerbs:
 
 
 def _self_group(rank: int) -> str:
-    """Name of the group of one rank. It needs no communicator: core does not call collectives on it."""
+    """Return the name of the group of one rank. It needs no communicator: core does not call collectives on it."""
     return f"hp_{rank}"
 
 
 def _adopt() -> World:
-    """The default group that `mindspore.communication.init` made."""
+    """Return the default group that `mindspore.communication.init` made."""
     group = GlobalComm.WORLD_COMM_GROUP
     return World(communication.get_rank(), communication.get_group_size(), group)
 
@@ -266,14 +267,14 @@ def _adopt() -> World:
 def _select_device(environment: Any) -> None:
     """Select the device that ``LOCAL_RANK`` of torchrun names, unless the program has chosen one.
 
-    Without that MindSpore takes device 0 on every rank. Under msrun it selects the device itself.
+    Otherwise MindSpore would use device 0 on every rank. Under msrun it selects the device itself.
     """
     if int(ms.get_context("device_id")) == 0 and "LOCAL_RANK" in environment:
         ms.set_device("Ascend", number_in(environment, "LOCAL_RANK"))
 
 
 def _meet(backend: str, environment: Any, timeout: timedelta) -> World:
-    """Initialise from torchrun's variables."""
+    """Initialise the default group from torchrun's variables."""
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:
         raise RuntimeError(
@@ -283,14 +284,14 @@ def _meet(backend: str, environment: Any, timeout: timedelta) -> World:
     rank, size = rank_and_size(environment, "RANK", "WORLD_SIZE")
     port = number_in(environment, "MASTER_PORT")
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        port += 1  # torchrun keeps a store of its own on the port
+        port += 1  # torchrun has its own store on the port
     address = socket.gethostbyname(environment["MASTER_ADDR"])  # the store takes numeric addresses only
     store = make_store(address, port, size, rank == 0, timeout)
     communication.management._init_with_store(
         backend=backend, timeout=timeout, world_size=size, rank=rank, store=store, group_name=""
     )
     group = f"{backend}_world_group"
-    # Rank 0 serves the store, and where it ended before the others have met, they would wait for it in vain. They are
-    # counted, since the time-out of a collective may be too short for those that are still about to connect.
+    # Rank 0 serves the store. If it ended before all have met, the others would hang. They are counted, since the
+    # time-out of a collective may be too short for ranks that are still connecting.
     meet(store, size, timeout.total_seconds())
     return World(rank, size, group, store)

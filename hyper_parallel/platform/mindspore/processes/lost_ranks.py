@@ -1,4 +1,4 @@
-"""Finding out who is missing when a collective of MindSpore fails."""
+"""Search for missing ranks after a collective of MindSpore failed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hyper_parallel.platform.fault_reports import exchange_reports
 
 __all__ = ["GRACE", "Lost", "check_group", "find_missing_ranks", "is_communication_failure"]
 
-#: Seconds that a rank whose collective has failed waits for the reports of the others. On CPU all have waited for the
-#: time-out by then, each since it came to the collective.
+#: Seconds that a rank waits for the reports of the others after its collective failed. On CPU all ranks have then
+#: waited for the time-out, each since it reached the collective.
 GRACE = 5.0
 
-#: Name of a group -> the result of `find_missing_ranks`: groups with ranks that were missing in a collective. Each
-#: further collective with them would wait for mccl's time-out again.
+#: Name of a group -> the result of `find_missing_ranks`, for groups with missing ranks. Each further collective of such
+#: a group would wait for mccl's time-out again.
 Lost = dict[str, tuple[dict[int, str], tuple[int, ...]]]
 
 _FAILURES = re.compile(
@@ -24,12 +24,12 @@ _FAILURES = re.compile(
 
 
 def is_communication_failure(error: Exception) -> bool:
-    """Return whether a collective lost a rank, rather than refused its arguments."""
+    """Return whether a collective lost a rank, and did not just reject its arguments."""
     return _FAILURES.search(str(error)) is not None
 
 
 def check_group(group: Any, lost: Lost) -> None:
-    """Raise RuntimeError, a communication failure, for a group that is lost."""
+    """Raise RuntimeError, a communication failure, for a lost group."""
     if group in lost:
         raise RuntimeError("mccl is not asked again: ranks of the group were missing in a collective before this one")
 
@@ -37,15 +37,16 @@ def check_group(group: Any, lost: Lost) -> None:
 def find_missing_ranks(
     store: Any, me: int, group: str, ranks: Sequence[int], report: str, groups: Mapping[str, Sequence[int]], lost: Lost
 ) -> tuple[dict[int, str], tuple[int, ...]] | None:
-    """See `Platform.find_missing_ranks`. Groups of this rank with ranks that are missing are lost from then on.
+    """Find the missing ranks after a failed collective; see `Platform.find_missing_ranks`. Groups of this rank with
+    missing ranks are lost from then on.
 
     Args:
-        store: a ``TCPStore`` of all ranks, served by rank 0; None where they have none.
+        store: a ``TCPStore`` of all ranks, served by rank 0; None if they have none.
         me: this rank.
         group: name of the group.
         ranks: global ranks of the group.
         report: what this rank was doing.
-        groups: the name of each group of this rank -> its global ranks.
+        groups: name of each group of this rank -> its global ranks.
         lost: the known results by group; this call may add one.
     """
     if store is None or group in lost:

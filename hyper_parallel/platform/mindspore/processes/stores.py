@@ -1,8 +1,8 @@
-"""Stores at which ranks meet, and how ranks part that have met at one.
+"""Stores through which ranks meet, and the orderly end of ranks that have met there.
 
 mccl acknowledges a message after it has given the message to the collective. The acknowledgement contains the message,
-and waits in a buffer to be sent. It is lost when its rank ends, or closes its connections. The sender then fails after
-its time-out, although nothing was wrong. So ranks part when all have returned from their last collective.
+and waits in a buffer to be sent. It is lost if its rank ends, or closes its connections. The sender then fails after
+its time-out, although nothing was wrong. So ranks leave when all have returned from their last collective.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ __all__ = [
     "wait_for_leaving",
 ]
 
-#: Seconds that mccl's collectives wait for the other ranks by default, and the variable that changes them.
-#: It is read once.
+#: Default seconds that mccl's collectives wait for the other ranks, and the variable that changes them. MindSpore reads
+#: it once.
 SECONDS, _VARIABLE = 30.0, "MS_CPU_COMM_OP_TIMEOUT"
-#: Where ranks are counted that have met, and that leave.
+#: Keys of the counters of ranks that have met, and of ranks that leave.
 _MET, _LEAVING = "hyper_parallel/met", "hyper_parallel/leaving"
-#: How many ports are tried, where other processes are quicker to take them.
+#: Number of ports to try, if other processes take them first.
 _PORTS = 9
 #: All stores of this process, until it ends: about one in ten clients ends the process with a segmentation fault when
-#: MindSpore destroys it while the server is there.
+#: MindSpore destroys it while the server exists.
 _stores: list[Any] = []
 
 
 def set_seconds_in_collectives(seconds: float) -> None:
-    """Have mccl's collectives wait so long for the other ranks, unless MindSpore's variable says how long."""
+    """Set how long mccl's collectives wait for the other ranks, unless MindSpore's variable is set."""
     os.environ.setdefault(_VARIABLE, str(math.ceil(seconds)))
 
 
 def seconds_in_collectives() -> float:
-    """How long mccl's collectives wait for the other ranks."""
+    """Return how long mccl's collectives wait for the other ranks."""
     seconds = float(os.environ.get(_VARIABLE) or SECONDS)
     return math.inf if seconds < 0 else seconds
 
 
 def make_store(address: str, port: int, size: int, serve: bool, timeout: timedelta, wait: bool = True) -> Any:
-    """A store that stays until the process ends.
+    """Make a store that lives until the process ends.
 
     Args:
-        address, port: where it is served; the address is a numeric one.
-        size: how many ranks there are.
+        address, port: where it is served; the address is numeric.
+        size: number of ranks.
         serve: whether this process serves it.
         timeout: how long to try to reach it.
         wait: whether the process that serves it waits here for all others.
@@ -70,16 +70,16 @@ def make_store(address: str, port: int, size: int, serve: bool, timeout: timedel
 def store_of_msrun(
     rank: int, size: int, group: str | None, timeout: timedelta, environ: Mapping[str, str] = os.environ
 ) -> Any:
-    """A store for ranks that have met at msrun's scheduler; all of them call this.
+    """Make a store for ranks that have met at msrun's scheduler; all of them call this.
 
-    Rank 0 serves it, and tells the others where, with a broadcast.
+    Rank 0 serves it, and broadcasts its address to the others.
 
     Args:
         rank: this rank.
-        size: how many there are.
-        group: name of the group of all.
+        size: number of ranks.
+        group: name of the group of all ranks.
         timeout: how long to try to reach the store.
-        environ: the environment, in which msrun says where its scheduler is.
+        environ: the environment, which has the address of msrun's scheduler.
     """
     where, store = np.zeros(5, np.int32), None
     if rank == 0:
@@ -95,14 +95,15 @@ def store_of_msrun(
 
 
 def _address_towards(host: str, port: int) -> str:
-    """The address of this machine in the network in which a host is."""
+    """Return the address of this machine in the network of a host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing
         return str(probe.getsockname()[0])
 
 
 def _serve(address: str, size: int, timeout: timedelta) -> tuple[int, Any]:
-    """A store on a free port, and the port. The store takes no socket, so another process may be quicker."""
+    """Make a store on a free port, and return both. The store takes no socket, so another process may take the port
+    first."""
     left = _PORTS
     while True:
         with socket.socket() as probe:
@@ -117,10 +118,10 @@ def _serve(address: str, size: int, timeout: timedelta) -> tuple[int, Any]:
 
 
 def meet(store: Any, size: int, seconds: float) -> None:
-    """Return when as many ranks have come here as there are.
+    """Wait until all ranks have called this.
 
     Raises:
-        RuntimeError: when some have not come in so many seconds.
+        RuntimeError: when some have not come within ``seconds``.
     """
     came = _count(store, _MET, size, seconds)
     if came is not None and came < size:
@@ -130,14 +131,14 @@ def meet(store: Any, size: int, seconds: float) -> None:
 
 
 def wait_for_leaving(store: Any, size: int, seconds: float) -> None:
-    """Return when as many ranks have come here as there are, or after some seconds: a rank may be lost."""
+    """Wait until all ranks have called this, or for ``seconds``, because a rank may be lost."""
     _count(store, _LEAVING, size, seconds)
 
 
 def _count(store: Any, place: str, size: int, seconds: float) -> int | None:
-    """Count this rank, wait for the others, and return how many came in time. None where the store is gone.
+    """Count this rank, wait for the others, and return how many came in time. None if the store is gone.
 
-    Rank 0, which serves it, goes when it has seen all, or when it is lost.
+    Rank 0, which serves it, ends after it has seen all ranks, or when it is lost.
     """
     deadline = time.monotonic() + seconds
     try:

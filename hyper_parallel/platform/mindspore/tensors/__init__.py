@@ -1,1 +1,1 @@
-"""Distributed tensors and parameters, and parameters that stand in for others while a cell runs."""
+"""DTensors and distributed parameters, and stand-ins for parameters while a cell runs."""

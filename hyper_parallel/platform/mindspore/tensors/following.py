@@ -1,7 +1,7 @@
-"""Following the operations of a program on plain tensors, for `core.plain_code`.
+"""Observation of a program's operations on plain tensors, for `core.plain_code`.
 
-A tensor with marks gets a class whose operations arrive here, as those of DTensors arrive at core. It is a plain tensor
-again when its marks are taken away, or when following ends.
+A tensor with marks gets a class whose operations arrive here, as those of DTensors arrive at core. It becomes a plain
+tensor again when its marks are removed, or the observation ends.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["MarkedTensor", "follow", "write_mark"]
 
 
 class _Followers:
-    """The programs that are followed, the innermost last, and the tensors with marks."""
+    """Active followers, innermost last, and the tensors with marks."""
 
     active: ClassVar[list[Follower]] = []
     marked: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
 
 class MarkedTensor(InterceptedTensor):
-    """A plain tensor with marks, while its program is followed."""
+    """A plain tensor with marks, while its program is observed."""
 
     def __deepcopy__(self, memo: dict) -> Any:
         with NoDispatch():
@@ -78,7 +78,7 @@ MarkedTensor._dispatch = staticmethod(MarkedTensor._follow)  # type: ignore[assi
 
 
 def write_mark(x: Any, mark: Any) -> None:
-    """See `Platform.write_mark`."""
+    """Set the mark of a plain tensor."""
     x._marks_of_plain = mark
     if mark is None and type(x) is MarkedTensor:
         x.__class__ = Tensor
@@ -89,7 +89,7 @@ def write_mark(x: Any, mark: Any) -> None:
 
 @contextmanager
 def follow(follower: Follower) -> Iterator[None]:
-    """See `Platform.follow`."""
+    """Return a context that passes operations on marked plain tensors to ``follower``; see `Platform.follow`."""
     _Followers.active.append(follower)
     try:
         yield

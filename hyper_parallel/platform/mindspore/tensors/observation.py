@@ -1,4 +1,4 @@
-"""Watching a program of MindSpore: cells and collectives, by their replacements (`patches`)."""
+"""Observation of a MindSpore program: cells and collectives, by their replacements (`patches`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hyper_parallel.platform.watching import is_called_from, tensors_in
 
 __all__ = ["COLLECTIVES", "ObservationVerbs", "watched_call", "watched_collective", "watched_step"]
 
-#: Function of MindSpore -> core's name for it, and which argument this rank gives.
+#: Function of MindSpore -> core's name for it, and the index of this rank's operand among its arguments.
 COLLECTIVES: dict[str, tuple[str, int]] = {
     "all_reduce": ("all_reduce", 0),
     "all_gather": ("all_gather", 1),
@@ -33,18 +33,18 @@ COLLECTIVES: dict[str, tuple[str, int]] = {
     "reduce": ("reduce", 0),
 }
 _PROCESSES = "hyper_parallel.platform.mindspore.processes"
-#: This backend's own collectives: core has recorded calls from there already.
+#: Modules of this backend whose collectives core has already recorded.
 _OWN = frozenset({f"{_PROCESSES}.collectives", f"{_PROCESSES}.launch"})
 _OBSERVERS: list[Observer] = []
 _WATCHERS: list[tuple[StepWatcher, bool]] = []
-#: The optimizers whose steps run.
+#: Optimizers whose steps are running.
 _STEPPING: list[Any] = []
 
 
 class ObservationVerbs:
-    """The group "watching" of the contract."""
+    """Group "observation" of the contract."""
 
-    #: The patches that are there meanwhile.
+    #: Patches that are installed during observation.
     watching: PatchSet
 
     @contextmanager
@@ -73,12 +73,12 @@ class ObservationVerbs:
         Tensor.register_hook(x, lambda cotangent: None if cotangent is None else tell(cotangent))
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
-        """See `Platform.profiler_range`: of MSTX, which MindSpore has on Ascend."""
+        """Start a range of MSTX, which MindSpore supports on Ascend, and return the function that ends it."""
         handle = mstx.range_start(name)
         return (lambda: mstx.range_end(handle)) if handle else None
 
     def collective_kind(self, native: Any) -> str | None:
-        """Functions of ``mindspore.mint.distributed``."""
+        """Return core's name of a function of ``mindspore.mint.distributed``, or None."""
         name = getattr(native, "__name__", "")
         known = name in COLLECTIVES and str(getattr(native, "__module__", "")).startswith("mindspore.")
         return COLLECTIVES[name][0] if known else None
@@ -89,7 +89,7 @@ class ObservationVerbs:
 
 
 def watched_call(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the call of a cell. Optimizers are cells, too."""
+    """Replace the call of a cell, to report it. Optimizers are cells, too."""
     if _WATCHERS and isinstance(cell, (nn.Optimizer, ExperimentalOptimizer)):
         return watched_step(original, cell, *args, **kwargs)
     for watcher, calls in tuple(_WATCHERS):
@@ -109,7 +109,7 @@ def watched_call(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> An
 
 
 def watched_step(call: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``call(optimizer, ...)``, a step of which watchers are told once."""
+    """Run ``call(optimizer, ...)``, a step that is reported to watchers once."""
     if not _WATCHERS or any(optimizer is other for other in _STEPPING):
         return call(optimizer, *args, **kwargs)
     watchers = [watcher for watcher, _ in _WATCHERS]
@@ -129,7 +129,7 @@ def watched_step(call: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> A
 
 
 def watched_collective(original: Callable, *args: Any, name: str, **kwargs: Any) -> Any:
-    """Stands for a function that communicates."""
+    """Replace a function that communicates, to report it."""
     if _OBSERVERS and not is_called_from(_OWN):
         kind, position = COLLECTIVES[name]
         given = args[position] if len(args) > position else next(iter(kwargs.values()), None)

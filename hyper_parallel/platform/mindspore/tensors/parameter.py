@@ -1,7 +1,7 @@
 """Distributed parameters.
 
-A parameter becomes distributed by changing its class and its data: the object stays, so ties between cells, parameter
-groups and optimizers that hold it keep seeing it.
+A parameter becomes distributed by a change of its class and its data. The object stays, so ties between cells,
+parameter groups and optimizers that hold it keep seeing it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class DistributedParameter:
         return new
 
     def clone(self: Any, init: Any = "same") -> Any:
-        """A new distributed parameter with the same layout; optimizers make their moments this way.
+        """Return a new distributed parameter with the same layout; optimizers make their moments this way.
 
         Args:
-            init: ``"same"``, a number, the name of an initializer, or a whole tensor as for `set_data`.
+            init: ``"same"``, a number, the name of an initializer, or a full tensor as for `set_data`.
         """
         if isinstance(init, Tensor):
             local = local_value(self, init)
@@ -48,13 +48,13 @@ class DistributedParameter:
         return _new_parameter(local, self)
 
     def set_data(self: Any, data: Any, slice_shape: bool = False) -> Any:
-        """Give the parameter new values, which are copied.
+        """Copy new values into the parameter.
 
-        The values go where the old ones are, so that views of the parameter stay views of it.
+        The values are written in place, so that views of the parameter stay views of it.
 
         Args:
-            data: the whole tensor, an initializer of one, or a DTensor placed as the parameter is.
-            slice_shape: whether ``data`` is this rank's part of the tensor.
+            data: the full tensor, an initializer of one, or a DTensor with the parameter's placements.
+            slice_shape: whether ``data`` is this rank's shard of the tensor.
 
         Raises:
             ValueError: for another shape or another placement.
@@ -70,7 +70,7 @@ class DistributedParameter:
         return self
 
     def assign_value(self: Any, value: Any) -> Any:
-        """Assign a value with the checks of `set_data`: the C++ code alone would take a value of any shape."""
+        """Assign a value with the checks of `set_data`: the C++ code alone would accept a value of any shape."""
         if not is_dispatching() or not isinstance(value, Tensor):
             return Tensor.assign_value(self, value)
         _write(self, local_value(self, value), value.dtype)
@@ -79,7 +79,7 @@ class DistributedParameter:
     def _replace(self: Any, value: Any) -> None:
         (self.assign_value if is_dispatching() else partial(Tensor.data.__set__, self))(value)
 
-    #: Assigned to, it takes the values that `assign_value` takes.
+    #: Data of the parameter; an assignment accepts the values of `assign_value`.
     data = property(Tensor.data.__get__, _replace)
 
     def copy(self: Any) -> Any:
@@ -103,8 +103,8 @@ def make_distributed(parameter: Any, local: Tensor, layout: Any) -> Any:
     info, requires_grad, hooks = parameter.param_info, parameter.requires_grad, parameter.hooks()
     parameter.__class__ = Classes.parameter
     with NoDispatch():
-        # A new tensor inside the same object: primitives of the old kind keep the shape that they have seen with the
-        # tensor, so that new data alone would not do. The state has a copy, so the data comes after.
+        # A new tensor inside the same object: primitives of the old kind cache the shape with the tensor, so new data
+        # alone would not suffice. The state has a copy, so the data is set after.
         parameter.__setstate__(local.__getstate__())
         parameter.data = local
     parameter.param_info = info
@@ -115,7 +115,8 @@ def make_distributed(parameter: Any, local: Tensor, layout: Any) -> Any:
 
 
 def local_value(parameter: Any, data: Tensor, is_part: bool = False) -> Tensor:
-    """This rank's part of ``data``, the new values of a parameter: a plain tensor, which may be a view of ``data``."""
+    """Return this rank's shard of ``data``, the new values of a parameter. It is plain, and may be a view of
+    ``data``."""
     layout = parameter._layout
     if isinstance(data, InterceptedTensor):
         given = data._layout
@@ -129,7 +130,7 @@ def local_value(parameter: Any, data: Tensor, is_part: bool = False) -> Tensor:
         with NoDispatch():
             return Tensor._make_subclass(Tensor, data)
     shape = tuple(data.shape)
-    # Without interception the program is MindSpore's own, and sees parts.
+    # Without interception the program is MindSpore's own, and sees shards.
     if is_part or not is_dispatching():
         if shape == tuple(layout.local_shape):
             return data.init_data() if data.has_init else data
@@ -149,10 +150,10 @@ def _wrong_shape(parameter: Any, shape: tuple[int, ...], is_part: bool = False) 
 
 
 def _initialized(parameter: Any, lazy: Tensor) -> Tensor:
-    """This rank's part of an initializer's values for the whole parameter: ranks agree on the numbers drawn."""
+    """Return this rank's shard of an initializer's values for the full parameter: ranks agree on the numbers drawn."""
     layout = parameter._layout
     if isinstance(lazy.init, (Zero, One, Constant)):
-        # No rank needs the whole tensor. Of one without elements MindSpore makes none.
+        # No rank needs the full tensor. MindSpore makes no empty one.
         shape = tuple(layout.local_shape)
         if 0 in shape:
             return mint.empty(shape, dtype=lazy.dtype)
@@ -162,7 +163,7 @@ def _initialized(parameter: Any, lazy: Tensor) -> Tensor:
 
 
 def _write(parameter: Any, local: Tensor, dtype: Any) -> None:
-    """Copy new values into a parameter, of which ``local`` may be no part. The parameter has ``dtype`` afterwards."""
+    """Copy ``local`` into a parameter, without sharing its memory. The parameter has ``dtype`` afterwards."""
     with NoDispatch():
         local = local.astype(dtype)
         if dtype != parameter.dtype or not is_dense(parameter):
@@ -173,7 +174,7 @@ def _write(parameter: Any, local: Tensor, dtype: Any) -> None:
 
 
 class Classes:
-    """The classes that `make_dtensor_class` made: they are given out while MindSpore is patched."""
+    """The classes that `make_dtensor_class` made. They can be read only while MindSpore is patched."""
 
     made: tuple[type, ...] = ()
     dtensor: Any = NeedsPatches("mindspore")
@@ -181,5 +182,5 @@ class Classes:
 
     @classmethod
     def allow(cls, allowed: bool) -> None:
-        """Allow DTensors to be made, or refuse them."""
+        """Allow DTensors to be made, or forbid it."""
         cls.dtensor, cls.parameter = cls.made if allowed else (NeedsPatches("mindspore"),) * 2

@@ -1,7 +1,7 @@
-"""Tuples of parameters that cells keep as attributes, such as the weights of recurrent layers.
+"""Tuples of parameters that cells store as attributes, such as the weights of recurrent layers.
 
-A cell has each of these parameters in its table too. While a unit runs, other tensors stand in the table, and code
-that reads the tuple must find those.
+A cell has each of these parameters in its table too. While a unit runs, other tensors replace them in the table. Code
+that reads the tuple must get the replacements.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from mindspore import ParameterTuple
 
 __all__ = ["read_from_table"]
 
-#: Attribute of a cell: by attribute, the tuple and the names of its parameters in the cell's table.
+#: Attribute of a cell: attribute -> the tuple, and the names of its parameters in the cell's table.
 _HELD = "_hp_parameter_tuples"
 
 
 def read_from_table(cell: Any) -> None:
-    """Let the attributes of a cell that are tuples of its parameters give the entries of its table."""
+    """Let attributes of a cell that are tuples of its parameters return the entries of its table."""
     attributes = [name for name, value in vars(cell).items() if isinstance(value, ParameterTuple) and value]
     for name in attributes:
         names = _names_in_table(cell, vars(cell)[name])
@@ -40,7 +40,7 @@ def _names_in_table(cell: Any, parameters: Any) -> tuple[str, ...] | None:
 
 @cache
 def _class_that_reads(cls: type, attributes: tuple[str, ...]) -> type:
-    """A subclass under the same name."""
+    """Return a subclass with the same name whose attributes read the table."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_of_style": True}
     return type(cls.__name__, (cls,), {**names, **{name: _reader(name) for name in attributes}})
 

@@ -1,7 +1,7 @@
-"""Tensors that modules find where data parallelism has taken their parameters: methods of parameters that write.
+"""Stand-ins for parameters that data parallelism has replaced: tensors with the writing methods of parameters.
 
-A whole parameter of a unit is a tensor, often a view of a buffer. MindSpore writes to no view: `copy_` into one changes
-nothing on CPU, and the primitive ``Assign`` refuses it. There a stand-in takes new memory, which the unit finds.
+An unsharded parameter of a unit is a tensor, often a view of a buffer. MindSpore writes to no view: `copy_` into a view
+has no effect on CPU, and the primitive ``Assign`` rejects it. There a stand-in gets new memory, which the unit finds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["assigned", "data_property", "is_stand_in", "stand_for", "written"]
 
 
 def stand_for(xs: Sequence[Any], parameters: Sequence[Any]) -> None:
-    """Give tensors the attributes and methods of the parameters that they stand for."""
+    """Give tensors the attributes and methods of the parameters that they replace."""
     for x, p in zip(xs, parameters, strict=True):
         own = x.__dict__
         own.update(inited_param=None, name=p.name, requires_grad=p.requires_grad)
@@ -28,7 +28,7 @@ def stand_for(xs: Sequence[Any], parameters: Sequence[Any]) -> None:
 
 
 def is_stand_in(x: Any) -> bool:
-    """Return whether ``x`` stands for a parameter."""
+    """Return whether ``x`` replaces a parameter."""
     return "set_data" in getattr(x, "__dict__", ())
 
 
@@ -37,8 +37,9 @@ def written(x: Any, data: Any, slice_shape: bool = False) -> Any:
 
     Args:
         x: the stand-in.
-        data: a tensor or a number. For a distributed ``x`` it is the whole tensor, or a DTensor placed as ``x`` is.
-        slice_shape: whether ``data`` is this rank's part of a distributed ``x``.
+        data: a tensor or a number. For a distributed ``x`` it is the full tensor, or a DTensor with the placements of
+            ``x``.
+        slice_shape: whether ``data`` is this rank's shard of a distributed ``x``.
 
     Raises:
         ValueError: for values of another shape or placement.
@@ -54,7 +55,7 @@ def written(x: Any, data: Any, slice_shape: bool = False) -> Any:
 
 
 def _copied_into(x: Any, values: Any, non_blocking: bool = False) -> Any:
-    """Copy as `Tensor.copy_` does."""
+    """Copy values into ``x`` as `Tensor.copy_` does."""
     if _takes_writes(x):
         return Tensor.copy_(x, values, non_blocking)
     values = values.astype(x.dtype).broadcast_to(tuple(x.shape))
@@ -70,18 +71,18 @@ def _write(x: Any, values: Any) -> None:
             Tensor.copy_(x, values)
     else:
         Tensor.assign_value(x, values)
-        Tensor.copy_(x, x)  # which is counted
+        Tensor.copy_(x, x)  # a write that is counted
 
 
 def assigned(original: Callable, primitive: Any, variable: Any, value: Any, sign: int = 0) -> Any:
-    """Stands for the call of ``Assign``, ``AssignAdd`` or ``AssignSub``, which write uncounted and to no views.
+    """Replace the call of ``Assign``, ``AssignAdd`` or ``AssignSub``, which do not count writes and reject views.
 
     Args:
-        original: MindSpore's.
+        original: MindSpore's function.
         primitive: the primitive that is called.
         variable: a parameter, or a stand-in.
         value: a tensor or a number.
-        sign: sign of a ``value`` that is added, 0 where it takes the place of the old one.
+        sign: sign of a ``value`` that is added, 0 if it replaces the old value.
     """
     if not is_stand_in(variable):
         return original(primitive, variable, value)
@@ -94,7 +95,7 @@ def _takes_writes(x: Any) -> bool:
 
 
 def data_property(original: Any) -> property:
-    """Wrap ``Tensor.data``: a stand-in that is assigned to is written to."""
+    """Wrap ``Tensor.data``: an assignment to a stand-in writes into it."""
 
     def replace(x: Any, value: Any) -> None:
         if is_stand_in(x):

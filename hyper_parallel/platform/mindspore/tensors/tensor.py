@@ -1,9 +1,9 @@
-"""The distributed tensor of MindSpore: a `mindspore.Tensor` whose operations arrive at core's dispatcher.
+"""The DTensor of MindSpore: a `mindspore.Tensor` whose operations arrive at core's dispatcher.
 
 A DTensor **is** its local tensor: `wrap` changes the class of the tensor that an operation returned. So the object
 stays the one that the autograd graph knows. Gradients with respect to a DTensor, and of a DTensor, work as for any
-tensor. That costs a tenth of a microsecond. A second tensor object made with ``Tensor._make_subclass`` costs 1.4
-us. When it is a leaf, it is a tensor of its own to ``value_and_grad``.
+tensor. That costs a tenth of a microsecond. A second tensor object made with ``Tensor._make_subclass`` costs 1.4 us. If
+it is a leaf, ``value_and_grad`` treats it as a separate tensor.
 
 MindSpore calls ``__fallback__`` for most operations on a subclass. It does not for indexing, iteration, ``stack`` and a
 few more. Those are overridden here, otherwise they would silently compute on the shard.
@@ -42,7 +42,7 @@ _SHAPE = Tensor.shape.__get__
 
 
 class _State(threading.local):
-    """How many `NoDispatch` guards this thread is in."""
+    """Number of `NoDispatch` guards that are active in this thread."""
 
     depth = 0
 
@@ -51,7 +51,7 @@ _STATE = _State()
 
 
 class NoDispatch:
-    """Guard under which operations run on the local tensors, and ``.shape`` of a DTensor is that of its local one."""
+    """Guard under which operations run on the local tensors, and ``.shape`` of a DTensor is its local shape."""
 
     __slots__ = ("_guard",)
 
@@ -81,8 +81,8 @@ _WRITE_FIRST_OPERAND = frozenset(
 
 
 class Unknown(Function):
-    """A primitive without a row. Compares by name, so that core reports each once. The name of one that writes in
-    place ends in an underscore, which core refuses for sharded operands."""
+    """A primitive without a row. It compares by name, so that core reports each once. The name of a primitive that
+    writes in place gets a trailing underscore, which core rejects for sharded operands."""
 
     __slots__ = ()
 
@@ -98,7 +98,7 @@ class Unknown(Function):
 
 
 class _Named(Function):
-    """A function of which MindSpore makes a new object for each call, for rows that look at it. Compares by name."""
+    """A function for rows that read it, where MindSpore makes a new object for each call. Compares by name."""
 
     __slots__ = ()
 
@@ -110,8 +110,8 @@ class _Named(Function):
 
 
 class LegacyFunction:
-    """A primitive of the old calling convention as a plain function of its operands. Compares by the primitive, so that
-    calls of one are remembered."""
+    """A primitive of the old calling convention as a plain function of its operands. It compares by the primitive, so
+    that its calls are cached."""
 
     __slots__ = ("_call", "name", "prim")
 
@@ -134,7 +134,7 @@ class LegacyFunction:
 
 
 def _dispatched(name: str, plain: Callable) -> Any:
-    """A method that MindSpore does not intercept, which goes by the row of that name."""
+    """Return a method that dispatches the row of that name, for methods that MindSpore does not intercept."""
     row, function = OPS[name], Function(name, plain)
 
     def method(self: Any, *args: Any) -> Any:
@@ -146,7 +146,7 @@ def _dispatched(name: str, plain: Callable) -> Any:
 
 
 def _reflected(name: str, plain: Callable[[Any, Any], Any]) -> Any:
-    """The method of an operator whose left operand is not distributed."""
+    """Return the reflected method of an operator, whose left operand is not distributed."""
     row, function = OPS[name], Function(name, plain)
 
     def method(self: Any, other: Any) -> Any:
@@ -160,14 +160,14 @@ def _reflected(name: str, plain: Callable[[Any, Any], Any]) -> Any:
 
 
 def _of_whole(read: Callable[[Any], Any]) -> Any:
-    """A method that reads values, of the whole tensor."""
+    """Return a method that reads values from the full tensor."""
     return lambda self: read(self._whole())
 
 
 class InterceptedTensor(Tensor):
     """Base that makes a tensor class a distributed one. Core's mixin adds the methods that users see.
 
-    `_core` and `_dispatch`, core's dispatcher, are set by `make_dtensor_class`; `_layout` is set by `wrap`.
+    `make_dtensor_class` sets `_core` and `_dispatch`, core's dispatcher; `wrap` sets `_layout`.
     """
 
     _layout: Any = None
@@ -175,7 +175,7 @@ class InterceptedTensor(Tensor):
     _dispatch: Dispatch
 
     def __new__(cls, local: Any, *args: Any, **kwargs: Any) -> Any:
-        """MindSpore makes a parameter of a tensor subclass this way; people use `DTensor.from_local`."""
+        """Make an alias of a DTensor. MindSpore makes parameters so; users call `DTensor.from_local`."""
         if not isinstance(local, InterceptedTensor):
             raise TypeError("a DTensor is made with DTensor.from_local, distribute_tensor or a factory, not called")
         new = Tensor._make_subclass(cls, local)
@@ -260,8 +260,8 @@ class InterceptedTensor(Tensor):
     def __iter__(self) -> Any:
         return iter([self[i] for i in range(len(self))])
 
-    # A subclass's reflected method goes first, so `plain - distributed` arrives here and not in MindSpore's C++ code,
-    # which looks for __fallback__ on the left operand only.
+    # A subclass's reflected method has precedence, so `plain - distributed` arrives here and not in MindSpore's C++
+    # code, which looks for __fallback__ on the left operand only.
     __radd__ = _reflected("Add", ops.add)
     __rsub__ = _reflected("Sub", ops.sub)
     __rmul__ = _reflected("Mul", ops.mul)
@@ -284,7 +284,7 @@ class InterceptedTensor(Tensor):
         return self.asnumpy() if dtype is None else self.asnumpy().astype(dtype)
 
     def _whole(self) -> Tensor:
-        """The plain tensor to read: the whole tensor, or under the guard the local one."""
+        """Return the plain tensor to read: the full tensor, or the local one under the guard."""
         if _STATE.depth or self._layout is None:
             return Tensor._make_subclass(Tensor, self)
         return self.full_tensor()
@@ -310,7 +310,7 @@ class InterceptedTensor(Tensor):
 
 
 def distributed_in(tree: Any) -> Iterator[Any]:
-    """The DTensors in nested tuples, lists and dicts, and the distributed parameters of cells there."""
+    """Yield the DTensors in nested tuples, lists and dicts, and the distributed parameters of cells there."""
     if isinstance(tree, InterceptedTensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
@@ -324,7 +324,7 @@ def distributed_in(tree: Any) -> Iterator[Any]:
 
 
 def copy_of(x: Tensor) -> Tensor:
-    """A plain leaf tensor with a copy of the local data. MindSpore's own deepcopy shares memory until an operation
-    writes, and values that `copy_` writes arrive in both."""
+    """Return a plain leaf tensor with a copy of the local data. MindSpore's own deepcopy shares memory until an
+    operation writes, and values that `copy_` writes arrive in both."""
     with NoDispatch():
         return Tensor(Tensor.asnumpy(Tensor._make_subclass(Tensor, x)), x.dtype)

@@ -1,1 +1,1 @@
-"""Ground of the torch backends: private names of torch, dtypes, plain tensors with a layout, counters."""
+"""Foundations of the torch backends: private names of torch, dtypes, plain tensors with a layout, counters."""

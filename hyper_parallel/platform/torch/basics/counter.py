@@ -1,4 +1,4 @@
-"""`platform.contract.counter` in operations of torch: on any device, and for a compiler to trace."""
+"""`platform.contract.counter` in operations of torch: on any device, and traceable by a compiler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BITS = {getattr(torch, name): bits for name, bits in BITS.items()}
 def numbers(
     kind: str, key: Tensor, shape: Sequence[int], ranges: Sequence[Sequence[tuple[int, int]]], dtype: torch.dtype
 ) -> Tensor:
-    """See `Platform.numbers_by_counter`."""
+    """Return a shard of random numbers from the counter-based generator; see `Platform.numbers_by_counter`."""
     if dtype not in _BITS:
         raise TypeError(
             f"random numbers of {dtype} cannot be drawn by counter: draw floating point numbers, and convert them"
@@ -31,7 +31,7 @@ def numbers(
     rows, columns = _offsets(shape, ranges, key.device)
     local = [sum(length for _, length in pieces) for pieces in ranges]
     if rows.numel() * columns.numel() <= CHUNK or torch.compiler.is_compiling():
-        # A compiler makes one loop of all operations, which needs nothing on the way.
+        # A compiler fuses all operations into one loop without intermediate tensors.
         return _block(kind, rows[:, None] + columns, key, salt, dtype).reshape(local)
     found = torch.empty((rows.numel(), columns.numel()), dtype=dtype, device=key.device)
     for high, wide in blocks(*found.shape):
@@ -53,7 +53,7 @@ def _offsets(shape: Sequence[int], ranges: Any, device: torch.device) -> tuple[T
 def _block(kind: str, places: Tensor, key: Tensor, salt: Tensor, dtype: torch.dtype) -> Tensor:
     first, second = _philox(places, key, salt)
     if kind == "normal":
-        # Kernels of a CPU compute the last elements of a block in another way, which shows in the last bit.
+        # CPU kernels compute the last elements of a block differently, which can change the last bit.
         exact = torch.float64 if dtype == torch.float64 or places.device.type == "cpu" else torch.float32
         radius = ((first + 1).to(exact) * 2.0**-32).log().mul(-2).sqrt()
         return (radius * (second.to(exact) * (2 * math.pi * 2.0**-32)).cos()).to(dtype)
@@ -64,7 +64,7 @@ def _block(kind: str, places: Tensor, key: Tensor, salt: Tensor, dtype: torch.dt
 
 
 def _philox(places: Tensor, key: Tensor, salt: Tensor) -> tuple[Tensor, Tensor]:
-    """Words of 32 bits as int64. Their products do not fit; only the bits that are cut off anyway overflow."""
+    """Compute the Philox words of 32 bits in int64. The products overflow, but only in bits that are masked anyway."""
     first, second = places & _WORD, (places >> 32) ^ salt
     for _ in range(ROUNDS):
         product = first * MULTIPLIER

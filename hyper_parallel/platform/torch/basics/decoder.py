@@ -82,7 +82,7 @@ class _Model(nn.Module):
 
 
 class Decoder(nn.Module):
-    """From tokens (batch, length) to logits (batch, length, vocabulary)."""
+    """Decoder from tokens (batch, length) to logits (batch, length, vocabulary)."""
 
     def __init__(self, sizes: Any) -> None:
         super().__init__()
@@ -90,10 +90,10 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(sizes["hidden"], sizes["vocabulary"], bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """See the class."""
+        """Return the logits of ``tokens``."""
         return self.lm_head(self.model(tokens))
 
 
 def make_decoder(sizes: Any) -> nn.Module:
-    """See `Platform.make_decoder`."""
+    """Return a decoder with the layers and names of Llama; see `Platform.make_decoder`."""
     return Decoder(sizes)

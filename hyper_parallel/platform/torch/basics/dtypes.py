@@ -9,7 +9,7 @@ __all__ = ["COMPLEX", "FLOATS", "INTEGERS", "REDUCED"]
 INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64})
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 COMPLEX = frozenset({torch.complex64, torch.complex128})
-#: Reduce op -> dtypes that gloo and nccl reduce.
+#: Reduction -> dtypes that gloo and nccl support.
 REDUCED = {
     "sum": INTEGERS | FLOATS | COMPLEX,
     "avg": FLOATS,

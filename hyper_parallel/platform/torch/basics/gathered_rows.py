@@ -1,4 +1,4 @@
-"""Placement of the data that data parallelism gathers, by one operation: see `Fast.gathered_rows`."""
+"""Staging buffers for the all-gathers of data parallelism: see `Fast.gathered_rows`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GatheredRows"]
 
 
 class GatheredRows(Rows):
-    """The tensor object stays, so that its pieces are cut once; its storage is there while rows are."""
+    """Staging buffer with one tensor object, so that it is split only once. Its storage exists while rows do."""
 
     def __init__(self, whole: Tensor, count: int, lengths: Sequence[int]) -> None:
         self._whole, self._rows = whole.data, torch.empty_like(whole)
@@ -23,17 +23,17 @@ class GatheredRows(Rows):
         self.free()
 
     def take(self) -> Tensor:
-        """See `Rows.take`."""
+        """Return the staging tensor of the rows."""
         self._storage.resize_(self._size)
         return self._rows
 
     def unpack(self) -> None:
-        """See `Rows.unpack`. Autograd does not count writes to ``data``."""
+        """Copy the rows into the gathered tensor. Autograd does not count writes to ``data``."""
         if self._stored.nbytes() != self._size and self._stored.resizable():
             self._stored.resize_(self._size)
         torch.cat(self._pieces, out=self._whole)
         self._storage.resize_(0)
 
     def free(self) -> None:
-        """See `Rows.free`."""
+        """Free the memory of the rows."""
         self._storage.resize_(0)

@@ -1,6 +1,6 @@
 """Operations on plain local tensors.
 
-Where torch has a function of the same arguments, that is the verb, which saves a call.
+Where torch has a function with the same arguments, it is the verb itself, which saves a call.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["LocalVerbs"]
 
 @lru_cache(maxsize=1 << 10)
 def _shaped(shapes: tuple[tuple[int, ...], ...]) -> tuple[list[Tensor], bool]:
-    """Tensors without data that have these shapes, and whether one has no elements."""
+    """Return data-free tensors of these shapes, and whether one of them is empty."""
     with torch.inference_mode(False):
         return [torch.empty(shape, device="meta") for shape in shapes], any(0 in shape for shape in shapes)
 
 
 class LocalVerbs(Platform):
-    """The verbs of `Platform` that compute on plain local tensors."""
+    """Verbs of `Platform` that compute on plain local tensors."""
 
     narrow: Any = staticmethod(Tensor.narrow)
     chunk: Any = staticmethod(torch.chunk)
@@ -40,15 +40,15 @@ class LocalVerbs(Platform):
     log: Any = staticmethod(Tensor.log)
 
     def clone(self, x: Tensor) -> Tensor:
-        """See `Platform.clone`."""
+        """Return a contiguous copy."""
         return x.clone(memory_format=torch.contiguous_format)
 
     def join(self, xs: Sequence[Tensor]) -> Tensor:
-        """See `Platform.join`."""
+        """Concatenate the elements of tensors to a 1-D tensor."""
         return flatten(xs) if len(xs) > 1 else self.clone(xs[0]).reshape(-1)
 
     def part(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """See `Platform.part`."""
+        """Split ``x`` into consecutive tensors of these shapes."""
         wanted, any_empty = _shaped(tuple(map(tuple, shapes)))
         if any_empty:
             pieces = x.reshape(-1).split(list(map(math.prod, shapes)))
@@ -56,48 +56,48 @@ class LocalVerbs(Platform):
         return list(unflatten(x.reshape(-1), wanted))
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """See `Platform.zeros`."""
+        """Return zeros with dtype and device of ``like``."""
         return like.new_zeros(shape) if type(like) is Tensor else self.full(shape, 0, like)
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """See `Platform.empty`."""
+        """Return an uninitialized buffer."""
         return like.new_empty(shape)
 
     def full(self, shape: Sequence[int], value: float, like: Tensor) -> Tensor:
-        """See `Platform.full`."""
+        """Return a tensor filled with ``value``."""
         return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
 
     def with_strides(self, x: Tensor, strides: Sequence[int], behind: bool = False) -> Tensor:
-        """See `Platform.with_strides`."""
+        """Copy ``x`` to new memory with these strides; see `Platform.with_strides`."""
         return torch.empty_strided(x.shape, tuple(strides), dtype=x.dtype, device=x.device).copy_(x)
 
     def amax(self, x: Tensor, dim: int) -> Tensor:
-        """See `Platform.amax`."""
+        """Return the maximum along ``dim``, which keeps size 1."""
         largest = x.amax(dim, keepdim=True)
         return largest if largest.dtype is torch.float64 else largest.float()
 
     def sum_along(self, x: Tensor, dim: int) -> Tensor:
-        """See `Platform.sum_along`."""
+        """Return the sum along ``dim``, which keeps size 1."""
         return x.sum(dim, keepdim=True)
 
     def shifted_exp(self, x: Tensor, shift: Tensor, scale: Tensor | None = None) -> Tensor:
-        """See `Platform.shifted_exp`."""
+        """Return ``exp(x - shift) / scale``; see `Platform.shifted_exp`."""
         y = torch.sub(x, shift).exp_()
         return y if scale is None else y.div_(scale)
 
     def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
-        """See `Platform.gather`."""
+        """Return the elements of ``x`` at ``index`` along ``dim``."""
         return torch.gather(x, dim, index.long())
 
     def scatter_add(self, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-        """See `Platform.scatter_add`."""
+        """Add ``source`` to ``x`` at ``index`` along ``dim``; see `Platform.scatter_add`."""
         return x.scatter_add_(dim, index.long(), source)
 
     def become(self, x: Tensor, values: Tensor) -> None:
-        """See `Platform.become`."""
+        """Give ``x`` the shape and the values of ``values``."""
         values = values.clone()  # it may be a view of x
         x.resize_(values.shape).copy_(values)
 
     def places(self, values: np.ndarray, like: Tensor) -> Tensor:
-        """See `Platform.places`."""
+        """Return an int64 tensor of ``values`` that may index tensors on the device of ``like``."""
         return torch.from_numpy(values).to(like.device)

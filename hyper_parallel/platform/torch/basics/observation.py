@@ -1,4 +1,4 @@
-"""Watching a program of torch: hooks around all modules, and a dispatch mode that sees collectives."""
+"""Observation of a torch program: hooks around all modules, and a dispatch mode that sees collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hyper_parallel.platform.watching import is_called_from, tensors_in
 
 __all__ = ["ObservationVerbs", "unobserved"]
 
-#: Operation -> core's name for it, and which argument this rank gives.
+#: Operation -> core's name for it, and the index of this rank's operand among its arguments.
 _KINDS: dict[str, tuple[str, int]] = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -53,16 +53,16 @@ _KINDS: dict[str, tuple[str, int]] = {
 }
 _NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 _PROCESSES = "hyper_parallel.platform.torch.processes"
-#: Modules of this backend: core has recorded the collectives that they call already.
+#: Modules of this backend whose collectives core has already recorded.
 _OWN = frozenset({f"{_PROCESSES}.collectives", f"{_PROCESSES}.overlap"})
 
 
 class ObservationVerbs(Platform):
-    """The verbs of `Platform` about watching."""
+    """Verbs of `Platform` for observation."""
 
     @contextmanager
     def observe(self, observer: Observer) -> Iterator[None]:
-        """See `Platform.observe`."""
+        """Return a context that reports modules and collectives to ``observer``; see `Platform.observe`."""
         active = [True]
         hooks = [
             register_module_forward_pre_hook(lambda module, args: _before(observer, active, module, args)),
@@ -80,10 +80,10 @@ class ObservationVerbs(Platform):
 
     @contextmanager
     def watch_steps(self, watcher: StepWatcher, calls: bool) -> Iterator[None]:
-        """See `Platform.watch_steps`."""
+        """Return a context that reports optimizer steps and module calls to ``watcher``; see `Platform.watch_steps`."""
 
         def before(module: Any, args: Any) -> None:
-            if not is_compiling():  # asked first: a compiler traces no more of this
+            if not is_compiling():  # called first, because a compiler stops tracing this function here
                 watcher.called(module)
 
         hooks = [
@@ -98,17 +98,18 @@ class ObservationVerbs(Platform):
                 hook.remove()
 
     def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
-        """See `Platform.on_gradient`."""
+        """Register ``tell`` for the cotangent of ``x``; see `Platform.on_gradient`."""
         x.register_hook(lambda cotangent: None if cotangent is None else tell(cotangent))
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
-        """See `Platform.profiler_range`: one of ``torch.profiler``, and of the device where it has its own."""
+        """Start a range that ``torch.profiler`` shows, and return the function that ends it. A device may show the
+        range too."""
         scope = record_function(name)
         scope.__enter__()
         return partial(scope.__exit__, None, None, None)
 
     def collective_kind(self, native: Any) -> str | None:
-        """See `Platform.collective_kind`."""
+        """Return core's name of the collective for an operation of the framework; see `Platform.collective_kind`."""
         if not isinstance(native, OpOverloadPacket):
             return None
         namespace, _, name = str(native).rpartition(".")
@@ -122,9 +123,9 @@ class ObservationVerbs(Platform):
 
 
 class _Collectives(DispatchMode):
-    """Tells of the collectives that the program issues."""
+    """Mode that reports the collectives that the program issues."""
 
-    #: They come here as all others do: torch refuses a mode that does not say so.
+    #: Higher-order operators arrive here like all others: torch rejects a mode that does not declare so.
     supports_higher_order_operators = True
 
     def __init__(self, observer: Observer) -> None:
@@ -147,14 +148,14 @@ class _Collectives(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-#: Those that are entered.
+#: The modes that are entered.
 _OPEN: list[Any] = []
 
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Inside, collectives of the program are not seen, unless there are modes of others too: for functions of torch
-    that compile themselves. Torch refuses these where a mode looks on."""
+    """Suspend the observation of collectives inside this context, unless other modes are active too. Functions of torch
+    that compile themselves need it: torch rejects them while a mode is active."""
     left = list(_OPEN) if dispatch_modes() == len(_OPEN) else []
     for mode in reversed(left):
         mode.__exit__(None, None, None)
@@ -176,8 +177,8 @@ def _after(observer: Observer, active: list[bool], module: Any, output: Any) -> 
 
 
 def _when_backward_comes(values: Any, active: list[bool], tell: Callable[[], None]) -> None:
-    """Call ``tell()`` before backward runs the node that computed a tensor in ``values``. It is a hook of the node,
-    which leaves the graph as it is. Those of modules would put functions between."""
+    """Call ``tell()`` before backward runs the node that computed a tensor in ``values``. A hook of the node leaves the
+    graph unchanged, whereas hooks of modules would add nodes."""
     with no_dispatch():
         for x in tensors_in(values, Tensor):
             if x.grad_fn is not None:

@@ -1,9 +1,9 @@
 """Private parts of torch that the backends use: the only place that names them.
 
-Each is looked at when this module is imported, before anything relies on it. One that is missing or of an unexpected
-kind is replaced by a public, slower way, where there is one. `REPLACED` lists those. Without one, importing the backend
-fails, with an error that names torch's version and those that are tested. The other modules import plain names from
-here, so that using one costs the same as using torch's own.
+Each part is checked when this module is imported, before anything relies on it. A missing or unexpected part is
+replaced by a slower public equivalent, if there is one. `REPLACED` lists such parts. Otherwise the import of the
+backend fails, with an error that names torch's version and the tested versions. The other modules import plain names
+from here, so that using one costs the same as using torch's own.
 
 The parts that patches of torch need are checked where the patches are made. ``torch._C.DisableTorchFunctionSubclass``
 is public, in spite of its name: torch documents it for subclasses of tensors.
@@ -76,10 +76,10 @@ __all__ = [
 
 
 class UnknownTorchError(RuntimeError):
-    """This torch lacks something private that a backend cannot do without."""
+    """Error for a torch version without a private part that a backend requires."""
 
 
-#: Parts that this torch does not have as expected, and that are replaced here.
+#: Parts that this torch lacks, or has in an unexpected form, and that are replaced here.
 REPLACED: list[str] = []
 
 _NO_OTHER_WAY: Any = object()
@@ -98,13 +98,13 @@ def _take(path: str, suits: Callable[[Any], bool], otherwise: Any = _NO_OTHER_WA
     """Return torch's object at ``path`` if it ``suits``, else ``otherwise``.
 
     Raises:
-        UnknownTorchError: when there is nothing else.
+        UnknownTorchError: when there is no replacement.
     """
     found = _find(path)
     try:
         if found is not _NO_OTHER_WAY and suits(found):
             return found
-    except Exception:  # whatever a function of torch's raises that takes or does something else
+    except Exception:  # any error of a function that takes or does something else in this version
         found = _NO_OTHER_WAY
     if otherwise is _NO_OTHER_WAY:
         raise UnknownTorchError(
@@ -127,14 +127,14 @@ def _has_parameters(*names: str) -> Callable[[Any], bool]:
 # ---------------------------------------------------------------------------------------------- interception
 
 is_dispatch_on: Callable[[], bool] = _take("_C._is_torch_function_enabled", _returns(bool))
-#: How many modes see torch's functions, and torch's kernels, before tensors do. Where torch cannot say, one is assumed,
-#: so that torch's own entry is used.
+#: Number of modes that see torch's functions, and torch's kernels, before tensors do. If torch cannot report it, one is
+#: assumed, so that torch's own entry is used.
 function_modes: Callable[[], int] = _take("_C._len_torch_function_stack", _returns(int), lambda: 1)
 dispatch_modes: Callable[[], int] = _take("_C._len_torch_dispatch_stack", _returns(int), lambda: 1)
 in_dispatch_mode: Callable[[], bool] = _take(
     "utils._python_dispatch.is_in_torch_dispatch_mode", _returns(bool), lambda: dispatch_modes() > 0
 )
-#: Sees every kernel that runs inside of it.
+#: Mode that sees every kernel that runs inside it.
 DispatchMode: Any = _take("utils._python_dispatch.TorchDispatchMode", inspect.isclass)
 OpOverload: Any = _take("_ops.OpOverload", inspect.isclass)
 OpOverloadPacket: Any = _take("_ops.OpOverloadPacket", inspect.isclass)
@@ -155,19 +155,19 @@ def _is_autocast(device: str) -> bool:
 
 
 any_autocast: Callable[[], bool] = _take("_C._is_any_autocast_enabled", _returns(bool), _any_autocast)
-#: Called with True, None where no hooks on saved tensors are set. Where torch cannot say, some are assumed.
+#: Called with True, returns None if no hooks on saved tensors are set. If torch cannot report that, hooks are assumed.
 saved_tensor_hooks: Callable[[bool], Any] = _take(
     "_C._autograd._top_saved_tensors_default_hooks",
     lambda function: function(True) is None or isinstance(function(True), tuple),
     lambda _: (None, None),
 )
-#: The node that backward is at, and whether it will come to another. Where torch cannot say, gradients are not
-#: delayed.
+#: The node that backward runs now, and whether backward will run a given node. If torch cannot report that, gradients
+#: are not delayed.
 current_node: Callable[[], Any] = _take("_C._current_autograd_node", lambda f: f() is None, lambda: None)
 will_execute: Callable[[Any], bool] = _take("_C._will_engine_execute_node", callable, lambda _: False)
-#: -1 outside of backward.
+#: Identifier of the running backward pass, -1 outside backward.
 graph_task: Callable[[], int] = _take("_C._current_graph_task_id", _returns(int))
-#: Called inside of backward with a function, which is called when the pass is complete.
+#: Registers a function that is called when the running backward pass is complete.
 queue_callback: Callable[[Callable[[], None]], None] = _take(
     "autograd.Variable._execution_engine.queue_callback", callable
 )
@@ -188,8 +188,8 @@ make_grads: Callable[..., tuple] = _take(
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable:
-    """`apply` of an autograd function, without torch's Python wrapper, which is there for functorch and takes half of
-    the time."""
+    """Return `apply` of an autograd function without torch's Python wrapper. That wrapper serves functorch and takes
+    half of the time."""
     return _apply.__get__(None, function) if _apply is not None else function.apply
 
 
@@ -202,7 +202,7 @@ def _set_order(node: Any, number: int) -> None:
 
 
 def _leave_order(node: Any, number: int) -> None:
-    """Where a node's place in the order of backward cannot be set: it is taken when its turn comes."""
+    """Do nothing, where a node's position in the order of backward cannot be set."""
 
 
 set_order: Callable[[Any, int], None] = _set_order
@@ -213,7 +213,7 @@ with torch.enable_grad(), torch.inference_mode(False):
 
 
 def _check_tensors() -> None:
-    """Nodes get their hooks as one table for many. Some facts about tensors are read that torch keeps to itself."""
+    """Check members of nodes and tensors that torch keeps private. One table of hooks serves many nodes."""
     for name in ("_backward_hooks", "_base", "_grad", "_is_view", "_post_accumulate_grad_hooks", "_version"):
         _take(f"Tensor.{name}", lambda _: True)
     with torch.enable_grad(), torch.inference_mode(False):
@@ -227,20 +227,20 @@ _check_tensors()
 # ---------------------------------------------------------------------------------------------- functions and modules
 
 
-#: The functions below those of `torch.nn.functional`.
+#: Module with the native functions that `torch.nn.functional` calls.
 native_functions: Any = _take("_C._nn", inspect.ismodule, F)
 
 
 def native(name: str) -> Any:
-    """The native function below the one of `torch.nn.functional`, which is there for arguments that are not given here.
+    """Return the native function below a function of `torch.nn.functional`, which only handles further arguments.
 
-    Where there is none, the function of `torch.nn.functional`.
+    Returns the function of `torch.nn.functional` itself if there is no native one.
     """
     return _take(f"_C._nn.{name}", inspect.isbuiltin, getattr(F, name))
 
 
-#: ``flatten(tensors)``: the elements of all, 1-D; of a single tensor a view. ``unflatten(flat, tensors)``: views of
-#: ``flat`` with the shapes of ``tensors``, which have elements.
+#: ``flatten(tensors)`` concatenates the elements of all tensors in 1-D; a view for a single tensor. ``unflatten(flat,
+#: tensors)`` returns views of ``flat`` with the shapes of ``tensors``, which are not empty.
 flatten: Callable[[Any], Tensor] = _take(
     "_C._nn.flatten_dense_tensors", inspect.isbuiltin, lambda xs: torch.cat([x.reshape(-1) for x in xs])
 )
@@ -251,34 +251,35 @@ unflatten: Callable[[Tensor, Any], Any] = _take(
 )
 
 
-#: Whether a mask lets a batch become a nested tensor, which `nn.TransformerEncoder` asks.
+#: Returns whether a mask lets a batch become a nested tensor; `nn.TransformerEncoder` calls it.
 nested_left_aligned: Any = _take("_nested_tensor_from_mask_left_aligned", inspect.isbuiltin, None)
 
 
 def _chunk_and_cat(xs: Any, dim: int, count: int) -> Tensor:
-    """Each of ``xs`` in ``count`` parts along dimension 0, zeros added. Row i has the i-th parts."""
+    """Split each tensor, padded with zeros, in ``count`` chunks along dimension 0. Row i concatenates the i-th
+    chunks."""
     padded = [F.pad(x.reshape(len(x), -1), (0, 0, 0, -len(x) % count)) for x in xs]
     return torch.cat([x.reshape(count, -1) for x in padded], 1)
 
 
-#: ``chunk_cat(tensors, 0, count)``: see above.
+#: ``chunk_cat(tensors, 0, count)``: see `_chunk_and_cat`.
 chunk_cat: Callable[[Any, int, int], Tensor] = _take("_chunk_cat", inspect.isbuiltin, _chunk_and_cat)
 
-#: Whether one tensor can get the data of another and stay the same object. Where torch cannot say, device type
-#: and layout are compared.
+#: Returns whether one tensor can get the data of another and stay the same object. If torch cannot report that, device
+#: types and layouts are compared.
 same_implementation: Callable[[Any, Any], bool] = _take(
     "_has_compatible_shallow_copy_type", callable, lambda x, y: x.device.type == y.device.type and x.layout == y.layout
 )
-#: Exchanges the implementations of two tensors that no other code holds: the last step of `torch.utils.swap_tensors`.
+#: Exchanges the implementations of two tensors that no other code references: the last step of
+#: `torch.utils.swap_tensors`.
 swap_implementation: Callable[[Tensor, Tensor], None] = _take("_C._swap_tensor_impl", callable)
-#: None where nothing is being traced.
+#: Returns the state of tracing, None if nothing is being traced.
 tracer: Callable[[], Any] = _take("_C._get_tracing_state", callable, lambda: torch.jit.is_tracing() or None)
 
 
 def is_or_disables(found: Any, function: Callable) -> bool:
     """Return whether ``found`` is ``function``, or the wrapper with which ``torch.compile`` keeps it untraced. Methods
-    of torch's optimizers have it. Where torch marks that in another way, the answer is no.
-    """
+    of torch's optimizers have that wrapper. If torch marks it in another way, the answer is False."""
     return found is function or (
         getattr(found, "_torchdynamo_disable", False) and getattr(found, "__wrapped__", None) is function
     )
@@ -292,12 +293,12 @@ _GLOBAL_HOOKS = {
     *("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks"),
     *("_global_forward_hooks_always_called", "_global_forward_hooks_with_kwargs"),
 }
-#: Hooks that have to do with other things than calling a module.
+#: Words in the names of hooks that do not concern calls of a module.
 _ELSEWHERE = ("registration", "state_dict", "is_full_backward")
 
 
 def _knows_all_hooks() -> bool:
-    """Return whether `calls` looks at everything that can surround a call of a module."""
+    """Return whether `calls` handles every kind of hook that can surround a call of a module."""
 
     def about_calls(names: Any) -> set[str]:
         return {n for n in names if "hook" in n and not any(word in n for word in _ELSEWHERE)}
@@ -307,7 +308,7 @@ def _knows_all_hooks() -> bool:
     return (own, everywhere) == (_HOOKS, _GLOBAL_HOOKS)
 
 
-#: Where torch has other kinds of hooks than those that are known, modules are called in torch's own way.
+#: Whether calls of modules may skip torch's ``__call__``. False if torch has unknown kinds of hooks.
 calls_quickly = _knows_all_hooks()
 if not calls_quickly:
     REPLACED.append("torch.nn.Module.__call__")
@@ -325,24 +326,24 @@ if dist.is_available():
     default_store: Callable[[], Any] = _take("distributed.distributed_c10d._get_default_store", callable)
     #: Collectives as operators that torch's compiler knows.
     functional_collectives: Any = _take("ops._c10d_functional", lambda ops: callable(ops.wait_tensor))
-    #: The mesh that one of torch's was sliced from, itself where it was not.
+    #: Returns the mesh that a mesh of torch was sliced from, or itself.
     root_of_mesh: Callable[[Any], Any] = _take("distributed.device_mesh.DeviceMesh._get_root_mesh", callable)
 
 
 @cache
 def strided_shard() -> Any:
-    """Return torch's own placement for a dimension that a mesh dimension to the right has cut before.
+    """Return torch's placement class for a dimension that a later mesh dimension has sharded before.
 
-    The function imports its module, which takes long."""
+    The call imports the module of the class, which takes long."""
     importlib.import_module("torch.distributed.tensor")
     return _take("distributed.tensor.placement_types._StridedShard", inspect.isclass)
 
 
 def in_loss_parallel() -> bool:
-    """Return whether `torch.distributed.tensor.parallel.loss_parallel` is open, which counts for all threads.
+    """Return whether `torch.distributed.tensor.parallel.loss_parallel` is active, for all threads.
 
-    It puts handlers of its own into a table of torch's DTensors. Where torch has no such table, the answer is no. Its
-    module takes long to import, and no context can be open before it was imported.
+    That context adds handlers to a table of torch's DTensors. If torch has no such table, the answer is False. The
+    module of the context takes long to import, and no context can be active before its import.
     """
     if "torch.distributed.tensor.parallel" not in sys.modules:
         return False
@@ -356,16 +357,16 @@ def _has_operators(table: Any) -> bool:
 
 # ---------------------------------------------------------------------------------------------- classes and transforms
 
-#: Attention with fused kernels, as (output, logarithm of the sums): the one of the CPU, which takes meta tensors too.
-#: Without it, dry runs count the scores of attention as kept.
+#: Fused attention of the CPU, as (output, log-sum-exp), which takes meta tensors too. Without it, dry runs count the
+#: scores of attention as saved.
 fused_attention: Callable[..., tuple[Tensor, Tensor]] | None = _take(
     "ops.aten._scaled_dot_product_flash_attention_for_cpu", callable, None
 )
-#: A mode that sees every operation below autograd.
+#: Mode that sees every operation below autograd.
 TorchDispatchMode: Any = _take("utils._python_dispatch.TorchDispatchMode", inspect.isclass)
-#: Whether a tensor is of a class that computes by other tensors inside of it.
+#: Returns whether a tensor is of a class that computes by inner tensors.
 is_traceable_wrapper: Callable[[Any], bool] = _take("utils._python_dispatch.is_traceable_wrapper_subclass", callable)
-#: The innermost transform of `torch.func` and `torch.vmap` that is open in this thread, None outside of them.
+#: Returns the innermost active transform of `torch.func` and `torch.vmap` in this thread, None outside.
 transform_level: Callable[[], int | None] = _take("_C._functorch.maybe_current_level", lambda f: f() is None)
 
 _open_vmap = _take("_C._vmapmode_increment_nesting", callable)
@@ -373,8 +374,8 @@ _close_vmap = _take("_C._vmapmode_decrement_nesting", callable)
 
 
 def old_vmap_level() -> int:
-    """How many of torch's older vmaps are open, as `torch.autograd.grad` does for batched cotangents. Opening and
-    closing another is the only way to ask."""
+    """Return how many of torch's older vmaps are active, which `torch.autograd.grad` uses for batched cotangents.
+    Entering and leaving another one is the only way to read the number."""
     level: int = _open_vmap() - 1
     _close_vmap()
     return level
@@ -384,7 +385,7 @@ _keys_of = _take("_C._dispatch_key_set", callable)
 
 
 def is_batched(x: Tensor) -> bool:
-    """Return whether a vmap, of either kind, has put ``x`` around another tensor."""
+    """Return whether a vmap of either kind has wrapped ``x`` around another tensor."""
     return "Batched" in _keys_of(x)
 
 
@@ -392,5 +393,5 @@ _take("autograd.forward_ad._current_level", lambda level: isinstance(level, int)
 
 
 def dual_level() -> int:
-    """The innermost level of forward-mode AD, negative outside."""
+    """Return the innermost level of forward-mode AD, negative outside."""
     return torch.autograd.forward_ad._current_level

@@ -1,4 +1,4 @@
-"""DTensors of torch: making them, knowing them, and handlers for calls besides operations.
+"""DTensors of torch: construction, type checks, and handlers for calls other than operations.
 
 A DTensor is the local tensor itself with another class (``t.__class__ = DTensor``): no wrapper, no node in the autograd
 graph. `dtensor_class` makes the class.
@@ -33,18 +33,18 @@ __all__ = [
 
 Handler = Callable[[Any, tuple, dict], Any]
 
-#: torch function -> handler(func, args, kwargs). Looked up before the op table.
+#: torch function -> handler(func, args, kwargs). It has precedence over the op table.
 HANDLERS: dict[Any, Handler] = {}
 
 
 class State:
-    """The DTensor class, which serves every torch device, and the functions that core handed over with it."""
+    """The DTensor class, shared by all torch devices, and the services that core passed with it."""
 
-    #: The functions of core for torch, once the class is made.
+    #: Services of core for torch, available once the class is made.
     core: ClassVar[Core]
-    #: None before it is made.
+    #: The DTensor class, or None before it is made.
     tensor_class: Any = None
-    #: The same class, while torch is patched.
+    #: The DTensor class while torch is patched; else reading it raises.
     wrapping: Any = NeedsPatches("torch")
     #: function -> its handler for DTensors.
     table: ClassVar[dict[Any, Handler]] = {}
@@ -61,7 +61,7 @@ def handles(*functions: Any) -> Callable[[Handler], Handler]:
 
 
 def replaces(*functions: Any) -> Callable[[Callable], Callable]:
-    """Let the decorated function, which takes the same arguments, stand for functions of torch on DTensors."""
+    """Register the decorated function to replace functions of torch with the same arguments on DTensors."""
 
     def register(replacement: Callable) -> Callable:
         handles(*functions)(lambda func, args, kwargs: replacement(*args, **kwargs))
@@ -71,22 +71,22 @@ def replaces(*functions: Any) -> Callable[[Callable], Callable]:
 
 
 def dispatch(native_op: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Core's dispatch: run ``func`` distributed."""
+    """Run ``func`` through core's dispatch."""
     return State.core.dispatch(native_op, func, args, kwargs)
 
 
 def is_dtensor(x: Any) -> bool:
-    """Return whether ``x`` is distributed."""
+    """Return whether ``x`` is a DTensor."""
     return type(x) is State.tensor_class
 
 
 def allow_dtensors(allowed: bool) -> None:
-    """Allow DTensors to be made while torch is patched, or refuse them."""
+    """Allow DTensors to be made, because torch is patched, or forbid it."""
     State.wrapping = State.tensor_class if allowed else NeedsPatches("torch")
 
 
 def stand_for(replacement: Any, original: Any) -> None:
-    """Serve ``replacement``, which takes the place of ``original`` in torch, as ``original`` is served."""
+    """Give ``replacement``, which replaces ``original`` in torch, the handler of ``original``."""
     if original in State.table:
         State.table[replacement] = State.table[original]
 
@@ -98,15 +98,15 @@ def is_local_class(cls: type) -> bool:
 
 
 def layout_of(x: Any) -> Any:
-    """Layout of a DTensor, None for anything else."""
+    """Return the layout of a DTensor, None for anything else."""
     return x._layout if type(x) is State.tensor_class else None
 
 
 def wrap(local: Any, layout: Any) -> Any:
-    """Retag ``local``, which no other code holds, as a DTensor.
+    """Turn ``local``, which no other code references, into a DTensor by a change of its class.
 
-    An operation may return the DTensor that it was given (``contiguous()``, in-place operations). With the same layout,
-    that is the result. With another one, the result is a new view of it, since an object has one layout.
+    An operation may return the DTensor that is its operand (``contiguous()``, in-place operations). With the same
+    layout, that DTensor is the result. With another layout, the result is a new view, since an object has one layout.
     """
     if MAYBE_INSIDE:
         refuse_transforms()

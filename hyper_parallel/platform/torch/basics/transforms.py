@@ -1,12 +1,12 @@
-"""Function transforms and forward-mode AD, which distributed tensors do not go through.
+"""Function transforms and forward-mode AD, which DTensors do not support.
 
-`torch.func` and `torch.vmap` compute with tensors that they put around others, forward-mode AD with tensors that carry
-a tangent. To the function, a DTensor inside of one is a plain local tensor. A collective reads the inner tensor: one
-value of the batch, the value without its tangent. Neither is an error by itself. So the verbs that stand between local
-tensors and other ranks refuse while a transform is open.
+`torch.func` and `torch.vmap` compute with tensors that wrap others, forward-mode AD with tensors that carry a tangent.
+To the transform, a DTensor inside such a tensor is a plain local tensor. A collective reads the inner tensor: one value
+of the batch, or the value without its tangent. Torch reports no error for either. So the verbs between local tensors
+and other ranks raise while a transform is active.
 
-Asking torch costs as much as a view, so it is asked only after something was wrapped: `MAYBE_INSIDE` is empty until
-then, and again when the transform is found closed.
+The check costs as much as a view, so it runs only after something was wrapped: `MAYBE_INSIDE` is empty until then, and
+again when the transform is found to have ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hyper_parallel.platform.torch.basics.private import dual_level, is_batched,
 
 __all__ = ["MAYBE_INSIDE", "refuse_transforms", "remember_opening", "remember_wrapping"]
 
-#: Threads that have opened a transform and not been found outside of it since.
+#: Threads that have entered a transform, and were not yet found outside it.
 MAYBE_INSIDE: dict[int, bool] = {}
 
 _BATCHED = "autograd.grad(is_grads_batched=True) or jacobian(vectorize=True)"
@@ -33,14 +33,14 @@ _REMEDY = (
 
 
 def refuse_transforms(x: Tensor | None = None) -> None:
-    """Raise when a transform is open in this thread. To be called unless `MAYBE_INSIDE` is empty.
+    """Raise if a transform is active in this thread. Called only if `MAYBE_INSIDE` is not empty.
 
     Args:
-        x: the local tensor that is about to be read, which tells of batched cotangents in the threads in which devices
-            run backward. Transforms that are open in another thread are not known there.
+        x: the local tensor that is about to be read. It shows batched cotangents in threads in which devices run
+            backward, where transforms of another thread are not visible.
 
     Raises:
-        ValueError: a transform is open. It is on all ranks, since they run the same program.
+        ValueError: a transform is active. It is active on all ranks, since they run the same program.
     """
     name = _open_transform() or (_BATCHED if x is not None and is_batched(x) else None)
     if name is not None:
@@ -61,13 +61,13 @@ def _message(name: str) -> str:
 
 
 def remember_wrapping(original: Callable, tensor: Any, *args: Any) -> Any:
-    """Stands for the function of a transform that wraps one tensor: notes that there is one, and refuses DTensors."""
+    """Replace the function of a transform that wraps one tensor: note the transform, and reject DTensors."""
     if getattr(tensor, "_layout", None) is not None:
         raise ValueError(_message("a transform of torch.func or torch.vmap"))
     return remember_opening(original, tensor, *args)
 
 
 def remember_opening(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Stands for a function that opens a transform: notes that there is one."""
+    """Replace a function that enters a transform: note the transform."""
     MAYBE_INSIDE[get_ident()] = True
     return original(*args, **kwargs)

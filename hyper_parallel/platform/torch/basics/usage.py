@@ -1,4 +1,4 @@
-"""Count of the computing, reading and writing of torch's operations, and of the memory that lives meanwhile."""
+"""Counter of floating point operations, memory traffic and live memory of torch's operations."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from hyper_parallel.platform.torch.basics.private import TorchDispatchMode
 
 __all__ = ["UsageMode", "resized"]
 
-#: Those that are entered.
+#: The modes that are entered.
 _OPEN: list[UsageMode] = []
 
 
 def resized(x: Tensor) -> None:
-    """To be called when the storage of ``x`` was given another size."""
+    """Report a changed storage size of ``x`` to all active modes."""
     for mode in _OPEN:
         mode.resized(x.untyped_storage())
 
 
 class _Size:
-    """Bytes of a storage, of which `Usage` counts so many."""
+    """Bytes of one storage in the count of a `Usage`."""
 
     def __init__(self, usage: Usage) -> None:
         self.usage, self.bytes = usage, 0
 
     def set(self, size: int) -> None:
-        """Let it have another size."""
+        """Set the size of the storage."""
         self.usage.live += size - self.bytes
         self.bytes = size
 
 
 class UsageMode(TorchDispatchMode):
-    """Context manager that gives a `Usage`. It sees all calls of torch's kernels, of the program, of core and of
-    autograd. A storage counts from the operation that makes it until nothing refers to it."""
+    """Context manager that yields a `Usage`. It sees all calls of torch's kernels: from the program, core and autograd.
+    A storage counts from the operation that allocates it until nothing references it."""
 
     def __enter__(self) -> Usage:
         self.usage = Usage()
@@ -67,7 +67,7 @@ class UsageMode(TorchDispatchMode):
                 self._count(x.untyped_storage())
             formula = _formula(func._overloadpacket)
             flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
-            # A view moves nothing, nor does memory without values.
+            # A view moves no bytes, nor does uninitialized memory.
             if "empty" in func._opname:
                 return result
             if made or flops or func._schema.is_mutable:
@@ -79,7 +79,7 @@ class UsageMode(TorchDispatchMode):
         return result
 
     def _count(self, storage: Any) -> None:
-        """A storage lives from now on."""
+        """Start to count a storage."""
         if storage in self._sizes:
             return
         size = self._sizes[storage] = _Size(self.usage)
@@ -87,15 +87,15 @@ class UsageMode(TorchDispatchMode):
         weakref.finalize(storage, size.set, 0).atexit = False
 
     def resized(self, storage: Any) -> None:
-        """Note that the size of a storage has changed."""
+        """Update the size of a storage that has changed."""
         if storage in self._sizes:
             self._sizes[storage].set(storage.nbytes())
             self.usage.timeline.append((storage.nbytes(), self.usage.live))
 
 
 def _formula(operator: Any) -> Callable[..., Any] | None:
-    """Give torch's formula for the floating-point operations of an operator, None where torch has none. Before 2.15 it
-    has none for attention on CPUs; the one for GPUs takes the same operands."""
+    """Return torch's formula for the floating-point operations of an operator, None if torch has none. Before 2.15,
+    torch has none for attention on CPUs; the formula for GPUs takes the same operands."""
     found: Callable[..., Any] | None = flop_registry.get(operator)
     if found is None and (name := str(operator)).partition("_for_cpu")[1]:
         name = name.replace("_for_cpu", "")

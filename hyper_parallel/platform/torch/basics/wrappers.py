@@ -1,6 +1,6 @@
-"""Wrappers of models that communicate by themselves: right on distributed parameters, or refused.
+"""Wrappers of models that issue collectives themselves: correct on distributed parameters, or rejected.
 
-torch calls a hook whenever a module gets a submodule. Wrappers take the given model as their submodule, before they
+torch calls a hook whenever a module gets a submodule. Wrappers register the given model as their submodule, before they
 communicate. So no part of torch is replaced, and code that builds on a wrapper is covered: ``Accelerator.prepare`` and
 ``Trainer`` of Hugging Face, `torch.distributed._composable.replicate`. `fully_shard` does not wrap: see
 `fully_sharded`.
@@ -20,7 +20,7 @@ __all__ = ["refuse_flat_parameter", "watch_wrappers"]
 
 
 def watch_wrappers(hooks: Any) -> Any:
-    """The hook among torch's global ``hooks`` on registration that looks at every model that is wrapped."""
+    """Return the hook that checks every model that is wrapped, for torch's global ``hooks`` on registration."""
     return _check
 
 
@@ -33,7 +33,7 @@ def _check(wrapper: nn.Module, name: str, model: Any) -> None:
 
 
 def _check_data_parallel(wrapper: Any, model: Any) -> None:
-    """The gradients of ranks that hold different shards must not be averaged.
+    """Check that DistributedDataParallel does not average gradients of different shards.
 
     Raises:
         ValueError: on all ranks of the wrapper's process group, before they communicate.
@@ -58,7 +58,7 @@ def _check_data_parallel(wrapper: Any, model: Any) -> None:
 
 
 def _check_replicas(model: Any) -> None:
-    """Replicas on other devices of one process know nothing of other ranks.
+    """Check that DataParallel does not copy distributed parameters: its replicas ignore other ranks.
 
     Raises:
         ValueError: when a parameter is distributed.
@@ -72,8 +72,8 @@ def _check_replicas(model: Any) -> None:
 
 
 def _is_flat(x: Any) -> bool:
-    """Answer False to the function that collects the names of parameters, for state dicts. Refuse FSDP itself."""
-    asking = sys._getframe(2)  # behind the isinstance of a metaclass
+    """Return False to the function that collects the names of parameters for state dicts. Raise for FSDP itself."""
+    asking = sys._getframe(2)  # the frame behind the isinstance of a metaclass
     if asking.f_code.co_name == "module_fn" and asking.f_globals["__name__"] == "torch.distributed.fsdp._common_utils":
         return False
     return _refuse_flat(x)
@@ -86,6 +86,6 @@ def _refuse_flat(x: Any, value: Any = None) -> Any:
     )
 
 
-#: A property for the class of DTensors: the attribute by which torch's FSDP asks whether a parameter is one that it has
-#: made, which it does before it flattens and cuts the parameters.
+#: Property of the DTensor class that FSDP reads to find parameters that it has made. FSDP reads it before it flattens
+#: and shards the parameters.
 refuse_flat_parameter = property(_is_flat, _refuse_flat)

@@ -1,1 +1,1 @@
-"""Dynamo: guards, and DTensors as torch's compiler sees them."""
+"""Patches of Dynamo, torch's compiler: guards, and DTensors as it sees them."""

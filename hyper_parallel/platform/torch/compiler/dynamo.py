@@ -1,8 +1,8 @@
-"""How torch's compiler sees DTensors: as the local tensors that they are.
+"""Treatment of DTensors by torch's compiler: as the local tensors that they are.
 
 A DTensor is a graph input of the local shape. Its guards compare its layout, and the facts that torch knows below
-Python. In the frame a class of `placed` stands for it. The compiled graph itself gets plain tensors, forward and
-backward.
+Python. In the traced frame, a class of `placed` represents it. The compiled graph itself gets plain tensors, forward
+and backward.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hyper_parallel.platform.torch.compiled.running import running
 
 __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "wrapping_dtensors"]
 
-#: Folders and files of this library that work on DTensors themselves, or for those that do: where they run, nothing is
-#: compiled. Of the backend, that is all code but that written for the compiler, and that on the way to it.
+#: Folders and files of this library that work on DTensors themselves, and stay uncompiled. In the backend, only code
+#: for the compiler, and code that calls it, is compiled.
 _NOT_COMPILED = (
     *("core/modes.py", "core/observers.py", "core/trees.py", "core/mesh/", "core/layouts/", "core/communication/"),
     *("core/rules/", "core/operations/", "core/plain_code/", "core/dtensor/", "core/data_parallel/"),
@@ -33,19 +33,19 @@ _NOT_COMPILED = (
 )
 _COMPILED = {"class_losses.py", "compiled", "compiler", "basics/counter.py", "basics/wrappers.py", "modules/calls.py"}
 
-#: Where `torch._dynamo.mark_static` leaves its mark.
+#: Attribute that `torch._dynamo.mark_static` sets.
 _STATIC = "_dynamo_static_indices"
 
 
 def not_compiled(skipped: Any) -> tuple[str, ...]:
-    """Return the additions to the list of files that the compiler skips. Paths that begin with one of them are
-    skipped."""
+    """Return path prefixes to add to the list of files that the compiler skips."""
     backend, root = Path(__file__).parents[1], Path(__file__).parents[3]
     return (*(f"{root}/{name}" for name in _NOT_COMPILED), *_all_but(_COMPILED, backend, backend))
 
 
 def _all_but(compiled: set[str], folder: Path, backend: Path) -> Iterator[str]:
-    """Paths of a folder of the backend without the compiled ones; a subfolder as one path where none is."""
+    """Yield paths of a folder of the backend without the compiled ones. A subfolder without compiled files is one
+    path."""
     for path in sorted(folder.iterdir()):
         name = path.relative_to(backend).as_posix()
         if path.name[:2] == "__" or name in compiled:
@@ -59,24 +59,24 @@ def _all_but(compiled: set[str], folder: Path, backend: Path) -> Iterator[str]:
 
 
 def skipping(original: Any) -> re.Pattern:
-    """Wrap the pattern that torch makes of that list."""
+    """Extend the pattern that torch makes from its list of skipped files."""
     return re.compile("|".join([original.pattern, *(f"^{re.escape(path)}" for path in not_compiled(None))]))
 
 
 def remade(found: Any, original: Any) -> Any:
-    """The pattern to put back where torch has made another one since, of a longer list."""
+    """Return the pattern to restore if torch has made another one since, from a longer list."""
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     rules._recompile_re()
     return rules.SKIP_DIRS_RE
 
 
 def is_pattern(original: Any) -> str | None:
-    """A check for `Patch`."""
+    """Return the reason why the original of a `Patch` does not fit, or None."""
     return None if isinstance(original, re.Pattern) else "is not a pattern"
 
 
 def wrapping_dtensors(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wrap ``VariableBuilder.wrap_tensor``, where the compiler meets a tensor of the program."""
+    """Wrap ``VariableBuilder.wrap_tensor``, which the compiler calls for each tensor of the program."""
 
     @wraps(original)
     def wrap_tensor(self: Any, value: Any) -> Any:
@@ -88,7 +88,7 @@ def wrapping_dtensors(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any
         layout, parts = value._layout, _parts_of_dynamo()
         marks, before = vars(value), vars(value).get(_STATIC)
         with no_dispatch():
-            # As `torch._dynamo.mark_static`: sizes that vary would be read of the DTensor, which says the global ones.
+            # Like `torch._dynamo.mark_static`: dynamic sizes would be read from the DTensor, which reports global ones.
             marks[_STATIC] = set(range(value.dim()))
             try:
                 found = original(self, value)
@@ -107,27 +107,28 @@ def wrapping_dtensors(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any
 
 @cache
 def _parts_of_dynamo() -> Any:
-    """Found when a DTensor is met: while torch's compiler is being imported they are not there yet."""
+    """Return parts of Dynamo, looked up when a DTensor is met: they do not exist while torch's compiler is being
+    imported."""
     guards, source = map(importlib.import_module, ("torch._dynamo.guards", "torch._dynamo.source"))
     overrides: Any = importlib.import_module("torch._dynamo.variables.torch_function")
     return SimpleNamespace(guards=guards, source=source, variable=overrides.TensorWithTFOverrideVariable)
 
 
 def plain_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``OutputGraph.call_user_compiler``, which gives a graph and its inputs to a backend."""
+    """Wrap ``OutputGraph.call_user_compiler``, which passes a graph and its inputs to a backend."""
 
     @wraps(original)
     def call_user_compiler(self: Any, gm: Any, example_inputs: Any) -> Any:
         held = [i for i, x in enumerate(example_inputs) if is_dtensor(x)]
         compare = take_marks(gm)
         if held:
-            # The tensors that the compiler has traced with: it would not know where the sizes of a new view come from.
+            # The tensors that the compiler traced with: it would not know the origin of the sizes of a new view.
             traced = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
             example_inputs = [traced[i] if i in held else x for i, x in enumerate(example_inputs)]
         compiled = original(self, gm, example_inputs)
         if not held and compare is None:
             return compiled
-        self.torch_function_subclass_inlined = False  # else the caller turns dispatch off once more, around `run`
+        self.torch_function_subclass_inlined = False  # otherwise the caller would turn dispatch off again, around `run`
         # The caller keeps `run` from being compiled, and so the code that `run` calls: once is enough.
         return running(importlib.import_module("torch._dynamo.eval_frame").innermost_fn(compiled), held, compare)
 

@@ -1,10 +1,9 @@
-"""Guards of compiled frames: one for each style in place of one for each of its parts.
+"""Guards of compiled frames: one for each style instead of one for each value that it reads.
 
 Before each call torch's compiler compares the values that a frame read while it was traced. A styled module reads many.
-Almost all of them cannot change. They are the functions of this package, and the closure of a style's function. That
-function is made once and replaced as a whole, so a frame compares its identity. Values that can change stay guarded.
-They are parameters and their layouts, attributes of modules, hooks, and a ``forward`` of an object's own. Whether a
-mesh has had uneven shards is another.
+Almost all of them cannot change: the functions of this package, and the closure of a style's function. That function is
+made once and replaced as a whole, so a frame compares its identity. Values that can change stay guarded: parameters and
+their layouts, attributes of modules, hooks, an object's own ``forward``, and whether a mesh has had uneven shards.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ _OWN = tuple(f"G['__{name}" for name in (
 #: Where a module holds functions of styles: which say so by `of_style`.
 _HELD = re.compile(r"(\._compiled_run|\['_compiled_run'\]|_hooks\[list\(dict\.keys\(.*\)\)\[\d+\]\])$")
 _OF_CLASS = re.compile(r"dict\(type\((.+?)\)\.(?:__mro__\[\d+\]\.)?__dict__\)(?:\['(\w+)'\])?")
-#: Names that are looked up on the way to a forward. Classes made for styles have their own ``__call__``. Torch's
-#: compiler follows that step by step, unlike that of `torch.nn.Module`.
+#: Names that are looked up before a forward. Classes made for styles have their own ``__call__``. Torch's compiler
+#: traces that step by step, unlike the one of `torch.nn.Module`.
 _CALLS = ("__call__", "_call_impl", "_compiled_call_impl")
 #: Attributes that may change below a function of a style.
 _CHANGES = "._has_uneven_shards"
-#: A module's name in messages, and its number. Frames read both, and equivalent modules differ in them alone.
+#: A module's name in messages, and its number. Frames read both, but equivalent modules differ in these alone.
 _NAMES = ("_hyper_parallel_path", NUMBER)
 _NAMED = tuple(end for name in _NAMES for end in (f".{name}", f"['{name}']"))
 
 
 def is_manager(original: Any) -> str | None:
-    """A check for `Patch`."""
+    """Return the reason why the original of a `Patch` does not fit, or None."""
     found = tuple(inspect.signature(original).parameters)[:3]
     return None if found == ("self", "f_code", "output_graph") else f"takes {found} first"
 
 
 def with_few_guards(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``CheckFunctionManager.__init__``, which makes a function of the guards of a frame."""
+    """Wrap ``CheckFunctionManager.__init__``, which compiles the guards of a frame to a function."""
 
     @wraps(original)
     def make(self: Any, f_code: Any, output_graph: Any, *args: Any, **kwargs: Any) -> None:
@@ -61,19 +60,19 @@ def with_few_guards(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
-    """The guards to keep, and one on each function of a style."""
+    """Return the guards to keep, and one guard for each function of a style."""
     values: dict[str, Any] = {}
 
     def value(name: str) -> Any:
         if name not in values:
             try:
                 values[name] = eval(name, scope)
-            except Exception:  # names of other things than the program's
+            except Exception:  # names of objects that are not the program's
                 values[name] = None
         return values[name]
 
     def style_of(source: Any) -> Any:
-        """The source of the style's function through which ``source`` goes; None outside of styles."""
+        """Return the source of the style's function that contains ``source``; None outside styles."""
         outermost = None
         for one in _chain(source):
             if _HELD.search(one.name) and getattr(value(one.name), "of_style", False):
@@ -99,7 +98,7 @@ def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
             if name.endswith(_CHANGES):
                 kept.append(guard)
             for style in found:
-                # A module's own attribute, rather than the entry of its dict, where both were read.
+                # Prefer a module's own attribute to the entry of its dict, if both were read.
                 path = style.name.replace(".__dict__['_compiled_run']", "._compiled_run")
                 if path not in styles or path == style.name:
                     styles[path] = style
@@ -111,16 +110,17 @@ def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
         elif how.get("attr") in _CALLS and is_quick(name):
             continue
         elif guard.create_fn_name() == "TYPE_MATCH" and f"{name}._layout" in laid_out:
-            continue  # comparing a tensor compares its class
+            continue  # the guard of a tensor compares its class too
         elif guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT" and is_quick(guard.originating_source.base.name):
-            # Which compares nothing, so that torch's compiler does not see hooks that modules get later.
+            # That guard compares nothing, so torch's compiler would miss hooks that modules get later.
             guard = guard.originating_source.make_guard(builder.SEQUENCE_LENGTH)
         kept.append(guard)
     return kept + [_traced(style, value(style.name)).make_guard(builder.ID_MATCH) for style in styles.values()]
 
 
 def _traced(style: Any, function: Any) -> Any:
-    """The source of the traced part of a style's function. Equivalent hooks share it; they may differ in eager mode."""
+    """Return the source of the traced part of a style's function. Equivalent hooks share that part; in eager mode they
+    may differ."""
     if getattr(function, "traced", None) is None:
         return style
     return importlib.import_module("torch._dynamo.source").AttrSource(style, "traced")

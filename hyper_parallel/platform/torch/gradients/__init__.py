@@ -1,1 +1,1 @@
-"""Autograd functions and hooks, and gradients that lie in one memory."""
+"""Autograd functions and hooks, and parameters that share one storage."""

@@ -1,4 +1,4 @@
-"""Differentiable functions, and values cached on tensors without keeping anything alive."""
+"""Differentiable functions, and values cached on tensors without prolonging any lifetime."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ __all__ = [
     *("address_of", "as_plain", "hook_of", "make_apply", "name_of", "shape_of", "stride_of", "telling_engine"),
 ]
 
-# Not as methods of DTensors, which first ask whether they are to be intercepted.
+# Methods of `Tensor`: those of DTensors first check whether they are intercepted.
 _view_as, _detach = Tensor.view_as, Tensor.detach
 shape_of, stride_of, address_of = Tensor.shape.__get__, Tensor.stride, Tensor.data_ptr
 is_grad_enabled = torch.is_grad_enabled
 _PLAIN = frozenset({Tensor, type(None)})
 
-#: The facts of an entry of a `Cache` to compare, besides the version, which ``x.data = y`` does not change:
-#: whether the view that was kept still has the data of ``x``; or nothing, because assigning data to a DTensor clears
-#: its cache. Any other entry has the address, the shape and the strides.
+#: Facts of a `Cache` entry to compare besides the version, which ``x.data = y`` does not change. `SAME_AS_VIEW`:
+#: whether the cached view still has the data of ``x``. `NOTHING`: assigning data to a DTensor clears its cache. Any
+#: other entry has the address, the shape and the strides.
 SAME_AS_VIEW, NOTHING = None, ()
 
 
 class Cache(dict):
     """``key -> (value or weak reference, version of the holder, data to compare)``, in the holder's ``_cached``.
 
-    All values share the memory of the holder. So while one lives, no other data can have its address.
+    All values share the memory of the holder. So while a value lives, no other data can have its address.
 
-    It belongs to that one tensor object: a copy of the tensor, or one that was saved and loaded, starts empty.
+    The cache belongs to one tensor object: a copy of the tensor, or a saved and loaded one, starts empty.
     """
 
     __slots__ = ()
@@ -58,42 +58,42 @@ class _NoContext:
     """The context of a function that autograd does not record."""
 
     def save_for_backward(self, *tensors: Tensor) -> None:
-        """Keep nothing."""
+        """Save nothing."""
 
 
 class AutogradVerbs(Platform):
-    """The autograd verbs of `Platform`."""
+    """Autograd verbs of `Platform`."""
 
     accumulates_gradients = True
 
     def in_backward(self) -> bool:
-        """See `Platform.in_backward`."""
+        """Return whether a backward pass is running on this thread."""
         return graph_task() != -1
 
-    #: See `Platform.backward_is_recorded`.
+    #: Function that returns whether the running backward is itself recorded.
     backward_is_recorded: Any = staticmethod(is_grad_enabled)
 
     def backward_pass(self) -> Any:
-        """See `Platform.backward_pass`."""
+        """Return an object that identifies the running backward pass, or None; see `Platform.backward_pass`."""
         task = graph_task()
         return None if task == -1 else task
 
-    #: See `Platform.with_grad`.
+    #: Context manager that enables the recording of gradients.
     with_grad: Any = staticmethod(torch.enable_grad)
 
-    #: See `Platform.after_backward`.
+    #: Function that registers a callback for the end of the running backward pass; see `Platform.after_backward`.
     after_backward: Any = staticmethod(queue_callback)
 
     tells_beginning = True
 
     def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
-        """See `Platform.before_backward`."""
+        """Register a callback for the start of each backward pass; see `Platform.before_backward`."""
         _WATCHERS.append(weakref.WeakMethod(callback))
 
     def autograd_function(
         self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
     ) -> Callable[..., Tensor]:
-        """See `Platform.autograd_function`."""
+        """Make a differentiable function with one differentiable operand; see `Platform.autograd_function`."""
 
         def run_forward(ctx: Any, x: Tensor, *static: Any) -> Tensor:
             ctx.static_count = len(static)
@@ -101,7 +101,7 @@ class AutogradVerbs(Platform):
                 ctx._wrapped = BACKWARD_WRAPPERS[-1](backward)
             with no_dispatch():
                 y = forward(ctx, x, *static)
-                # As a view of ``x`` the result could not be changed in place.
+                # A result that is a view of ``x`` could not be changed in place.
                 return y.detach() if y is x or y._is_view() else y
 
         def run_backward(ctx: Any, cotangent: Tensor) -> Any:
@@ -127,7 +127,7 @@ class AutogradVerbs(Platform):
     def joint_function(
         self, forward: Callable[..., Sequence[Tensor]], backward: Callable[..., Sequence[Tensor]]
     ) -> Callable[..., tuple[Tensor, ...]]:
-        """See `Platform.joint_function`."""
+        """Make a differentiable function with several operands and results; see `Platform.joint_function`."""
 
         def run_forward(ctx: Any, static: Any, *xs: Tensor) -> tuple[Tensor, ...]:
             ctx.set_materialize_grads(False)
@@ -147,7 +147,7 @@ class AutogradVerbs(Platform):
         def run(static: Any, *xs: Tensor) -> tuple[Tensor, ...]:
             if MAYBE_INSIDE:
                 refuse_transforms(xs[0])
-            # Mostly the first one answers.
+            # The first operand mostly decides.
             if is_grad_enabled() and (xs[0].requires_grad or any(x.requires_grad for x in xs)):
                 return apply(static, *xs)
             with no_dispatch():
@@ -156,7 +156,8 @@ class AutogradVerbs(Platform):
         return run
 
     def gradient_view(self, convert: Callable[[Tensor, Tensor], Tensor], key: Any) -> TensorFunction:
-        """See `Platform.gradient_view`: a view with a hook, where an autograd function costs several times as much."""
+        """Return ``view(x)``, whose gradient is converted in backward. The view has a hook; an autograd function would
+        cost several times as much."""
         read = self.read_cache
 
         def view(x: Tensor) -> Tensor:
@@ -175,18 +176,18 @@ class AutogradVerbs(Platform):
             y.grad_fn._register_hook_dict(y)
             if cache is None:
                 cache = x.__dict__["_cached"] = Cache()
-            # Weak, see `write_cache`: the operation keeps it.
+            # Weak, see `write_cache`: the operation keeps the view alive.
             cache[key] = (weakref.ref(y), x._version, SAME_AS_VIEW if type(x) is Tensor else NOTHING)
             return y
 
         return view
 
     def requires_grad(self, x: Tensor) -> bool:
-        """See `Platform.requires_grad`."""
+        """Return whether an operation on ``x`` now would be recorded for backward."""
         return is_grad_enabled() and x.requires_grad
 
     def is_made_with(self, x: Tensor, parameter: Any) -> bool | None:
-        """See `Platform.is_made_with`."""
+        """Return whether the recorded graph of ``x`` leads back to ``parameter``; see `Platform.is_made_with`."""
         if not x.requires_grad:
             return None
         todo, seen, wanted = [x.grad_fn], {None}, parameter.grad_fn
@@ -201,7 +202,7 @@ class AutogradVerbs(Platform):
         return False
 
     def detach(self, x: Tensor) -> Tensor:
-        """See `Platform.detach`."""
+        """Return a plain tensor with the data of ``x`` and without gradient."""
         if MAYBE_INSIDE:
             refuse_transforms(x)
         if type(x) is Tensor:
@@ -210,23 +211,23 @@ class AutogradVerbs(Platform):
             return _detach(x)
 
     def counted_apart(self, x: Tensor) -> Tensor:
-        """See `Platform.counted_apart`."""
+        """Return a tensor with the memory of ``x`` that counts its own writes; see `Platform.counted_apart`."""
         return x.data
 
     def alias(self, x: Tensor) -> Tensor:
-        """See `Platform.alias`."""
+        """Return a new tensor object with the data of ``x``."""
         with no_dispatch():
             return _view_as(x, x)
 
     def same_memory(self, x: Tensor, y: Tensor) -> bool:
-        """See `Platform.same_memory`."""
+        """Return whether ``y`` shares the storage of ``x``."""
         return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
-    #: See `Platform.no_grad`.
+    #: Context manager that disables the recording of gradients.
     no_grad: Any = staticmethod(torch.no_grad)
 
     def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
-        """See `Platform.read_cache`."""
+        """Return the tensor cached on ``holder`` under ``key``, or None if it is stale; see `Platform.read_cache`."""
         cache = holder.__dict__.get("_cached")
         if not cache or not is_grad_enabled():
             return None
@@ -245,11 +246,12 @@ class AutogradVerbs(Platform):
         return value if same else None
 
     def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
-        """See `Platform.write_cache`.
+        """Store ``value`` on ``holder`` for `read_cache`; see `Platform.write_cache`.
 
-        A strong reference from a leaf to a value computed from it would be a cycle through its gradient accumulator.
-        One to a view of it would be a cycle through the view's base. Both run through C++, where the garbage collector
-        does not see them. There the reference is weak, and the value lives as long as the graph that uses it.
+        A strong reference from a leaf to a value computed from it would be a cycle through its gradient accumulator. A
+        strong reference to a view of the holder would be a cycle through the view's base. Both cycles run through C++,
+        invisible to the garbage collector. In these cases the reference is weak, and the value lives as long as the
+        graph that uses it.
         """
         if not is_grad_enabled() or holder.is_inference():
             return
@@ -264,20 +266,20 @@ class AutogradVerbs(Platform):
         cache[key] = entry
 
     def clear_cache(self, holder: Tensor) -> None:
-        """See `Platform.clear_cache`."""
+        """Discard all tensors cached on ``holder``."""
         holder.__dict__.pop("_cached", None)
 
 
-#: The callbacks for the beginning of a backward pass.
+#: Callbacks for the start of a backward pass.
 _WATCHERS: list[weakref.WeakMethod] = []
-#: The passes that run, by their `graph_task`, of which it is known that they add to the gradient of each leaf they come
-#: to: those of ``backward`` without ``inputs``.
+#: The running passes, by `graph_task`, that accumulate into the gradient of each leaf they reach: ``backward`` without
+#: ``inputs``.
 ADDING: set[int] = set()
 
 
 def telling_engine(run: Callable) -> Callable:
     """Wrap the function that runs torch's engine, for `Platform.before_backward`. The hook on the first root runs
-    before the rest of the graph. Where the engine fails, other ranks are told."""
+    before the rest of the graph. If the engine fails, the other ranks are notified."""
 
     @functools.wraps(run)
     def telling(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -291,7 +293,7 @@ def telling_engine(run: Callable) -> Callable:
         adds = kwargs.get("accumulate_grad", False) and not (args[3] if len(args) > 3 else kwargs.get("inputs", True))
 
         def runs(node: Any) -> bool:
-            # Torch does not count the node that a backward begins with among those of its graph.
+            # Torch does not count the first node of a backward among those of its graph.
             return will_execute(node) or any(node is root for root in roots)
 
         def begin(cotangent: Any) -> None:
@@ -330,7 +332,7 @@ def telling_engine(run: Callable) -> Callable:
 
 
 def _tell_of_failure(error: Exception, roots: Sequence[Any]) -> None:
-    """Tell the ranks with which this backward pass communicates that it has failed here."""
+    """Report the failure of this backward pass to the ranks with which it communicates."""
     meshes: set[Any] = set()
     seen: set[Any] = {None}
     with no_dispatch():
@@ -354,7 +356,7 @@ def name_of(forward: Callable) -> str:
 
 
 def make_apply(name: str, forward: Callable, backward: Callable) -> Callable:
-    """`apply` of an autograd function of these methods."""
+    """Return `apply` of an autograd function with these methods."""
     function = type(
         name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     )
@@ -362,13 +364,13 @@ def make_apply(name: str, forward: Callable, backward: Callable) -> Callable:
 
 
 def as_plain(cotangent: Any) -> Any:
-    """A cotangent as a plain tensor, whatever the user let backward begin with. Interception is off."""
+    """Return a cotangent as a plain tensor, whatever the user started backward with. Interception is off."""
     return cotangent if cotangent is None or type(cotangent) is Tensor else cotangent.as_subclass(Tensor)
 
 
 def hook_of(convert: Callable[[Tensor], Any] | None, record: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """The hook that changes a cotangent by ``convert``, if at all, and where it has a gradient itself by ``record``.
-    Both get plain tensors."""
+    """Return the hook that changes a cotangent by ``convert``, or by ``record`` if the cotangent itself requires a
+    gradient. Without ``convert`` the cotangent stays. Both functions get plain tensors."""
 
     def hook(cotangent: Tensor) -> Any:
         change = record if is_grad_enabled() and cotangent.requires_grad else convert

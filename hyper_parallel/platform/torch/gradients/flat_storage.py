@@ -1,7 +1,7 @@
-"""Parameters whose data lie one after the other in one storage: see `Fast.move_to_one_storage`.
+"""Parameters whose data are consecutive in one storage: see `Fast.move_to_one_storage`.
 
-A flat tensor remembers the addresses of its parameters, and of which it has to ask more: where two dimensions of a
-shape are equal, a parameter could be transposed in place, with the same address.
+A flat tensor remembers the addresses of its parameters, and which parameters need a further check. Where two dimensions
+of a shape are equal, a parameter could be transposed in place and keep its address.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["find_flat", "move_to_flat"]
 
 
 def move_to_flat(xs: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
-    """See `Fast.move_to_one_storage`."""
+    """Move the data of parameters into one new 1-D tensor; see `Fast.move_to_one_storage`."""
     if any(x.is_meta or x.is_pinned() or not x.is_contiguous() for x in xs):
         return None
     locals_ = [as_plain(x.detach()) for x in xs]
@@ -30,7 +30,7 @@ def move_to_flat(xs: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
 
 
 def find_flat(xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
-    """See `Fast.in_one_storage`."""
+    """Return the 1-D tensor that holds the data of the parameters; see `Fast.in_one_storage`."""
     known: Any = flat
     if known is not None and list(map(address_of, xs)) == known.addresses:
         if not known.asked or all(xs[i].is_contiguous() for i in known.asked):

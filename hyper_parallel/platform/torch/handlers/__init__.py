@@ -1,4 +1,4 @@
-"""Protocols of torch's tensors besides the operations of the op table. The modules fill `tensor.HANDLERS`."""
+"""Handlers for calls on torch's tensors other than operations of the op table. The modules fill `tensor.HANDLERS`."""
 
 from hyper_parallel.platform.torch.handlers import (
     attention,

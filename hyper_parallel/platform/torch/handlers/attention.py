@@ -1,6 +1,6 @@
-"""`torch.nn.MultiheadAttention` on DTensors: with heads in a dimension of their own, so that they can be sharded.
+"""`torch.nn.MultiheadAttention` on DTensors: heads get their own dimension, so that they can be sharded.
 
-Torch's own function counts samples and heads in one dimension, of which a shard of heads is no slice.
+Torch's own function merges samples and heads into one dimension, in which a shard of heads is no slice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 @handles(nested_left_aligned)
 def is_left_aligned(func: Any, args: tuple, kwargs: dict) -> bool:
-    """DTensors are not put into nested tensors: `nn.TransformerEncoder` goes its other way, and need not look."""
+    """Return False: `nn.TransformerEncoder` then takes its path without nested tensors, which DTensors need."""
     return False
 
 
@@ -52,21 +52,21 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Any, Any]:
-    """The projections, attention for each head, and the projection back.
+    """Compute the projections, attention for each head, and the output projection.
 
-    A weight in which query, key and value are packed (`PackedShard`) gives heads on shards, as `ColwiseParallel` does.
-    An output projection sharded along its input then gives a partial sum, as `RowwiseParallel` does.
+    A weight in which query, key and value are packed (`PackedShard`) gives sharded heads, as `ColwiseParallel` does. An
+    output projection sharded along its input then gives a partial sum, as `RowwiseParallel` does.
     """
     if static_k is not None or static_v is not None or (bias_k is None) != (bias_v is None):
         raise UnboundCallError
     if is_causal and attn_mask is None:
-        raise UnboundCallError  # torch words the error
+        raise UnboundCallError  # torch raises the error
     batched = query.dim() == 3
     if not batched:
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     if query.shape[-1] != embed_dim_to_check or embed_dim_to_check % num_heads:
-        raise UnboundCallError  # torch words the error
+        raise UnboundCallError  # torch raises the error
     weights = (
         (q_proj_weight, k_proj_weight, v_proj_weight)
         if use_separate_proj_weight
@@ -82,7 +82,7 @@ def multi_head_attention(
     dropout_p = dropout_p if training else 0.0
     scores: Any = None
     if need_weights or dropout_p:
-        # Noise that a rule draws is that of one device, and needs nothing gathered.
+        # The noise is drawn by a rule, equals that of one device, and needs no gathering.
         causal_mask = _mask(attn_mask, None, num_heads, q.dtype) if causal else mask
         scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
         scores = F.softmax(scores if causal_mask is None else scores + causal_mask, dim=-1)
@@ -99,7 +99,7 @@ def multi_head_attention(
 
 
 def _packed(query: Any, key: Any, value: Any, weight: Any) -> Any:
-    """The three weights, or None where one product serves all."""
+    """Return the three weights, or None if one product serves all."""
     return None if query is key and key is value else weight.chunk(3)
 
 
@@ -111,12 +111,12 @@ def _projected(xs: tuple, weights: Any, packed: Any, bias: Any) -> Any:
 
 
 def _heads(x: Any, count: int) -> Any:
-    """(length, batch, features) as (batch, heads, length, features of a head)."""
+    """Reshape (length, batch, features) to (batch, heads, length, features of a head)."""
     return x.reshape(*x.shape[:2], count, x.shape[2] // count).permute(1, 2, 0, 3)
 
 
 def _with_one_more(x: Any, own: Any, heads: int) -> Any:
-    """Keys or values with one more, the same for all samples: ``own``, or zeros."""
+    """Append one key or value, the same for all samples: ``own``, or zeros."""
     one = (
         torch.zeros_like(x[:, :, :1])
         if own is None
@@ -136,9 +136,9 @@ def _mask(mask: Any, padding: Any, heads: int, dtype: torch.dtype) -> Any:
 
 
 def _numbers(mask: Any, dtype: torch.dtype) -> Any:
-    """A mask of truth values, true where nothing is read, as numbers."""
+    """Convert a boolean mask, true for excluded keys, to numbers that are added to the scores."""
     if mask is None or mask.is_floating_point():
         return mask
     if mask.dtype is not torch.bool:
-        raise UnboundCallError  # torch words the error
+        raise UnboundCallError  # torch raises the error
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)

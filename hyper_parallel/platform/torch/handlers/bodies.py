@@ -1,7 +1,8 @@
-"""Functions of `torch.nn.functional` that are written with other operations of torch: their Python runs on DTensors.
+"""Functions of `torch.nn.functional` that are composed of other operations of torch: their Python code runs on
+DTensors.
 
-Each begins with the question whether an argument intercepts functions, which brings DTensors here. Here the same code
-runs with another answer to that question. Each operation in it runs by its own rule.
+Each function first checks whether an argument intercepts functions, which brings DTensors here. Here the same code runs
+with that check disabled. Each operation in it runs by its own rule.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 
 
 def body_of(function: Callable) -> Callable:
-    """The Python function, as it runs on plain tensors."""
+    """Return the Python function as it runs on plain tensors, without the check for interception."""
     names = {**function.__globals__, **dict.fromkeys(_QUESTIONS, lambda *_: False)}
     body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     return partial(body, **(function.__kwdefaults__ or {}))

@@ -1,7 +1,8 @@
-"""Tensors that functions of the program read, besides their arguments: DTensors among them become operands.
+"""Tensors that functions of the program read besides their arguments: DTensors among them become operands.
 
 Torch runs a `score_mod` on plain local tensors. It may read tensors of a closure, of defaults, of `functools.partial`
-or of the object whose method it is. All of these are searched. A function is made that reads plain tensors there.
+or of the object whose method it is. All of these are searched. A copy of the function is made that reads plain tensors
+there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Captured:
     """Tensors and values that the functions of a call of `flex_attention` read.
 
     Args:
-        score_mod: or None.
+        score_mod: the function of scores, or None.
         mask: a `BlockMask`, or None.
 
     Attributes:
@@ -58,7 +59,7 @@ class Captured:
         return x
 
     def given(self, plain: list[Tensor]) -> tuple[Any, Any]:
-        """The function and the mask, which read these plain tensors in place of the DTensors."""
+        """Return the function and the mask with these plain tensors in place of the DTensors."""
         if not self.found:
             return self._score_mod, self._mask
         by_id = {id(x): y for x, y in zip(self.found, plain, strict=True)}
@@ -72,17 +73,17 @@ class Captured:
 
 
 class _Reader:
-    """Searches the objects that a function reads. Makes another function where ``swap`` replaces a DTensor."""
+    """Visitor of the objects that a function reads. It copies the function if ``swap`` replaces a DTensor."""
 
     def __init__(self, swap: Any) -> None:
         self._swap, self._open = swap, set[int]()
 
     def read(self, x: Any, names: frozenset[str]) -> Any:
-        """``x``, or the object that stands for it; ``names`` are the attributes that the code around reads."""
+        """Return ``x``, or its replacement. ``names`` are the attributes that the surrounding code reads."""
         if isinstance(x, Tensor):
             return self._tensor(x)
         if id(x) in self._open or x is None or isinstance(x, (type, ModuleType, str, int, float)):
-            return x  # a function may read itself
+            return x  # a function may refer to itself
         self._open.add(id(x))
         try:
             return self._read(x, names)
@@ -137,7 +138,8 @@ class _Reader:
         return made
 
     def _object(self, x: Any, names: frozenset[str]) -> Any:
-        """Read a module or another object: the names that the code around uses, and the code of its own call."""
+        """Visit a module or another object: the attributes that the surrounding code reads, and the code of its own
+        call."""
         held = getattr(x, "__dict__", None)
         if not isinstance(held, dict):
             return x
@@ -158,7 +160,7 @@ class _Reader:
 
 
 def _names_of(code: Any) -> frozenset[str]:
-    """Names of globals and attributes that code reads, and the functions that it makes."""
+    """Return the names of globals and attributes that code and its inner functions read."""
     if not isinstance(code, CodeType):
         return frozenset()
     inner = (_names_of(constant) for constant in code.co_consts)

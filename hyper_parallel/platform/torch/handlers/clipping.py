@@ -1,9 +1,9 @@
 """Gradient clipping: the functions of `torch.nn.utils` work on local gradients, with one all-reduce for the norm.
 
-They are wrapped (`platform.torch.patches`). Torch's own code computes the norm of the gradients that this rank counts,
-and scales local gradients. In between, core adds up the counts of the ranks.
+`platform.torch.patches` wraps these functions. Torch's own code computes the norm of this rank's gradients, and scales
+local gradients. In between, core reduces the norms over the ranks.
 
-A program that imported ``clip_grad_norm_`` before that has torch's own function, which calls the wrapped ones.
+A program that imported ``clip_grad_norm_`` before the patch has torch's own function, which calls the wrapped ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["norm_clipping", "scaling_to_norm", "total_norm_of_all", "value_clipp
 def norm_clipping(original: Any) -> Any:
     """Wrap ``clip_grad_norm_``."""
     tensor_class = State.tensor_class
-    # Torch's own as well: nothing has been replaced yet.
+    # Torch's own functions: nothing has been replaced yet.
     total_norm, clip_with_norm = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
 
     @functools.wraps(original)
@@ -45,7 +45,7 @@ def norm_clipping(original: Any) -> Any:
     ) -> Any:
         parameters = _listed(parameters)
         if are_native_apart(parameters, tensor_class) or tensor_class not in map(type, parameters):
-            # Torch's own calls the functions below.
+            # Torch's function calls the wrapped functions below.
             return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         max_norm = float(max_norm)
         with torch.no_grad(), no_dispatch():
@@ -122,14 +122,14 @@ def value_clipping(original: Any) -> Any:
 
 
 class _LocalGradient:
-    """Stand-in for a parameter whose gradient is one of torch's own DTensors: its ``grad`` is the local part."""
+    """Stand-in for a parameter whose gradient is one of torch's own DTensors: its ``grad`` is the local tensor."""
 
     def __init__(self, gradient: Any) -> None:
         self.grad = gradient.to_local() if gradient is not None and is_native(gradient) else gradient
 
 
 def _listed(tensors: Any) -> Any:
-    """A list that can be read twice. An empty generator stays an empty generator: torch warns of one."""
+    """Return a list that can be read twice. An empty generator stays an empty generator, because torch warns of one."""
     if isinstance(tensors, Tensor):
         return [tensors]
     values = list(tensors)
@@ -137,7 +137,7 @@ def _listed(tensors: Any) -> Any:
 
 
 def _gradients(parameters: list[Any], tensor_class: Any) -> tuple[list[Any], list[Any]]:
-    """The gradients there are and their layouts, None for plain ones. Interception is off."""
+    """Return the existing gradients and their layouts, None for plain gradients. Interception is off."""
     gradients, layouts = [], []
     for p in parameters:
         gradient = p.grad
@@ -147,14 +147,15 @@ def _gradients(parameters: list[Any], tensor_class: Any) -> tuple[list[Any], lis
         if type(gradient) is tensor_class:
             layouts.append(gradient._layout)
         else:
-            # Backward leaves it with the right layout, and it is tagged when it is first read.
+            # Backward leaves it with that layout; it becomes a DTensor when it is first read.
             layouts.append(p._layout.cotangent if type(p) is tensor_class else None)
     return gradients, layouts
 
 
 @contextmanager
 def _plain(tensors: list[Any], tensor_class: Any) -> Iterator[None]:
-    """Let distributed tensors be plain ones: kernels over lists then take half of the time. Interception is off."""
+    """Turn DTensors into plain tensors inside this context: kernels over lists then take half the time. Interception is
+    off."""
     plain_class = tensor_class.__bases__[-1]
     distributed = [x for x in tensors if type(x) is tensor_class]
     try:
@@ -177,9 +178,10 @@ def _global_norm(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> tuple[Tensor, Any]:
-    """The norm, a plain tensor, and the first mesh. ``tensors`` are plain, ``total_norm`` is torch's function."""
+    """Return the norm, a plain tensor, and the first mesh. ``tensors`` are plain, ``total_norm`` is torch's
+    function."""
     order, device = float(order), tensors[0].device
-    # Ranks that count nothing, or tensors of one dtype only, must agree with the others.
+    # Ranks without tensors, or with tensors of one dtype only, must use the dtype of the others.
     dtype = functools.reduce(torch.promote_types, {_real(x.dtype) for x in tensors})
     wide = widened(dtype)
     total, mesh = State.core.total_norm(
@@ -187,7 +189,7 @@ def _global_norm(
     )
     total = total.to(dtype)
     if error_if_nonfinite:
-        # Of one number; all ranks have the same one.
+        # Torch's check, applied to the norm; all ranks have the same one.
         total_norm([total], order, True, foreach)
     return total, mesh
 

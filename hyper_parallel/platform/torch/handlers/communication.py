@@ -1,7 +1,7 @@
-"""Functions of `torch.distributed` on DTensors: they act on the local storage, which a DTensor is.
+"""Functions of `torch.distributed` on DTensors: they act on the local storage of a DTensor.
 
-torch asks its tensors for ``__torch_function__`` in all of them, so they arrive here however they were imported. Where
-only the results are DTensors it does not ask, and C++ fills the local storage.
+All of them ask their tensors for ``__torch_function__``, so they arrive here however they were imported. If only the
+results are DTensors, torch does not ask, and C++ fills the local storage.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from hyper_parallel.platform.torch.op_table.binding import words
 __all__: list[str] = []
 
 _LINEAR = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-#: Collectives that do not combine the tensors of different ranks. Every rank knows of all results.
+#: Collectives that do not combine the tensors of different ranks. Every rank gets all results.
 _GATHERING = frozenset(words("all_gather all_gather_coalesced all_gather_single all_to_all all_to_all_single"))
-#: Each rank gets another result.
+#: Collectives in which each rank gets a different result.
 _PARTING = frozenset(words("reduce scatter reduce_scatter reduce_scatter_single all_to_all all_to_all_single"))
-#: Functions of one large and one small tensor, and which of the two arguments is the large one.
+#: Functions with one large and one small tensor -> the index of the large argument.
 _OF_ROWS = {"all_gather_single": 0, "reduce_scatter_single": 1}
-#: Their first argument is written, the second one read.
+#: Functions that write their first argument and read the second one.
 _INTO_FIRST = frozenset({*_GATHERING, "reduce_scatter", "reduce_scatter_single"})
 
 
 def _functions(names: str) -> list[Any]:
-    """Return the objects that the module holds under the names, which torch hands over. A program may have put
-    another function into `torch.distributed`. Versions differ in their names."""
+    """Return the objects that the module has under these names, which torch passes to handlers. A program may have put
+    another function into `torch.distributed`. Names differ between versions of torch."""
     return [vars(distributed_c10d).get(name) for name in words(names)]
 
 
@@ -52,7 +52,7 @@ all_gather_coalesced reduce_scatter reduce_scatter_single all_to_all all_to_all_
     )
 )
 def collective(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A collective, on local tensors if all of its ranks hold the same part of each DTensor."""
+    """Run a collective on local tensors, if all its ranks hold the same shard of each DTensor."""
     name, group = func.__name__, kwargs.get("group")
     if dist.get_rank(group) >= 0:
         ranks = dist.get_process_group_ranks(group)
@@ -68,7 +68,7 @@ def collective(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _check_rows(name: str, args: tuple, count: int) -> None:
-    """Check that joining or cutting local tensors along dimension 0 means the same for the global ones."""
+    """Check that joining or splitting local tensors along dimension 0 does the same to the global ones."""
     if name in _OF_ROWS:
         large = _OF_ROWS[name]
         State.core.check_rows(name, args[large]._layout, args[1 - large]._layout, count)
@@ -78,14 +78,14 @@ def _check_rows(name: str, args: tuple, count: int) -> None:
 
 @handles(*_functions("send recv isend irecv"))
 def between_two(func: Any, args: tuple, kwargs: dict) -> Any:
-    """From one rank to another, which holds the same part."""
+    """Send from one rank to another that holds the same shard."""
     group, name = kwargs.get("group"), func.__name__
     if dist.get_rank(group) >= 0:
         end = "dst" if name.endswith("send") else "src"
         peer, in_group = kwargs.get(end), kwargs.get(f"group_{end}")
         if peer is None and in_group is not None:
             peer = dist.get_global_rank(group or dist.group.WORLD, in_group)
-        if peer is not None:  # else from anybody, who has checked it
+        if peer is not None:  # any rank may be the sender, which has checked the call
             State.core.check_local_collective(name, args[0]._layout, sorted({dist.get_rank(), peer}))
     return _on_local(func, args, kwargs)
 
@@ -94,7 +94,7 @@ def _on_local(func: Any, args: tuple, kwargs: dict) -> Any:
     with no_dispatch():
         result = func(*args, **kwargs)
     for x in _dtensors([*args, *kwargs.values()]):
-        # Tensors computed from earlier values.
+        # The caches were computed from earlier values.
         x.__dict__.pop("_cached", None)
         x._gathered = None
     return result

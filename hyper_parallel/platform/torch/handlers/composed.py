@@ -1,4 +1,4 @@
-"""Functions that compute, as compositions of products, sums and differences."""
+"""Functions that are compositions of products, sums and differences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 def _plus_product(product: Callable[[Any, Any], Any], dims: tuple[int, int]) -> Callable:
-    """``beta * input + alpha * product(a, b)``, where ``input`` does not count at all if beta is 0."""
+    """Return a function for ``beta * input + alpha * product(a, b)``. If beta is 0, ``input`` is ignored."""
 
     def plus_product(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         if (a.dim(), b.dim()) != dims:
@@ -41,7 +41,7 @@ def _plus_product(product: Callable[[Any, Any], Any], dims: tuple[int, int]) -> 
 
 
 def _named(composition: Callable, *names: str) -> Callable:
-    """``composition`` also with its second and third arguments by these names."""
+    """Return ``composition`` so that its second and third arguments can also be passed by these names."""
     return lambda input, *given, **how: composition(input, *given, *(how.pop(n) for n in names if n in how), **how)
 
 
@@ -56,7 +56,7 @@ composed(*find("addbmm"))(_named(_plus_product(_sum_of_products, (3, 3)), "batch
 
 
 def _product(a: Any, a_dims: Sequence[int], b: Any, b_dims: Sequence[int]) -> Any:
-    """Contracted over these dimensions; the others of ``a`` come before those of ``b``."""
+    """Contract ``a`` and ``b`` over these dimensions; the other dimensions of ``a`` precede those of ``b``."""
     if a.dim() + b.dim() > len(string.ascii_letters) or a.dtype != b.dtype:
         raise UnboundCallError
     letters = iter(string.ascii_letters)
@@ -72,7 +72,7 @@ def _product(a: Any, a_dims: Sequence[int], b: Any, b_dims: Sequence[int]) -> An
 
 @composed(*find("inner"))
 def inner(input: Any, other: Any) -> Any:
-    """Contracted over the last dimensions."""
+    """Contract over the last dimensions. Mirrors `torch.inner`."""
     if not input.dim() or not other.dim():
         return input * other
     return _product(input, [input.dim() - 1], other, [other.dim() - 1])
@@ -80,7 +80,8 @@ def inner(input: Any, other: Any) -> Any:
 
 @composed(*find("tensordot"))
 def tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
-    """Contracted over the last dimensions of one and the first of the other, or over those given."""
+    """Contract over the last dimensions of ``a`` and the first of ``b``, or over the given ones. Mirrors
+    `torch.tensordot`."""
     if isinstance(dims, Tensor):
         raise UnboundCallError
     if isinstance(dims, int):
@@ -89,7 +90,7 @@ def tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
     if len(of_a) != len(of_b):
         raise UnboundCallError
     of_a, of_b = tuple(d % a.dim() for d in of_a), tuple(d % b.dim() for d in of_b)
-    for i, k in zip(of_a, of_b, strict=True):  # a dimension of size 1 is stretched
+    for i, k in zip(of_a, of_b, strict=True):  # a dimension of size 1 is broadcast
         if a.shape[i] == 1 != b.shape[k]:
             b = b.sum(k, keepdim=True, dtype=b.dtype)
         elif b.shape[k] == 1 != a.shape[i]:
@@ -99,7 +100,8 @@ def tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
 
 @composed(*find("cross", torch, Tensor))
 def cross(input: Any, other: Any, dim: int | None = None) -> Any:
-    """Products of vectors, which lie along the first dimension of size 3 where none is given."""
+    """Return cross products of vectors along ``dim``, by default the first dimension of size 3. Mirrors
+    `torch.cross`."""
     if dim is None:
         dim = next((d for d, size in enumerate(input.shape) if size == 3), None)
     if dim is None:
@@ -109,7 +111,7 @@ def cross(input: Any, other: Any, dim: int | None = None) -> Any:
 
 @composed(*find("kron"))
 def kron(input: Any, other: Any) -> Any:
-    """The product of each element of one with all of the other."""
+    """Return the Kronecker product. Mirrors `torch.kron`."""
     ndim = max(input.dim(), other.dim())
     a = input.reshape(*itertools.chain.from_iterable((n, 1) for n in (*(1,) * (ndim - input.dim()), *input.shape)))
     b = other.reshape(*itertools.chain.from_iterable((1, n) for n in (*(1,) * (ndim - other.dim()), *other.shape)))
@@ -119,13 +121,13 @@ def kron(input: Any, other: Any) -> Any:
 
 @composed(*find("vdot"))
 def vdot(input: Any, other: Any) -> Any:
-    """The product of two vectors, of which the first is conjugated."""
+    """Return the dot product of two vectors, with the first one conjugated. Mirrors `torch.vdot`."""
     return torch.dot(input.conj(), other)
 
 
 @composed(torch.linalg.vecdot)
 def vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
-    """Products of vectors, of which the first are conjugated."""
+    """Return dot products of vectors along ``dim``, with the first ones conjugated. Mirrors `torch.linalg.vecdot`."""
     if x.dtype != y.dtype:
         raise UnboundCallError
     return (x.conj() * y).sum(dim, dtype=x.dtype)
@@ -133,13 +135,14 @@ def vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
 
 @composed(*find("chain_matmul"))
 def chain_matmul(*matrices: Any) -> Any:
-    """A product of several matrices."""
+    """Return the product of several matrices. Mirrors `torch.chain_matmul`."""
     return multi_dot(matrices)
 
 
 @composed(torch.linalg.multi_dot)
 def multi_dot(tensors: Any) -> Any:
-    """A product of several matrices, the outer ones maybe vectors, in the order that multiplies least."""
+    """Return the product of several matrices, in the cheapest order. The outer ones may be vectors. Mirrors
+    `torch.linalg.multi_dot`."""
     if len(tensors) < 2 or any(x.dim() != 2 for x in tensors[1:-1]):
         raise UnboundCallError
     chain = [tensors[0].unsqueeze(0) if tensors[0].dim() == 1 else tensors[0], *tensors[1:]]
@@ -150,7 +153,7 @@ def multi_dot(tensors: Any) -> Any:
 
     @functools.cache
     def cheapest(first: int, last: int) -> tuple[int, int]:
-        """Return the cost of the product of these, and the matrix after which to cut it."""
+        """Return the cost of the product of these matrices, and the last matrix of its left factor."""
         if first == last:
             return 0, first
         return min(
@@ -174,7 +177,7 @@ def multi_dot(tensors: Any) -> Any:
 
 @composed(torch.linalg.norm)
 def norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """The norm of vectors or matrices."""
+    """Return the norm of vectors or matrices. Mirrors `torch.linalg.norm`."""
     dims = dims_of(dim)
     if ord is None:
         return torch.linalg.vector_norm(A, 2, dims, keepdim, dtype=dtype)
@@ -188,7 +191,7 @@ def norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dty
 
 @handles(*find("norm", torch, Tensor))
 def any_norm(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``torch.norm(x, p="nuc")`` is a norm of matrices."""
+    """Handle ``torch.norm(x, p="nuc")`` as a norm of matrices, other norms by their row."""
     if (args[1] if len(args) > 1 else kwargs.get("p")) != "nuc" or kwargs.get("out") is not None:
         return dispatch(OP_TABLE[func], func, args, kwargs)
     x, _, dim, keepdim, dtype = (*args, *(None,) * 5)[:5]
@@ -198,7 +201,7 @@ def any_norm(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @composed(torch.linalg.tensorinv)
 def tensorinv(A: Any, ind: int = 2) -> Any:
-    """The inverse of a tensor, taken as a matrix."""
+    """Return the inverse of a tensor that is flattened to a matrix. Mirrors `torch.linalg.tensorinv`."""
     if not 0 < ind < A.dim() or math.prod(A.shape[:ind]) != math.prod(A.shape[ind:]):
         raise UnboundCallError
     inverse = torch.linalg.inv(A.reshape(math.prod(A.shape[:ind]), -1))
@@ -207,7 +210,7 @@ def tensorinv(A: Any, ind: int = 2) -> Any:
 
 @composed(torch.linalg.tensorsolve)
 def tensorsolve(A: Any, B: Any, dims: Any = None) -> Any:
-    """The solution of a system, with tensors taken as matrices."""
+    """Solve a linear system with tensors flattened to matrices. Mirrors `torch.linalg.tensorsolve`."""
     chosen = dims_of(dims)
     A = A if chosen is None else A.movedim(chosen, tuple(range(-len(chosen), 0)))
     shape = tuple(A.shape[B.dim() :])
@@ -221,7 +224,7 @@ def tensorsolve(A: Any, B: Any, dims: Any = None) -> Any:
 
 @composed(*find("diff"))
 def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    """Differences of neighbours, after joining ``prepend`` before and ``append`` behind."""
+    """Return differences of neighbours, after ``prepend`` and ``append`` were joined. Mirrors `torch.diff`."""
     if not input.dim() or n < 0:
         raise UnboundCallError
     parts = [x for x in (prepend, input, append) if x is not None]
@@ -239,7 +242,7 @@ _DIFFERENCE = NativeOp("along_linear", _bind_difference, lambda func, xs, how: t
 
 
 def _trapezoids(y: Any, x: Any, dx: Any, dim: int) -> Any:
-    """Twice the areas between neighbours."""
+    """Return twice the areas between neighbouring points."""
     if x is None:
         return y.unfold(dim, 2, 1).sum(-1) * dx
     if x.dim() == 1:
@@ -251,7 +254,7 @@ def _trapezoids(y: Any, x: Any, dx: Any, dim: int) -> Any:
 
 @composed(*find("trapezoid trapz"))
 def trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
-    """The area under points."""
+    """Return the area under points. Mirrors `torch.trapezoid`."""
     if not y.dim() or y.shape[dim] < 2 or (x is not None and x.shape[-1 if x.dim() == 1 else dim] != y.shape[dim]):
         raise UnboundCallError
     return _trapezoids(y, x, dx, dim).sum(dim) / 2
@@ -259,7 +262,7 @@ def trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
 
 @composed(*find("cumulative_trapezoid"))
 def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -> Any:
-    """The area under the points up to each."""
+    """Return the area under the points up to each point. Mirrors `torch.cumulative_trapezoid`."""
     if not y.dim() or y.shape[dim] < 2 or (x is not None and x.shape[-1 if x.dim() == 1 else dim] != y.shape[dim]):
         raise UnboundCallError
     return _trapezoids(y, x, dx, dim).cumsum(dim) / 2
@@ -267,7 +270,7 @@ def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = 1, dim: int = -1) -
 
 @composed(*find("dist"))
 def dist(input: Any, other: Any, p: Any = 2) -> Any:
-    """The norm of a difference."""
+    """Return the norm of a difference. Mirrors `torch.dist`."""
     return torch.norm(input - other, p)
 
 
@@ -276,14 +279,14 @@ def dist(input: Any, other: Any, p: Any = 2) -> Any:
 
 @composed(*find("aminmax"))
 def aminmax(input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
-    """Both extremes."""
+    """Return minimum and maximum. Mirrors `torch.aminmax`."""
     dims = () if dim is None else (dim,)
     return torch.return_types.aminmax((torch.amin(input, dims, keepdim), torch.amax(input, dims, keepdim)))
 
 
 @composed(*find("cov"))
 def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
-    """Covariances of the rows, whose columns may have weights."""
+    """Return covariances of the rows, with optional weights of the columns. Mirrors `torch.cov`."""
     x = input if input.dim() == 2 else input.reshape(1, -1)
     if input.dim() > 2 or not x.shape[1]:
         raise UnboundCallError
@@ -303,7 +306,7 @@ def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any 
 
 @composed(*find("corrcoef"))
 def corrcoef(input: Any) -> Any:
-    """Correlations of the rows."""
+    """Return correlations of the rows. Mirrors `torch.corrcoef`."""
     c = cov(input)
     if not c.dim():
         return c / c
@@ -318,5 +321,5 @@ def corrcoef(input: Any) -> Any:
 
 @composed(F.softmin)
 def softmin(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    """Softmax of the negative."""
+    """Return the softmax of ``-input``. Mirrors `torch.nn.functional.softmin`."""
     return F.softmax(-input, dim, _stacklevel, dtype)

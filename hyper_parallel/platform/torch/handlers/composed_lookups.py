@@ -1,4 +1,4 @@
-"""Functions that count, answer or look up by index, as compositions of others."""
+"""Functions that count, compare or look up by index, as compositions of other functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _call_bincount(func: Any, operands: tuple, static_args: tuple) -> Any:
     x, weights = operands
     if weights is not None and weights.dtype is not torch.float32:
         weights = weights.double()
-    # Of nothing, torch gives counts whatever the weights are.
+    # For an empty input, torch ignores the dtype of the weights.
     return torch.bincount(x, weights, static_args[0]).to(torch.int64 if weights is None else weights.dtype)
 
 
@@ -38,7 +38,8 @@ _HISTC = NativeOp("count", _bind_count, lambda func, xs, how: torch.histc(xs[0],
 
 @composed(*find("bincount"))
 def bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """How often each number occurs: how many there are is known when the largest is."""
+    """Count how often each number occurs. The size of the result needs the largest number first. Mirrors
+    `torch.bincount`."""
     if input.dim() != 1 or input.dtype.is_floating_point or minlength < 0:
         raise UnboundCallError
     if not input.numel() or number(input.amin()) < 0:
@@ -48,7 +49,7 @@ def bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
 
 @composed(*find("histc"))
 def histc(input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
-    """How many elements fall in each of some equal ranges."""
+    """Count the elements in each of ``bins`` equal ranges. Mirrors `torch.histc`."""
     low, high = number(min), number(max)
     if not input.is_floating_point() or bins < 1 or low > high or not input.numel():
         raise UnboundCallError
@@ -62,7 +63,7 @@ def histc(input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 
 @composed(*find("allclose"))
 def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    """Return whether no element is far from its counterpart."""
+    """Return whether every element is close to its counterpart. Mirrors `torch.allclose`."""
     return number((~torch.isclose(input, other, rtol, atol, equal_nan)).sum()) == 0
 
 
@@ -79,7 +80,7 @@ def equal(input: Any, other: Any) -> bool:
 
 @composed(*find("take_along_dim"))
 def take_along_dim(input: Any, indices: Any, dim: Any = None) -> Any:
-    """`torch.gather` with stretched dimensions."""
+    """Gather along ``dim`` with broadcast dimensions. Mirrors `torch.take_along_dim`."""
     if dim is None:
         return input.reshape(-1).gather(0, indices.reshape(-1))
     if input.dim() != indices.dim():
@@ -92,7 +93,8 @@ def take_along_dim(input: Any, indices: Any, dim: Any = None) -> Any:
 
 @handles(*find("repeat_interleave"))
 def repeat_interleave(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Repeats in a tensor are small, and say how large the result is: every rank has them, and takes by index."""
+    """Repeat elements. Repeats in a tensor determine the size of the result, so every rank gathers them and selects by
+    index."""
     x, repeats, dim = (*args, None, None)[:3]
     repeats, dim = kwargs.get("repeats", repeats), kwargs.get("dim", dim)
     if not isinstance(x, Tensor) or not isinstance(repeats, (Tensor, int)):
@@ -110,7 +112,7 @@ def repeat_interleave(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(*find("narrow"))
 def narrow(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The beginning may be a tensor."""
+    """Handle a ``start`` that is a tensor; a call with a number runs by the row."""
     start = args[2] if len(args) > 2 else kwargs.get("start")
     if isinstance(start, Tensor):
         x, dim, _, length = (*args, *(kwargs[n] for n in ("dim", "start", "length") if n in kwargs))

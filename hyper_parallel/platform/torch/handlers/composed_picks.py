@@ -1,4 +1,4 @@
-"""Functions whose results have sizes that depend on data: nonzero elements, unique ones, classes, masks in indices."""
+"""Functions whose result sizes depend on data: nonzero elements, unique elements, one-hot classes, masks in indices."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _UNIQUE = NativeOp("unique", _bind, lambda func, xs, how: torch.unique(xs[0], Tr
 _IN_ORDER = NativeOp(
     "unique_in_order",
     _bind,
-    # Torch takes these by name only, whatever its signature says.
+    # Torch takes these arguments by name only, whatever its signature says.
     lambda func, xs, how: torch.unique_consecutive(xs[0], return_inverse=how[1], return_counts=how[2], dim=how[0]),
 )
 
 
 @composed(*find("nonzero argwhere"))
 def nonzero(input: Any, *, as_tuple: bool = False) -> Any:
-    """The places of elements that are not zero."""
+    """Return the indices of nonzero elements. Mirrors `torch.nonzero`."""
     if as_tuple and not input.dim():
         input = input.unsqueeze(0)
     places = dispatch(NONZERO, torch.nonzero, (input,), {})
@@ -40,7 +40,7 @@ def nonzero(input: Any, *, as_tuple: bool = False) -> Any:
 
 @composed(*find("nonzero_static"))
 def nonzero_static(input: Any, *, size: int, fill_value: int = -1) -> Any:
-    """Return ``size`` places of elements that are not zero, padded with a number where there are fewer."""
+    """Return ``size`` indices of nonzero elements, padded with ``fill_value``. Mirrors `torch.nonzero_static`."""
     if size < 0:
         raise UnboundCallError
     places = nonzero(input)
@@ -52,7 +52,7 @@ def nonzero_static(input: Any, *, size: int, fill_value: int = -1) -> Any:
 def unique(
     input: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
-    """The elements that differ. Without order they may come in any, so also in this one."""
+    """Return the distinct elements, always sorted, which ``sorted=False`` allows too. Mirrors `torch.unique`."""
     return dispatch(_UNIQUE, torch.unique, (input, dim, bool(return_inverse), bool(return_counts)), {})
 
 
@@ -60,14 +60,14 @@ def unique(
 def unique_consecutive(
     input: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
-    """The elements that differ from the one before."""
+    """Return the elements that differ from their predecessor. Mirrors `torch.unique_consecutive`."""
     given = (input, dim, bool(return_inverse), bool(return_counts))
     return dispatch(_IN_ORDER, torch.unique_consecutive, given, {})
 
 
 @handles(*find("one_hot"))
 def one_hot(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Take the number of classes from the largest element if it is not given: one all-reduce of a number."""
+    """Compute the number of classes from the largest element if it is not given: one all-reduce of a number."""
     given = {**dict(zip(("input", "num_classes"), args, strict=False)), **kwargs}
     x: Any = given.get("input", given.get("tensor"))
     if given.get("num_classes", -1) != -1 or not is_dtensor(x) or not x.numel():
@@ -77,7 +77,7 @@ def one_hot(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(*find("index_put"))
 def index_put(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Written over, or added."""
+    """Choose the row of `index_put` for writing or for accumulation."""
     adds = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
     if len(args) > 1:
         args = (args[0], without_masks(tuple(args[1])), *args[2:])

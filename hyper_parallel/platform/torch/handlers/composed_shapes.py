@@ -42,13 +42,13 @@ composed(torch.view_as_complex_copy)(_copying(torch.view_as_complex))
 
 @composed(*find("unsafe_chunk", torch, Tensor))
 def unsafe_chunk(input: Any, chunks: int, dim: int = 0) -> Any:
-    """Pieces that torch lets be written to without asking whether they overlap."""
+    """Split into chunks that torch allows to be written without a check for overlap. Mirrors `torch.unsafe_chunk`."""
     return input.chunk(chunks, dim)
 
 
 @composed(*find("unsafe_split unsafe_split_with_sizes", torch, Tensor))
 def unsafe_split(input: Any, split_size: Any, dim: int = 0) -> Any:
-    """Split as `unsafe_chunk` does."""
+    """Split as `unsafe_chunk` does. Mirrors `torch.unsafe_split`."""
     return input.split(split_size, dim)
 
 
@@ -77,13 +77,13 @@ for _name, _made in (("atleast_1d", at_least_1d), ("atleast_2d", at_least_2d), (
 
 
 def _tensors(given: tuple) -> Sequence[Any]:
-    """Tensors given one by one or in a list."""
+    """Return tensors that were passed one by one or in a list."""
     return given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
 
 
 @composed(*find("broadcast_tensors"))
 def broadcast_tensors(*tensors: Any) -> Any:
-    """Each stretched to the shape of all."""
+    """Expand tensors to their common shape. Mirrors `torch.broadcast_tensors`."""
     tensors = tuple(_tensors(tensors))
     shape = torch.broadcast_shapes(*(tuple(x.shape) for x in tensors))
     return tuple(x.expand(shape) for x in tensors)
@@ -91,10 +91,10 @@ def broadcast_tensors(*tensors: Any) -> Any:
 
 @composed(*find("meshgrid"))
 def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
-    """Each stretched along the dimensions of the others."""
+    """Expand each 1-D tensor along the dimensions of the others. Mirrors `torch.meshgrid`."""
     tensors = tuple(_tensors(tensors))
     if indexing not in (None, "ij", "xy") or any(x.dim() > 1 for x in tensors):
-        raise UnboundCallError  # torch words the error
+        raise UnboundCallError  # torch raises the error
     shape = tuple(x.numel() for x in tensors)
     grids = [x.reshape(*(n if i == k else 1 for k, n in enumerate(shape))).expand(shape) for i, x in enumerate(tensors)]
     return tuple(g.transpose(0, 1) for g in grids) if indexing == "xy" and len(grids) > 1 else tuple(grids)
@@ -102,7 +102,7 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
 
 @composed(*find("cartesian_prod"))
 def cartesian_prod(*tensors: Any) -> Any:
-    """All combinations of an element of each, as rows."""
+    """Return all combinations of one element of each tensor, as rows. Mirrors `torch.cartesian_prod`."""
     tensors = tuple(_tensors(tensors))
     if len(tensors) == 1:
         return tensors[0]
@@ -111,7 +111,7 @@ def cartesian_prod(*tensors: Any) -> Any:
 
 @composed(*find("combinations"))
 def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
-    """All combinations of ``r`` elements, as rows."""
+    """Return all combinations of ``r`` elements, as rows. Mirrors `torch.combinations`."""
     if r < 1 or input.dim() != 1:
         raise UnboundCallError
     index = torch.combinations(torch.arange(input.numel()), r, with_replacement)
@@ -120,7 +120,7 @@ def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
 
 @composed(*find("block_diag"))
 def block_diag(*tensors: Any) -> Any:
-    """Matrices along a diagonal."""
+    """Return a block-diagonal matrix. Mirrors `torch.block_diag`."""
     blocks = [at_least_2d(x) for x in _tensors(tensors)]
     if any(not is_dtensor(x) or x.dim() > 2 for x in blocks):
         raise UnboundCallError
@@ -133,37 +133,37 @@ def block_diag(*tensors: Any) -> Any:
 
 @composed(*find("hstack"))
 def hstack(tensors: Any) -> Any:
-    """Joined side by side."""
+    """Join tensors horizontally. Mirrors `torch.hstack`."""
     tensors = [at_least_1d(x) for x in tensors]
     return torch.cat(tensors, 0 if tensors[0].dim() == 1 else 1)
 
 
 @composed(*find("vstack row_stack"))
 def vstack(tensors: Any) -> Any:
-    """Joined as rows."""
+    """Join tensors as rows. Mirrors `torch.vstack`."""
     return torch.cat([at_least_2d(x) for x in tensors])
 
 
 @composed(*find("dstack"))
 def dstack(tensors: Any) -> Any:
-    """Join tensors along a third dimension."""
+    """Join tensors along a third dimension. Mirrors `torch.dstack`."""
     return torch.cat([at_least_3d(x) for x in tensors], 2)
 
 
 @composed(*find("column_stack"))
 def column_stack(tensors: Any) -> Any:
-    """Vectors and matrices joined as columns."""
+    """Join vectors and matrices as columns. Mirrors `torch.column_stack`."""
     return torch.cat([x if x.dim() > 1 else x.reshape(-1, 1) for x in tensors], 1)
 
 
 @composed(*find("tensor_split"))
 def tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **how: Any) -> Any:
-    """Pieces between the given indices, or nearly equal ones."""
+    """Split at the given indices, or into nearly equal pieces. Mirrors `torch.tensor_split`."""
     wanted: Any = next((v for v in (indices_or_sections, *how.values()) if v is not None), None)
     if isinstance(wanted, Tensor):
         wanted = (wanted.full_tensor() if is_dtensor(wanted) else wanted).tolist()
     if not input.dim():
-        raise UnboundCallError  # torch words the error
+        raise UnboundCallError  # torch raises the error
     count = input.shape[dim]
     if isinstance(wanted, int):
         if wanted < 1:
@@ -171,7 +171,7 @@ def tensor_split(input: Any, indices_or_sections: Any = None, dim: int = 0, **ho
         return input.split([count // wanted + (i < count % wanted) for i in range(wanted)], dim)
     edges = [range(count)[: int(i)].stop for i in wanted]
     if edges != sorted(edges):
-        raise UnboundCallError  # pieces that overlap
+        raise UnboundCallError  # overlapping pieces
     return input.split([b - a for a, b in itertools.pairwise((0, *edges, count))], dim)
 
 
@@ -180,7 +180,7 @@ def _splits(dim: Callable[[Any], int]) -> Callable:
         wanted = next(v for v in (indices_or_sections, *how.values()) if v is not None)
         at = dim(input)
         if input.dim() <= at or (isinstance(wanted, int) and (wanted < 1 or input.shape[at] % wanted)):
-            raise UnboundCallError  # torch words the error
+            raise UnboundCallError  # torch raises the error
         return tensor_split(input, wanted, at)
 
     return split
@@ -196,7 +196,7 @@ composed(*find("dsplit"))(_splits(lambda x: 2))
 
 @composed(*find("diag"))
 def diag(input: Any, diagonal: int = 0) -> Any:
-    """A matrix with this diagonal, or the diagonal of a matrix."""
+    """Return a matrix with this diagonal, or the diagonal of a matrix. Mirrors `torch.diag`."""
     if input.dim() not in (1, 2):
         raise UnboundCallError
     return input.diag_embed(diagonal) if input.dim() == 1 else input.diagonal(diagonal).clone()
@@ -204,13 +204,13 @@ def diag(input: Any, diagonal: int = 0) -> Any:
 
 @composed(*find("diagflat"))
 def diagflat(input: Any, offset: int = 0) -> Any:
-    """A matrix with all elements as its diagonal."""
+    """Return a matrix with all elements as its diagonal. Mirrors `torch.diagflat`."""
     return input.reshape(-1).diag_embed(offset)
 
 
 @composed(*find("trace"))
 def trace(input: Any) -> Any:
-    """The sum of a diagonal."""
+    """Return the sum of a diagonal. Mirrors `torch.trace`."""
     if input.dim() != 2:
         raise UnboundCallError
     return input.diagonal().sum()
@@ -218,7 +218,7 @@ def trace(input: Any) -> Any:
 
 @composed(*find("fliplr"))
 def fliplr(input: Any) -> Any:
-    """The second dimension backwards."""
+    """Reverse the second dimension. Mirrors `torch.fliplr`."""
     if input.dim() < 2:
         raise UnboundCallError
     return input.flip(1)
@@ -226,7 +226,7 @@ def fliplr(input: Any) -> Any:
 
 @composed(*find("flipud"))
 def flipud(input: Any) -> Any:
-    """The first dimension backwards."""
+    """Reverse the first dimension. Mirrors `torch.flipud`."""
     if not input.dim():
         raise UnboundCallError
     return input.flip(0)
@@ -234,7 +234,7 @@ def flipud(input: Any) -> Any:
 
 @composed(*find("rot90"))
 def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
-    """Turned by quarters in the plane of two dimensions."""
+    """Rotate by quarter turns in the plane of two dimensions. Mirrors `torch.rot90`."""
     a, b = dims
     if input.dim() < 2 or (a - b) % input.dim() == 0 or not all(-input.dim() <= d < input.dim() for d in dims):
         raise UnboundCallError
@@ -261,7 +261,7 @@ composed(torch.fft.ifftshift)(_shift(lambda size: (size + 1) // 2))
 
 @composed(*find("select_scatter"))
 def select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
-    """A copy with another slice."""
+    """Return a copy with one slice replaced. Mirrors `torch.select_scatter`."""
     if tuple(src.shape) != tuple(n for d, n in enumerate(input.shape) if d != dim % input.dim()):
         raise UnboundCallError
     return with_item(input, (*(slice(None),) * (dim % input.dim()), number(index)), src)
@@ -269,7 +269,7 @@ def select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
 
 @composed(*find("slice_scatter"))
 def slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    """A copy with another part."""
+    """Return a copy with a range of a dimension replaced. Mirrors `torch.slice_scatter`."""
     dim %= input.dim()
     picked = range(input.shape[dim])[slice(start, end, step)]
     if tuple(src.shape) != (*input.shape[:dim], len(picked), *input.shape[dim + 1 :]):
@@ -281,7 +281,7 @@ def slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: An
 
 @composed(*find("diagonal_scatter"))
 def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """A copy with another diagonal."""
+    """Return a copy with a diagonal replaced. Mirrors `torch.diagonal_scatter`."""
     rows, columns = input.shape[dim1], input.shape[dim2]
     if tuple(src.shape) != tuple(input.diagonal(offset, dim1, dim2).shape):
         raise UnboundCallError
@@ -295,7 +295,8 @@ def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2:
 
 @composed(Tensor.sum_to_size)
 def sum_to_size(self: Any, *size: Any) -> Any:
-    """The sum over the dimensions in which ``size`` would be broadcast to the shape of the tensor."""
+    """Sum over the dimensions in which ``size`` would be broadcast to the shape of the tensor. Mirrors
+    `torch.Tensor.sum_to_size`."""
     wanted = sizes_of(size)
     if not wanted:
         return self.sum()
@@ -309,7 +310,7 @@ def sum_to_size(self: Any, *size: Any) -> Any:
 
 @composed(*find("unravel_index"))
 def unravel_index(indices: Any, shape: Any) -> Any:
-    """Flat indices as one index for each dimension."""
+    """Convert flat indices to one index for each dimension. Mirrors `torch.unravel_index`."""
     sizes = (shape,) if isinstance(shape, int) else tuple(map(int, shape))
     if indices.dtype.is_floating_point or indices.dtype in (torch.bool,) or any(n < 0 for n in sizes):
         raise UnboundCallError
@@ -319,5 +320,5 @@ def unravel_index(indices: Any, shape: Any) -> Any:
 
 @composed(torch.constant_pad_nd)
 def constant_pad(input: Any, pad: Any, value: Any = 0) -> Any:
-    """A constant around a tensor."""
+    """Pad a tensor with a constant. Mirrors `torch.constant_pad_nd`."""
     return F.pad(input, pad, "constant", value)

@@ -1,4 +1,4 @@
-"""Helpers for functions that run as a composition of other operations on distributed tensors."""
+"""Helpers for functions that run as a composition of other operations on DTensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["composed", "number", "replicated_like", "with_item"]
 
 
 def composed(*functions: Any) -> Callable[[Callable], Callable]:
-    """Let the decorated function, which takes the same arguments, stand for functions of torch on DTensors. It never
-    gets ``out=``: `handlers.unknown` copies the result there. Where it raises UnboundCallError, the function of torch
-    runs on gathered operands."""
+    """Register the decorated function to replace functions of torch on DTensors. It takes the same arguments except
+    ``out=``: `handlers.unknown` copies the result there. If it raises UnboundCallError, the function of torch runs on
+    gathered operands."""
 
     def register(composition: Callable) -> Callable:
         @handles(*functions)
@@ -38,14 +38,14 @@ def composed(*functions: Any) -> Callable[[Callable], Callable]:
 
 
 def number(x: Any) -> Any:
-    """A number that may come as a tensor of one element, the same on all ranks."""
+    """Return the number in a tensor of one element, which is the same on all ranks. A number is returned unchanged."""
     if is_dtensor(x):
         x = x.full_tensor()
     return x.item() if isinstance(x, Tensor) else x
 
 
 def replicated_like(plain: Tensor, x: Any) -> Any:
-    """``plain``, which is equal on all ranks, as a DTensor on the mesh of ``x`` and on its device."""
+    """Return ``plain``, which is equal on all ranks, as a DTensor on the mesh of ``x`` and on its device."""
     return State.core.replicated(plain.to(x.device), x._layout.mesh)
 
 
@@ -65,5 +65,5 @@ _WITH_ITEM = NativeOp("setitem", _bind, _call)
 
 
 def with_item(x: Any, index: Any, value: Any) -> Any:
-    """A copy of ``x`` with ``x[index] = value``."""
+    """Return a copy of ``x`` with ``x[index] = value``."""
     return dispatch(_WITH_ITEM, with_item, (x, index, value), {})

@@ -1,4 +1,4 @@
-"""Operations that are written with other operations on distributed tensors."""
+"""Operations that are composed of other operations on DTensors."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = ["set_method"]
 
 @handles(*find("median nanmedian", torch, Tensor))
 def median(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``median(x)`` and ``median(x, dim)`` are different operations."""
+    """Distinguish ``median(x)`` from ``median(x, dim)``, which is another operation."""
     return dispatch((OF_ALL if len(args) + len(kwargs) == 1 else OP_TABLE)[func], func, args, kwargs)
 
 
 @handles(torch.max, Tensor.max, torch.min, Tensor.min)
 def extremum(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``max(x)``, ``max(x, other)`` and ``max(x, dim)`` are different operations."""
+    """Distinguish ``max(x)``, ``max(x, other)`` and ``max(x, dim)``, which are different operations."""
     if len(args) + len(kwargs) == 1:
         return dispatch(OF_ALL[func], func, args, kwargs)
     if "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor)):
@@ -41,7 +41,7 @@ def extremum(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(Tensor.to, Tensor.type_as)
 def convert(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``x.to(...)``: linear, except to integers and booleans."""
+    """Convert by ``x.to(...)``. The conversion is linear, except to integers and booleans."""
     x, rest = args[0], args[1:]
     other = rest[0] if rest and isinstance(rest[0], Tensor) else kwargs.get("other")
     if other is not None:
@@ -63,8 +63,8 @@ def convert(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_)
 def update(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``plain.mul_(number)`` with a distributed number, such as the total norm of gradients of which only some are
-    distributed: every rank has the whole number, and the written tensor stays plain."""
+    """Handle ``plain.mul_(number)`` with a distributed number, such as the total norm of partly distributed gradients.
+    Every rank gathers the number, and the written tensor stays plain."""
     if len(args) == 2 and not is_dtensor(args[0]) and is_dtensor(args[1]):
         x, number = args
         if not number.dim() and not (torch.is_grad_enabled() and number.requires_grad):
@@ -81,7 +81,7 @@ _LOSSES = (
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.soft_margin_loss),
     *(F.poisson_nll_loss, F.hinge_embedding_loss),
 )
-#: Keywords that take tensors, where a loss has them.
+#: Keywords that take tensors in some losses.
 _TENSORS = ("weight", "pos_weight")
 _DEPRECATED = ("size_average", "reduce")
 
@@ -102,7 +102,7 @@ _LOSS = NativeOp("pointwise", _bind_loss, _call_loss)
 
 @handles(*_LOSSES)
 def element_wise_loss(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Loss of each element, then the reduction."""
+    """Compute the loss of each element, then the reduction."""
     if len(args) != 2 or any(kwargs.get(name) is not None for name in _DEPRECATED):
         raise UnboundCallError
     reduction = kwargs.get("reduction", "mean")
@@ -123,7 +123,7 @@ def element_wise_loss(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @replaces(torch.outer, Tensor.outer, torch.ger)
 def outer(input: Any, vec2: Any, *, out: Any = None) -> Any:
-    """Product of a column and a row."""
+    """Return the product of a column and a row. Mirrors `torch.outer`."""
     if out is not None:
         raise UnboundCallError  # `handlers.unknown` copies the result there
     return input.unsqueeze(1) * vec2.unsqueeze(0)
@@ -131,22 +131,23 @@ def outer(input: Any, vec2: Any, *, out: Any = None) -> Any:
 
 @handles(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_empty_strided)
 def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``x.new_zeros(size)``: laid out like ``x`` when it has its shape, else replicated."""
+    """Make a tensor as ``x.new_zeros(size)`` does. It has the layout of ``x`` if it has its shape, else it is
+    replicated."""
     options = {k: v for k, v in kwargs.items() if k not in ("size", "fill_value")}
     x, *given = (*args, *(v for k, v in kwargs.items() if k not in options))
     count = {Tensor.new_full: 1, Tensor.new_empty_strided: 1}.get(func, len(given))
     size, more = sizes_of(given[:count]), given[count:]
     if size == tuple(x.shape) and func is not Tensor.new_empty_strided:
         return getattr(torch, func.__name__.replace("new_", "") + "_like")(x, *more, **options)
-    # The new tensor does not depend on the values of x: a tensor without elements, with its dtype and device, stands
-    # for it, so that nothing is gathered.
+    # The new tensor does not depend on the values of x. So an empty tensor with its dtype and device replaces x, and
+    # nothing is gathered.
     stand_in = torch.empty(0, dtype=x.dtype, device=x.device)
     return State.core.replicated(func(stand_in, size, *more, **options), x._layout.mesh)
 
 
 @replaces(Tensor.new_tensor)
 def new_plain_tensor(x: Any, data: Any, **options: Any) -> Any:
-    """``x.new_tensor(data)``: a plain tensor with dtype and device of ``x``, the same on every rank."""
+    """Make a plain tensor as ``x.new_tensor(data)`` does, the same on every rank."""
     return torch.tensor(data, **{"dtype": x.dtype, "device": x.device, **options})
 
 
@@ -157,7 +158,7 @@ _IN_PLACE_VIEWS = ("unsqueeze", "squeeze", "transpose", "t", "swapaxes", "swapdi
 
 @handles(*(getattr(Tensor, f"{name}_") for name in _IN_PLACE_VIEWS))
 def view_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``x.unsqueeze_(0)``: the same object gets another shape."""
+    """Change the shape of the same object, as ``x.unsqueeze_(0)`` does."""
     x = args[0]
     if func is Tensor.squeeze_:
         args, kwargs = (x, _squeezed(x._layout, *args[1:], **kwargs)), {}
@@ -171,7 +172,7 @@ def view_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(Tensor.resize_, Tensor.resize_as_, Tensor.set_, Tensor.as_strided_)
 def refuse_other_storage(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Refuse to give a tensor another storage, or other sizes over the same one: it means nothing for a shard."""
+    """Reject another storage, or other sizes over the same storage: neither has a meaning for a shard."""
     raise TypeError(
         f"{func.__name__} of a DTensor would change the storage or the sizes of this rank's part alone: make a new "
         "tensor (reshape, narrow, distribute_tensor), or assign a distributed one to x.data"
@@ -180,7 +181,7 @@ def refuse_other_storage(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(*find("as_strided as_strided_copy as_strided_scatter", torch, Tensor))
 def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``x.as_strided(...)`` names places in memory: in a gathered copy, if the single device's memory looks like it."""
+    """Run ``x.as_strided(...)`` on a gathered copy, if the single device's memory has the same order."""
     x = args[0] if args else kwargs["input"]
     if is_dtensor(x) and not _is_where_one_device_has_it(x):
         if not State.core.is_contiguous(x):
@@ -201,14 +202,13 @@ def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _is_where_one_device_has_it(x: Any) -> bool:
     """Return whether this rank's memory is that of a single device: ``x`` is replicated, and no view that had to be
-    copied.
-    """
+    copied."""
     return x._layout.replicated and (x._family is None or x._family.source is None)
 
 
 @handles(*find("to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc", Tensor))
 def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Refuse to make a DTensor sparse. The sizes of sparse parts depend on the data."""
+    """Reject sparse DTensors: the sizes of sparse parts depend on the data."""
     raise TypeError(
         f"{func.__name__} of a DTensor: distributed tensors are strided. Use x.full_tensor().{func.__name__}(...), a "
         "plain tensor that is the same on every rank, or to_local() for this rank's part"
@@ -216,7 +216,7 @@ def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``x.set_(other)``: ``x`` becomes the DTensor ``other``. Torch has no interception point for it."""
+    """Let ``x`` become the DTensor ``other``, as ``x.set_(other)`` does. Torch cannot intercept that method."""
     if not is_dispatch_on():
         return Tensor.set_(self, *args, **kwargs)
     if len(args) != 1 or kwargs or not is_dtensor(args[0]):
@@ -229,7 +229,7 @@ def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:
-    """The dimensions that ``squeeze_`` removes: sizes of one in the global shape, not in that of a shard."""
+    """Return the dimensions that ``squeeze_`` removes: sizes of one in the global shape, not in that of a shard."""
     asked = dims_of(dims[0] if len(dims) == 1 else dims or dim)
     if asked is None:
         asked = tuple(range(layout.ndim)) if dim is None and not dims else ()
@@ -246,7 +246,8 @@ def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:
 
 @replaces(Tensor.__setitem__)
 def set_item(x: Any, index: Any, value: Any) -> None:
-    """``x[index] = value``. How many elements a mask selects depends on the data, so masks go other ways."""
+    """Write ``x[index] = value``. The number of elements that a mask selects depends on the data, so masks are handled
+    separately."""
     if not is_dtensor(x):
         raise TypeError("a distributed value cannot be written into a plain tensor: distribute the tensor first")
     items = index if isinstance(index, tuple) else (index,)
@@ -266,7 +267,7 @@ def set_item(x: Any, index: Any, value: Any) -> None:
 
 @replaces(Tensor.copy_)
 def copy_into(x: Any, src: Any, non_blocking: bool = False) -> Any:
-    """``x.copy_(src)``; a plain ``src`` of the global shape (a state dict of the whole model) is cut up."""
+    """Copy ``src`` into ``x``. A plain ``src`` of the global shape, as in a full state dict, is sharded."""
     if is_dtensor(x) and type(src) in (Tensor, torch.nn.Parameter) and src.dim():
         layout = x._layout
         if tuple(src.shape) == tuple(layout.shape) and layout.cotangent is layout and not src.requires_grad:
@@ -274,7 +275,7 @@ def copy_into(x: Any, src: Any, non_blocking: bool = False) -> Any:
                 x.copy_(src[layout.local_index()])
             return x
     if is_dtensor(src) and not is_dtensor(x) and src.dim():
-        raise ValueError(  # loading a state dict, torch says of which parameter
+        raise ValueError(  # loading a state dict, torch adds the name of the parameter
             f"copy_ got a DTensor, global shape {tuple(src.shape)}, placements {list(src.placements)}, for a "
             f"plain tensor of shape {tuple(x.shape)}: give source.full_tensor(), called on all ranks (for a state dict "
             "{name: value.full_tensor() for name, value in state_dict.items()}), or distribute the target"

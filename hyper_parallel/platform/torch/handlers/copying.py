@@ -1,4 +1,4 @@
-"""Copies of distributed tensors: deepcopy and pickle."""
+"""Copies of DTensors: deepcopy and pickle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyper_parallel.platform.torch.op_table.binding import words
 __all__ = ["deepcopy_dtensor", "needed_to_load", "rebuild_dtensor", "reduce_dtensor"]
 
 
-#: Attributes that belong to one object only: made by torch, by `wrap` and by core.
+#: Attributes that belong to one object only: set by torch, by `wrap` and by core.
 _OWN = words("_layout _cached _is_param _gathered _origin _summands _plain _ties _writes _family _strides _out_of_date")
 
 
@@ -22,7 +22,7 @@ def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
     """Copy data, gradient and attributes; the layout is shared.
 
     Raises:
-        RuntimeError: for a tensor that autograd computed, as torch does.
+        RuntimeError: for a tensor that autograd computed, as in torch.
     """
     with no_dispatch():
         if not x.is_leaf:
@@ -44,14 +44,14 @@ def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copied(x: Any, memo: dict[int, Any]) -> Any:
-    """A copy of plain data; parameters that share a storage share one again, as in `Tensor.__deepcopy__`."""
+    """Return a copy of plain data. Parameters that share a storage share one again, as in `Tensor.__deepcopy__`."""
     storage = x.untyped_storage()
     if x.is_meta or storage.nbytes() == x.nbytes:
         return x.clone()
     new = memo.get(storage._cdata)
     if new is None:
         new = memo[storage._cdata] = storage.clone()
-        memo[id(new)] = storage  # alive, and so its address, as long as the memo
+        memo[id(new)] = storage  # keeps the storage, and so its address, alive as long as the memo
     return x.new_empty(0).set_(new, x.storage_offset(), x.size(), x.stride())
 
 
@@ -66,7 +66,7 @@ def reduce_dtensor(x: Any, protocol: Any) -> tuple:
 
 
 def rebuild_dtensor(layout: Any, local: Tensor, requires_grad: bool, is_parameter: bool) -> Any:
-    """The inverse of `reduce_dtensor`, which core calls.
+    """Rebuild a DTensor from the values of `reduce_dtensor`. Core calls it.
 
     Raises:
         RuntimeError: when the tensor was saved on another mesh, so that it does not fit.
@@ -80,7 +80,7 @@ def rebuild_dtensor(layout: Any, local: Tensor, requires_grad: bool, is_paramete
     with no_dispatch():
         local = local.detach() if not is_dtensor(local) else local
         if local.device.type == own.type:
-            local = local.to(own)  # torch puts it onto the device of the rank that pickled it
+            local = local.to(own)  # torch put it onto the device of the rank that pickled it
         local.requires_grad_(requires_grad)
     result = wrap(local, layout)
     if is_parameter:

@@ -1,5 +1,5 @@
-"""`torch.nn.attention.flex_attention.flex_attention` on DTensors in eager mode: torch's own function on what each rank
-has of batch and heads. `compiled.flex` says how calls come here."""
+"""`torch.nn.attention.flex_attention.flex_attention` on DTensors in eager mode. Torch's own function runs on each
+rank's shard of batch and heads. `compiled.flex` describes how calls come here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROW = NativeOp("flex_attention", _bind, lambda func, operands, static: func.run
 
 
 class _Call:
-    """One call: the facts that differ from call to call, and make no difference to how it runs."""
+    """Facts of one call that vary between calls without affecting how it runs."""
 
     __name__ = "flex_attention"
 
@@ -36,7 +36,7 @@ class _Call:
         self.whole, self.captured, self.options = (shape[0], shape[1]), captured, options
 
     def run(self, operands: tuple, pieces: Any) -> Any:
-        """On local tensors; nothing is dispatched."""
+        """Run torch's function on local tensors; nothing is dispatched."""
         q, k, v, *read = (x.as_subclass(Tensor) if is_dtensor(x) else x for x in operands)
         options, count = self.options, self.statistics
         if not q.numel() or not v.shape[-1]:
@@ -56,7 +56,7 @@ class _Call:
 
     @property
     def statistics(self) -> int:
-        """How many are asked for."""
+        """Return the number of requested statistics."""
         asked = self.options["return_aux"]
         return int(self.options["return_lse"]) if asked is None else int(asked.lse) + int(asked.max_scores)
 
@@ -73,10 +73,11 @@ def flex_attention(
     kernel_options: Any,
     return_aux: Any,
 ) -> Any:
-    """The call on DTensors.
+    """Run `flex_attention` on DTensors.
 
     Raises:
-        ValueError, TypeError: what torch says of such arguments, or of tensors that the functions read. On all ranks.
+        ValueError, TypeError: on all ranks, for the arguments that torch rejects, and for tensors that the functions
+            read.
     """
     if return_lse and return_aux is not None:
         raise ValueError("flex_attention: give either return_lse or return_aux, not both")
@@ -92,7 +93,7 @@ def flex_attention(
         "return_aux": return_aux,
     }
     call = _Call(tuple(query.shape), captured, options)
-    # Torch lets a mask be of some other number, of which it takes the remainder: there all heads are needed.
+    # Torch allows another number of mask entries and uses the index modulo that number: then all heads are needed.
     own = (1, 1) if block_mask is None else tuple(block_mask.kv_num_blocks.shape[:2])
     fixed = tuple(n not in (1, size) for n, size in zip(own, call.whole, strict=True))
     count = call.statistics
@@ -114,7 +115,7 @@ def _aux(**results: Any) -> Any:
 
 
 def _check(q: Any, k: Any, v: Any, mask: Any, gqa: bool) -> None:
-    """Check all ranks' tensors as torch would, before anything is moved. One rank's part may not show the fault."""
+    """Check the global shapes as torch would, before any communication. The local shapes may not show the fault."""
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     if any(len(shape) != 4 for shape in shapes):
         raise ValueError(f"flex_attention takes tensors of (batch, heads, length, features), not of shapes {shapes}")
@@ -157,11 +158,11 @@ def _dtype_of(q: Tensor) -> torch.dtype:
 
 
 class _Nothing(Function):
-    """The result where a rank has no samples or heads: one node for backward, as the other ranks have."""
+    """Result on a rank without samples or heads: one node for backward, as on the other ranks."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, count: int, q: Tensor, k: Tensor, v: Tensor, *read: Tensor) -> Any:
-        """Empty results, or zeros where values have no features."""
+        """Return empty results, or zeros where values have no features."""
         ctx.save_for_backward(q, k, v, *read)
         statistic = torch.float64 if q.dtype is torch.float64 else torch.float32
         out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=dtype)
@@ -169,6 +170,6 @@ class _Nothing(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """Nothing of all."""
+        """Return zeros for all operands."""
         with no_dispatch():
             return (None, None, *(torch.zeros_like(x) if x.requires_grad else None for x in ctx.saved_tensors))

@@ -1,4 +1,4 @@
-"""Following the operations of a program on plain tensors, for `core.plain_code`: a mode sees each of them."""
+"""Observation of a program's operations on plain tensors, for `core.plain_code`, by a mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hyper_parallel.platform.torch.op_table import OP_TABLE
 
 __all__ = ["base_of", "follow"]
 
-#: Methods that make a tensor of which no element is an element of theirs, and such that change no element.
+#: Methods that return a new tensor without elements of theirs, and methods that change no element.
 _NEW = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"})
 _FLAGS = frozenset({"requires_grad_", "share_memory_", "detach_", "retain_grad", "register_hook", "__set__"})
 
@@ -42,12 +42,12 @@ def _without_compiler(follower: Follower, eager: AbstractContextManager[None]) -
 
 
 def base_of(x: Tensor) -> Tensor | None:
-    """See `Platform.base_of`."""
+    """Return the base of the view ``x``, or None."""
     return x._base
 
 
 class _Mode(TorchFunctionMode):
-    """Hands over operations of which some argument has marks. Inside of an operation the mode is off."""
+    """Mode that passes operations with a marked argument to the follower. Inside an operation the mode is off."""
 
     def __init__(self, follower: Follower) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Mode(TorchFunctionMode):
         if self._follower.paused or not _has_marks(args, kwargs):
             return func(*args, **kwargs)
         if func not in OP_TABLE:
-            func = getattr(func, "__wrapped__", func)  # a patch may stand in its place
+            func = getattr(func, "__wrapped__", func)  # a patch may have replaced it
         row, name = OP_TABLE.get(func), getattr(func, "__name__", "")
         if row is None:
             if name == "type" and args[1:]:
@@ -66,7 +66,7 @@ class _Mode(TorchFunctionMode):
             elif name in _NEW or name in _FLAGS:
                 return func(*args, **kwargs)
             elif getattr(func, "__module__", "") == "torch.nn.functional" and hasattr(func, "__code__"):
-                with self:  # its Python is made of other operations
+                with self:  # its Python code is composed of other operations
                     return body_of(func)(*args, **kwargs)
         if row is None and (composition := getattr(HANDLERS.get(func), "composition", None)) is not None:
             y = self._composed(composition, func, args, kwargs)
@@ -75,7 +75,7 @@ class _Mode(TorchFunctionMode):
         return self._follower.operation(row, func, args, kwargs, lambda: func(*args, **kwargs))
 
     def _composed(self, composition: Callable, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
-        """The result of ``func`` with the marks that the same computation as a composition has, if that has any."""
+        """Return the result of ``func`` with the marks that its composition gives, or None if that has no marks."""
         try:
             with self:
                 same = composition(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Kernels over lists of tensors, which optimizers and gradient clipping call.
 
-They are element-wise. So the local tensors are the right operands when the tensors at one index have equal layouts. The
-first list, which is the one that is written, says which.
+They are element-wise. So the local tensors are the right operands if the tensors at each index have equal layouts. The
+first list, which is the written one, determines these layouts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hyper_parallel.platform.torch.basics.tensor import State, handles, is_dtens
 __all__ = ["reduced", "widened"]
 
 
-#: Not element-wise: each tensor goes through its ordinary operation.
+#: Not element-wise: each tensor is handled by its ordinary operation.
 _ONE_BY_ONE = ("_foreach_max", "_foreach_mm")
 _OWN_HANDLER = ("_foreach_norm", "_foreach_powsum", "_foreach_copy_")
 _NAMES = [
@@ -33,7 +33,7 @@ _NAMES = [
 
 @handles(*(getattr(torch, name) for name in _NAMES))
 def on_locals(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run on the local tensors; results are laid out like the first list."""
+    """Run on the local tensors; results have the layouts of the first list."""
     first = next(a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)))
     layouts = [layout_of(x) for x in first]
     args = tuple(reduced(a) if is_dtensor(a) else a for a in args)
@@ -55,13 +55,13 @@ def on_locals(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[Any]:
-    """The distributed tensors in the lists. Fused optimizers write to several of them, so each counts as written."""
+    """Return the DTensors in the lists. Fused optimizers write to several lists, so each counts as written."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
     return [x for values in lists for x in values if is_dtensor(x)]
 
 
 def _fits(value: Any, layouts: list[Any]) -> bool:
-    """Return whether a list has tensors laid out as ``layouts``, of which none is a partial sum."""
+    """Return whether the tensors of a list have these ``layouts``, and none is a partial sum."""
     if is_dtensor(value):
         return not value.dim()
     if not isinstance(value, (list, tuple)) or not value:
@@ -75,7 +75,7 @@ def _fits(value: Any, layouts: list[Any]) -> bool:
     return all(layout is None or layout.cotangent is layout for layout in others)
 
 
-#: Functions whose third operand, next to the list, is a keyword of the function for a single tensor.
+#: Functions whose third operand besides the list is a keyword of the function for a single tensor.
 _WITH_VALUE = ("addcmul", "addcdiv", "addcmul_", "addcdiv_")
 
 
@@ -100,7 +100,7 @@ def one_by_one(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @replaces(torch._foreach_copy_)
 def copy_each(targets: Any, sources: Any, non_blocking: bool = False) -> Any:
-    """Copy element-wise where the layouts agree, else tensor by tensor, which redistributes."""
+    """Copy local tensors if the layouts are equal, else copy tensor by tensor, which redistributes."""
     if [layout_of(x) for x in targets] == [layout_of(x) for x in sources]:
         return on_locals(torch._foreach_copy_, (targets, sources, non_blocking), {})
     for target, source in zip(targets, sources, strict=True):
@@ -113,10 +113,10 @@ def copy_each(targets: Any, sources: Any, non_blocking: bool = False) -> Any:
 
 @replaces(torch._foreach_norm)
 def norm_each(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
-    """Global norms, with one all-reduce for all tensors that are sharded over the same mesh dimensions."""
+    """Return global norms, with one all-reduce for all tensors that are sharded over the same mesh dimensions."""
     tensors, order = [reduced(x) for x in tensors], float(ord)
     with no_dispatch():
-        # An empty shard adds nothing; torch has no maximum of it.
+        # An empty shard contributes nothing; torch has no maximum of it.
         nothing = math.inf if order < 0 else 0.0
         locals_ = [x if x.numel() else x.new_full((1,), nothing) for x in tensors]
         return _over_ranks(torch._foreach_norm(locals_, order, dtype=dtype), tensors, order)
@@ -124,14 +124,14 @@ def norm_each(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) ->
 
 @replaces(getattr(torch, "_foreach_powsum", None))
 def power_sum_each(tensors: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """Global sums of powers: the norms without the root."""
+    """Return global sums of powers: the norms without the root."""
     tensors = [reduced(x) for x in tensors]
     with no_dispatch():
         return _over_ranks(torch._foreach_powsum(tensors, *args, **kwargs), tensors, 1)
 
 
 def reduced(x: Any) -> Any:
-    """``x``; if it is distributed and a partial sum, the sum. Interception is on."""
+    """Return ``x``, with a partial sum reduced. Interception is on."""
     layout = layout_of(x)
     if layout is None or layout.cotangent is layout:
         return x
@@ -139,12 +139,13 @@ def reduced(x: Any) -> Any:
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for norms of this one, and for their powers: in 16 bits, squares overflow early."""
+    """Return the dtype in which norms of ``dtype`` and their powers are computed: in 16 bits, squares overflow
+    early."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _over_ranks(norms: Sequence[Any], tensors: list[Any], order: float) -> list[Any]:
-    """The norms of whole tensors, as DTensors, from those of local ones. Interception is off."""
+    """Return the norms of full tensors, as DTensors, from those of local tensors. Interception is off."""
     layouts = [layout_of(x) for x in tensors]
     wide = State.core.norms_over_ranks([n.to(widened(n.dtype)) for n in norms], layouts, order)
     return [
@@ -158,7 +159,7 @@ def _over_ranks(norms: Sequence[Any], tensors: list[Any], order: float) -> list[
 
 @replaces(torch._amp_foreach_non_finite_check_and_unscale_)
 def unscale_each(gradients: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Unscale the local gradients; an infinity on one rank counts for all ranks that share a tensor."""
+    """Unscale the local gradients. An infinity on one rank counts for all ranks that share a tensor."""
     with no_dispatch():
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
         found_inf.copy_(State.core.largest_over_ranks(found_inf, [layout_of(x) for x in gradients]))

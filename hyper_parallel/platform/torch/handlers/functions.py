@@ -1,10 +1,9 @@
-"""Autograd functions of the user on distributed tensors.
+"""User-defined autograd functions on DTensors.
 
-Torch has no interception point there. ``forward`` gets the DTensors. But the engine works on local tensors, so
-``backward`` would get plain local gradients together with distributed saved tensors. So
-`torch.autograd.Function.apply` is wrapped (`platform.torch.patches`): on calls with DTensors it hooks the node. Then
-``backward`` sees the gradients of distributed outputs as DTensors. Its results are brought to the layouts of the
-inputs.
+Torch cannot intercept them. ``forward`` gets the DTensors. But the engine works on local tensors, so ``backward`` would
+get plain local gradients together with distributed saved tensors. So `torch.autograd.Function.apply` is wrapped
+(`platform.torch.patches`): on calls with DTensors it hooks the node. Then ``backward`` sees the gradients of
+distributed outputs as DTensors. Its results are redistributed to the layouts of the inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["hooked_apply"]
 
 
 def hooked_apply(found: Any) -> Any:
-    """Wrap `torch.autograd.Function.apply`, given as it stands in its class. Until torch 2.13 that is a class method
+    """Wrap `torch.autograd.Function.apply` as found in the dict of its class. Until torch 2.13 it is a class method
     written in Python. From 2.14 on it is written in C and called with the class."""
     original = getattr(found, "__func__", found)
 
@@ -35,7 +34,7 @@ def hooked_apply(found: Any) -> Any:
                     localize(cls)
                 break
         result = original(cls, *args, **kwargs)
-        # Of plain tensors too a function may make DTensors, as checkpointing a parallelised module does.
+        # A function may return DTensors for plain tensors too, as checkpointing a parallelised module does.
         for y in result if isinstance(result, tuple) else (result,):
             if type(y) is made:
                 _hook_node(args, result if isinstance(result, tuple) else (result,))
@@ -46,11 +45,11 @@ def hooked_apply(found: Any) -> Any:
 
 
 class _EqualToOriginal:
-    """A replacement that is equal to its original.
+    """A replacement that compares equal to its original.
 
-    Programs keep bound methods, ``f = MyFunction.apply``. Torch's compiler knows the call of an autograd function by
-    comparing such a method with that of its class. Bound methods compare their functions where these are written in
-    Python. A method from before the patch has the original.
+    Programs store bound methods, ``f = MyFunction.apply``. Torch's compiler recognises the call of an autograd function
+    by comparing such a method with that of its class. Bound methods compare their functions if these are written in
+    Python. A method from before the patch has the original function.
     """
 
     def __init__(self, replacement: Any, original: Any) -> None:
@@ -96,10 +95,10 @@ def _tagged(cotangent: Any, layout: Any) -> Any:
 
 
 def _local(cotangent: Any, layout: Any) -> Any:
-    """A plain tensor: the object may become the gradient of a plain tensor further down."""
+    """Return a plain tensor, because it may become the gradient of a plain tensor upstream."""
     if not is_dtensor(cotangent):
         return cotangent
-    # The gradient of a plain input is whole.
+    # The gradient of a plain input is unsharded.
     cotangent = cotangent.redistribute(placements=None if layout is None else layout.cotangent.placements)
     with no_dispatch():
         cotangent = cotangent.as_subclass(Tensor)

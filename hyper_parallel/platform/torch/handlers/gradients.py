@@ -1,8 +1,8 @@
-"""``.grad``, ``.data``, hooks and backward of distributed tensors.
+"""``.grad``, ``.data``, hooks and backward of DTensors.
 
-A gradient is laid out like its tensor, with `Partial` replaced by `Replicate` (``layout.cotangent``). The engine works
-on the local tensors, which the DTensors are. It runs with dispatch on, because hooks, recomputation and autograd
-functions of the user run inside of it.
+A gradient has the layout of its tensor, with `Partial` replaced by `Replicate` (``layout.cotangent``). The engine works
+on the local tensors, which the DTensors are. It runs with dispatch on, because hooks, recomputation and user-defined
+autograd functions run inside it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _run_engine = telling_engine(run_engine)
 
 @handles(Tensor.grad.__get__, Tensor._grad.__get__)
 def get_grad(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The accumulated gradient, retagged where it lies."""
+    """Return the accumulated gradient, turned into a DTensor in place."""
     x = args[0]
     with no_dispatch():
         gradient = func(x)
@@ -37,7 +37,7 @@ def get_grad(func: Any, args: tuple, kwargs: dict) -> Any:
             return gradient
         layout = x._layout
         if layout.summed_mesh_dims and gradient.requires_grad:
-            # Made with create_graph=True. Kept, because x.grad is one object until it is accumulated into.
+            # Made with create_graph=True. Stored, because x.grad is one object until more is accumulated.
             gradient = State.core.to_owner(gradient, layout)
             Tensor.grad.__set__(x, gradient)
     return wrap(gradient, layout.cotangent)
@@ -45,7 +45,7 @@ def get_grad(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(Tensor.grad.__set__, Tensor._grad.__set__)
 def set_grad(func: Any, args: tuple, kwargs: dict) -> None:
-    """Accept a DTensor, brought to the layout that gradients of the tensor have."""
+    """Set a DTensor as gradient, redistributed to the layout of the tensor's gradients."""
     x, gradient = args
     if gradient is not None:
         if not isinstance(gradient, Tensor):
@@ -80,7 +80,7 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def forget_data(x: Any) -> None:
-    """Drop cached facts on ``x`` about data, or a shape, that it has no more."""
+    """Discard cached facts on ``x`` about its previous data or shape."""
     for name in ("_cached", "_gathered", "_origin", "_summands", "_plain", "_family", "_strides", "_ties"):
         x.__dict__.pop(name, None)
 
@@ -92,7 +92,7 @@ def forget_data(x: Any) -> None:
 def tensor_backward(
     x: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """``x.backward(gradient, ...)``."""
+    """Run ``x.backward(gradient, ...)``."""
     _run((x,), (gradient,), retain_graph, create_graph, inputs)
 
 
@@ -105,7 +105,7 @@ def autograd_backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    """``torch.autograd.backward``."""
+    """Run backward. Mirrors `torch.autograd.backward`."""
     tensors = _to_tuple(tensors)
     _run(tensors, _one_each(grad_tensors, tensors), retain_graph, create_graph, inputs)
 
@@ -119,7 +119,8 @@ def _run(
     allow_unreachable: bool = True,
     accumulate: bool = True,
 ) -> tuple:
-    """Run the engine: into ``.grad``, of all leaves or of ``inputs``, or for the gradients of ``inputs``."""
+    """Run the engine. It accumulates into ``.grad`` of all leaves or of ``inputs``, or returns the gradients of
+    ``inputs``."""
     inputs = None if inputs is None else _to_tuple(inputs)
     if accumulate and inputs == ():
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
@@ -147,7 +148,7 @@ def autograd_grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple:
-    """``torch.autograd.grad``: gradients with respect to distributed inputs are distributed."""
+    """Return gradients; those of distributed inputs are DTensors. Mirrors `torch.autograd.grad`."""
     if is_grads_batched:
         raise ValueError(
             "autograd.grad(is_grads_batched=True) is not supported with distributed tensors: call autograd.grad once "
@@ -177,7 +178,7 @@ def as_owned(gradient: Any, layout: Any) -> Any:
 
 
 def _root(x: Any, gradient: Any) -> tuple[Any, Any]:
-    """Where backward starts for ``x``, and the local cotangent with which it does."""
+    """Return the tensor at which backward starts for ``x``, and the local cotangent."""
     layout = x._layout if is_dtensor(x) else None
     if layout is None:
         if is_dtensor(gradient):
@@ -189,10 +190,10 @@ def _root(x: Any, gradient: Any) -> tuple[Any, Any]:
 
 
 def _root_to_reduce(x: Any, gradient: Any) -> tuple[Any, Any]:
-    """`_root` for a tensor that is still to be reduced."""
+    """Return the root as `_root` does, for a tensor that is a pending reduction."""
     layout = x._layout
     if any(p.is_partial() and p.reduce_op != "sum" for p in layout.placements):
-        # Not every rank's value receives the gradient, or not all of it: backward starts at the reduced one.
+        # Not every rank's value receives the full gradient: backward starts at the reduced tensor.
         with torch.enable_grad():
             x = x.redistribute(placements=list(layout.cotangent.placements))
         return x, _root_cotangent(x, gradient)
@@ -204,7 +205,7 @@ def _root_to_reduce(x: Any, gradient: Any) -> tuple[Any, Any]:
 
 
 def _root_cotangent(x: Any, gradient: Any) -> Any:
-    """The local cotangent with which backward starts at the DTensor ``x``."""
+    """Return the local cotangent with which backward starts at the DTensor ``x``."""
     if gradient is not None:
         gradient = as_cotangent(gradient, x._layout, "the gradient passed to backward")
         with no_dispatch():
@@ -220,7 +221,7 @@ def _root_cotangent(x: Any, gradient: Any) -> Any:
 
 
 def as_cotangent(gradient: Any, layout: Any, what: str) -> Any:
-    """Bring a gradient to the layout that gradients of a tensor with ``layout`` have; errors name it ``what``."""
+    """Redistribute a gradient to the layout of gradients of a tensor with ``layout``; errors call it ``what``."""
     wanted = layout.cotangent
     if not is_dtensor(gradient):
         raise TypeError(

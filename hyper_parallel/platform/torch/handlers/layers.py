@@ -1,4 +1,4 @@
-"""Layers that draw random numbers or look rows up, written with operations that have rules."""
+"""Layers that draw random numbers or look up rows, composed of operations that have rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _SATURATED = 1.7580993408473766
 def alpha_dropout(
     input: Any, p: float = 0.5, training: bool = False, inplace: bool = False, train: bool = False
 ) -> Any:
-    """Dropout that keeps mean and variance. The noise is drawn as on a single device, with the layout of the input."""
+    """Dropout that preserves mean and variance. The noise is drawn as on a single device, with the layout of the
+    input."""
     return _alpha_dropout(input, p, training or train, inplace, tuple(input.shape))
 
 
@@ -30,7 +31,7 @@ def alpha_dropout(
 def feature_alpha_dropout(
     input: Any, p: float = 0.5, training: bool = False, inplace: bool = False, train: bool = False
 ) -> Any:
-    """Drop whole channels. Every rank draws the few numbers that say which."""
+    """Drop entire channels. Every rank draws the few numbers that select them."""
     shape = (*input.shape[:2], *(1,) * (input.dim() - 2))
     return _alpha_dropout(input, p, training or train, inplace, shape)
 
@@ -57,7 +58,8 @@ def _new_replicated(x: Any, shape: tuple[int, ...]) -> Any:
 
 @handles(F.rrelu, torch.rrelu)
 def rrelu(func: Any, args: tuple, kwargs: dict) -> Any:
-    """In training the numbers that are drawn depend on the data: gathered. Otherwise it has one slope."""
+    """Apply the average slope outside training. In training the draws depend on the data, so the operands are
+    gathered."""
 
     def slope(
         input: Any, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, inplace: bool = False
@@ -71,14 +73,14 @@ def rrelu(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(*find("fractional_max_pool2d fractional_max_pool3d", F))
 def fractional_max_pool(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The largest of each window alone."""
+    """Return the maxima of the windows, without their indices."""
     name = f"{func.__name__.strip('_')}_with_indices"
     return fractional_max_pool_with_indices(getattr(F, name), args, kwargs)[0]
 
 
 @handles(*find("fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices", F))
 def fractional_max_pool_with_indices(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Windows at random places: each rank has the numbers for all samples and channels."""
+    """Draw window positions for all samples and channels on every rank, then run the row."""
     if kwargs.get("_random_samples") is None and len(args) < 6:
         x, dims = args[0], 2 if "2d" in func.__name__ else 3
         batch = x.shape[0] if x.dim() == dims + 2 else 1
@@ -89,8 +91,8 @@ def fractional_max_pool_with_indices(func: Any, args: tuple, kwargs: dict) -> An
 
 @handles(F.embedding_bag)
 def embedding_bag(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Bags of one size are sharded by bag, others by feature alone. If rows of the weight are sharded and bags are sums
-    or means, each rank sums its rows. That gives partial sums of bags."""
+    """Return the reduced bags of rows. The row shards bags of one size by bag, bags of different sizes by feature
+    alone. If rows of the weight are sharded and bags are sums or means, each rank sums its rows."""
     names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:
@@ -119,13 +121,13 @@ def _bags_of_one_size(ids: Any, weight: Any, mode: str, own_weights: Any, paddin
 
 @replaces(F.softmin)
 def softmin(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    """Softmax of the negative."""
+    """Return the softmax of ``-input``. Mirrors `torch.nn.functional.softmin`."""
     return F.softmax(-input, dim, dtype=dtype)
 
 
 @handles(F.normalize)
 def normalize(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Divided by the norm, which is all that travels where ``dim`` is sharded."""
+    """Divide by the norm. If ``dim`` is sharded, only the norm is communicated."""
 
     def divided(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
         if out is not None:

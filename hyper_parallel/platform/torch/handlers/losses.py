@@ -1,4 +1,4 @@
-"""Losses that are no sum over elements, written with operations that have rules."""
+"""Losses that are no sum over elements, composed of operations that have rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 def _reduced(losses: Any, reduction: str, size_average: Any = None, reduce: Any = None) -> Any:
     if size_average is not None or reduce is not None:
-        raise UnboundCallError  # deprecated ways to say it
+        raise UnboundCallError  # deprecated spellings of the reduction
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
@@ -35,7 +35,7 @@ def margin_ranking_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    """How far the order of two inputs is from the one wanted."""
+    """Return how far the order of two inputs violates the target. Mirrors `torch.nn.functional.margin_ranking_loss`."""
     if not input1.dim() == input2.dim() == target.dim():
         raise RuntimeError(
             "margin_ranking_loss : All input tensors should have same dimension but got sizes: "
@@ -54,9 +54,10 @@ def cosine_embedding_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    """The angle of vectors that belong together, as the target says, or do not."""
+    """Return a loss of the angle between vectors that are similar or not, as the target says. Mirrors
+    `torch.nn.functional.cosine_embedding_loss`."""
     if target.dim() > 1 or not input1.dim() == input2.dim() == target.dim() + 1:
-        raise UnboundCallError  # torch words the error
+        raise UnboundCallError  # torch raises the error
     tiny, dim = 1e-12, target.dim()
     lengths = ((input1 * input1).sum(dim) + tiny) * ((input2 * input2).sum(dim) + tiny)
     cosine = (input1 * input2).sum(dim) / lengths.sqrt()
@@ -68,7 +69,7 @@ def cosine_embedding_loss(
 
 @replaces(torch.pairwise_distance)
 def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
-    """Norm of the difference, along the last dimension."""
+    """Return the norm of the difference along the last dimension. Mirrors `torch.pairwise_distance`."""
     return (x1 - x2 + eps).norm(p, -1, keepdim)
 
 
@@ -85,11 +86,12 @@ def triplet_margin_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    """By how much the anchor is nearer to the negative example than the margin allows."""
+    """Return by how much the negative example violates the margin. Mirrors
+    `torch.nn.functional.triplet_margin_loss`."""
     if margin <= 0:
         raise ValueError(f"margin must be greater than 0, got {margin}")
     if not anchor.dim() == positive.dim() == negative.dim():
-        raise UnboundCallError  # torch words the error
+        raise UnboundCallError  # torch raises the error
     near, far = pairwise_distance(anchor, positive, p, eps), pairwise_distance(anchor, negative, p, eps)
     if swap:
         far = torch.minimum(far, pairwise_distance(positive, negative, p, eps))
@@ -100,7 +102,8 @@ def triplet_margin_loss(
 def gaussian_nll_loss(
     input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Any:
-    """Negative logarithm of the density of a normal distribution. One number says whether a variance is negative."""
+    """Return the negative log density of normal distributions. One all-reduced number shows whether a variance is
+    negative."""
     negative = var < 0 if isinstance(var, (int, float)) else (var < 0).any().full_tensor().item()
     if negative:
         raise ValueError("var has negative entry/entries")
@@ -111,7 +114,7 @@ def gaussian_nll_loss(
             var = var.unsqueeze(-1)
         elif input.dim() != var.dim() or sum(m for n, m in zip(input.size(), var.size(), strict=True) if n != m) != 1:
             raise ValueError("var is of incorrect size")
-    # Clamped without a gradient of its own, as torch does it.
+    # Clamped without a gradient of the clamp, as in torch.
     var = var + (var.detach().clamp_min(eps) - var.detach())
     losses = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     return _reduced(losses + 0.5 * math.log(2 * math.pi) if full else losses, reduction)
@@ -127,8 +130,8 @@ def margin_loss(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(F.linear_cross_entropy)
 def linear_cross_entropy(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The product, then the loss: of logits whose classes are sharded as the weight is. Options, which say how torch
-    computes parts of the batch after one another, would need all classes."""
+    """Compute the product, then the loss of logits whose classes are sharded like the weight. Options are dropped: they
+    make torch compute chunks of the batch in sequence, which needs all classes."""
     return body_of(func)(*args, **{name: value for name, value in kwargs.items() if name != "options"})
 
 
@@ -142,7 +145,7 @@ _CTC = NativeOp(
 
 @handles(F.ctc_loss)
 def ctc_loss(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Compute the loss of the samples that each rank has, with targets of one length; then the reduction."""
+    """Compute the loss of each rank's samples, with targets of one length, then reduce."""
 
     def run(
         log_probs: Any,

@@ -1,4 +1,4 @@
-"""`torch.masked.std` and `torch.masked.var` of DTensors: the ones that torch makes inside are distributed too."""
+"""`torch.masked.std` and `torch.masked.var` of DTensors: the mask that torch makes inside is distributed too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["counting_by_mask"]
 
 
 def counting_by_mask(original: Callable[..., Any], input: Any, *args: Any, mask: Any, **kwargs: Any) -> Any:
-    """Stands for the function that computes both: without a mask it counts the elements of a plain tensor of ones."""
+    """Replace the function that computes both: without a mask, torch would count the elements of a plain tensor of
+    ones."""
     if mask is None and is_dtensor(input):
         mask = torch.ones_like(input, dtype=torch.bool)
     return original(input, *args, mask=mask, **kwargs)

@@ -1,4 +1,4 @@
-"""Properties that are the same for the local and the distributed tensor, and sizes, which are not."""
+"""Properties that are equal for the local tensor and the DTensor, and sizes, which are not."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ def _functions() -> list[Any]:
 
 @handles(*_functions())
 def on_local(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The local tensor's answer is the distributed tensor's. A hook after accumulation gets the DTensor itself."""
+    """Return the local tensor's answer for the DTensor. A hook after accumulation gets the DTensor itself."""
     with no_dispatch():
         return func(*args, **kwargs)
 
 
 @replaces(Tensor.data_ptr)
 def data_ptr(x: Any) -> int:
-    """Address of the data, if this rank holds all of it: callers read as much memory as the global shape says."""
+    """Return the address of the data, if this rank holds all of it. Callers read as many bytes as the global shape
+    implies."""
     layout = layout_of(x)
     if tuple(layout.local_shape) != tuple(layout.shape):
         raise RuntimeError(
@@ -68,7 +69,7 @@ def data_ptr(x: Any) -> int:
 
 @handles(Tensor.requires_grad_, Tensor.detach_, Tensor.share_memory_)
 def on_local_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Change a flag of the local tensor, which is the distributed one."""
+    """Change a flag of the local tensor, which is the same object as the DTensor."""
     with no_dispatch():
         func(*args, **kwargs)
     return args[0]
@@ -76,26 +77,26 @@ def on_local_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @replaces(Tensor.size)
 def size(x: Any, dim: int | None = None) -> Any:
-    """Global size."""
+    """Return the global size."""
     shape = layout_of(x).shape
     return shape if dim is None else shape[dim]
 
 
 @replaces(Tensor.numel, Tensor.nelement, torch.numel)
 def numel(input: Any) -> int:
-    """Global number of elements."""
+    """Return the global number of elements."""
     return math.prod(layout_of(input).shape)
 
 
 @replaces(Tensor.nbytes.__get__)
 def nbytes(x: Any) -> int:
-    """Global number of bytes."""
+    """Return the global number of bytes."""
     return numel(x) * x.element_size()
 
 
 @replaces(Tensor.__len__)
 def length(x: Any) -> int:
-    """Global size of the first dimension."""
+    """Return the global size of the first dimension."""
     shape = layout_of(x).shape
     if not shape:
         raise TypeError("len() of a 0-d tensor")
@@ -104,7 +105,7 @@ def length(x: Any) -> int:
 
 @replaces(Tensor.stride)
 def stride(x: Any, dim: int | None = None) -> Any:
-    """Strides that the global tensor would have with the local one's order of dimensions."""
+    """Return the strides that the global tensor would have with the order of dimensions of the local tensor."""
     shape = layout_of(x).shape
     with no_dispatch():
         local = Tensor.stride(x)

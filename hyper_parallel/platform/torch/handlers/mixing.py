@@ -1,4 +1,4 @@
-"""Functions of torch besides attention that mix positions: the lengths of the dimensions that a call of one mixes."""
+"""Functions of torch besides attention that mix positions, with the lengths of the dimensions that a call mixes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Lengths = Callable[..., Sequence[int]]
 
 
 def _along(input: Any, dim: Any = -1, *_: Any, **__: Any) -> Sequence[int]:
-    """Lengths of one dimension, or some."""
+    """Return the lengths of one or several dimensions."""
     dims = (dim,) if isinstance(dim, int) else dim if isinstance(dim, (tuple, list)) else ()
     return [input.shape[d] for d in dims if isinstance(d, int)]
 
 
 def _mean(input: Any, dim: Any = None, *args: Any, **_: Any) -> Sequence[int]:
-    """Lengths without that of features, which come last: norms take their mean, and losses have none."""
+    """Return lengths without the last dimension, that of features: norms average over it, and losses have none."""
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     return _along(input, [d for d in dims if d not in (None, -1, input.ndim - 1)]) if input.ndim > 2 else ()
 
@@ -55,8 +55,8 @@ def _batch_norm(
 
 
 def _scores(input: Any, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
-    """Positions of scores of heads, all with all: attention that is written out. With three dimensions they may be
-    logits of as many classes."""
+    """Return the number of positions of square scores: attention that is written out. With three dimensions they may be
+    logits with as many classes."""
     square = input.ndim > 3 and dim in (-1, input.ndim - 1) and input.shape[-1] == input.shape[-2]
     return (input.shape[-1],) if square else ()
 

@@ -1,4 +1,4 @@
-"""Normalisation with statistics over the batch: those of the whole batch, wherever its samples are."""
+"""Normalisation with statistics over the batch: those of the global batch, however it is sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__: list[str] = []
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-#: Arguments of torch's functions; those of `instance_norm` differ in a name.
+#: Argument names of torch's functions; `instance_norm` has one other name.
 _NAMES = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
 
 
@@ -26,8 +26,8 @@ def _arguments(args: tuple, kwargs: dict) -> dict[str, Any]:
 
 @handles(torch.batch_norm)
 def batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
-    """With an unsharded batch, torch's kernel for each channel. Otherwise it is computed from mean and variance, each
-    by one all-reduce of as many numbers as there are channels."""
+    """Run torch's kernel if the batch is unsharded. Otherwise compose the norm from mean and variance. Each takes one
+    all-reduce with one number per channel."""
     given = _arguments(args, kwargs)
     x = given["input"]
     if not given["training"] or not is_dtensor(x) or _is_whole_but_for_channels(x):
@@ -38,7 +38,7 @@ def batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(torch.instance_norm)
 def instance_norm(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Normalise each sample and channel by itself. The running statistics are means over the samples."""
+    """Normalise each sample and channel separately. The running statistics are means over the samples."""
     given = _arguments(args, kwargs)
     x, running = given["input"], (given["running_mean"], given["running_var"])
     if not given["training"] or running[0] is None or running[1] is None or not is_dtensor(x) or x.dim() < 3:
@@ -53,8 +53,8 @@ def instance_norm(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _by_row(func: Any, given: dict[str, Any]) -> Any:
-    """By the row, which gives the running statistics as results instead of writing them. Plain statistics are taken to
-    be the same on all ranks."""
+    """Run by the row, which returns the running statistics instead of writing them. Plain statistics are assumed to be
+    the same on all ranks."""
     _check(func, given)
     mesh = next(x.device_mesh for x in given.values() if is_dtensor(x))
     running = ("running_mean", "running_var")
@@ -114,14 +114,14 @@ def _over_the_mesh(
 
 
 def _reduced(x: Any) -> Any:
-    """With partial sums reduced: they would be in each of the operations that follow."""
+    """Reduce partial sums once: otherwise each following operation would reduce them."""
     if not any(p.is_partial() for p in x.placements):
         return x
     return x.redistribute(placements=x._layout.cotangent.placements)
 
 
 def _move(running: Any, new: Any, momentum: float) -> None:
-    """Let a running statistic come closer to a new value, which is distributed."""
+    """Update a running statistic with a new value, which is distributed."""
     new = new.to(running.dtype)
     _write(running, running * (1 - momentum) + (new if is_dtensor(running) else new.full_tensor()) * momentum)
 

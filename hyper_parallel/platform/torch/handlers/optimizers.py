@@ -1,9 +1,9 @@
-"""Optimizers whose arithmetic is element-wise step on the local tensors, at the speed of plain ones.
+"""Steps of element-wise optimizers on the local tensors, as fast as on plain ones.
 
-Every optimizer is right without this module, one intercepted operation after the other. Here ``step`` of the listed
-classes is wrapped (`platform.torch.patches`). While it runs, parameters, gradients and state *are* plain tensors. A
+Every optimizer is correct without this module, one intercepted operation after the other. Here ``step`` of the listed
+classes is wrapped (`platform.torch.patches`). While it runs, parameters, gradients and state *are* plain tensors: a
 DTensor is a local tensor with another class. Changing the class of an object there and back is cheap. Torch takes
-longer to find out that a subclass is a tensor, for each argument of each kernel. Closures, and hooks on optimizers, see
+longer to detect that a subclass is a tensor, for each argument of each kernel. Closures, and hooks on optimizers, see
 DTensors.
 """
 
@@ -27,19 +27,19 @@ __all__ = ["COUNTERS", "ELEMENTWISE", "STORES", "clear_locally", "collect_locals
 
 
 ELEMENTWISE = words("SGD Adam Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD")
-#: Optimizers whose step writes the tensors that ``_init_group`` has looked up back into the state, so that it must get
-#: those tensors themselves.
+#: Optimizers whose step writes the tensors that ``_init_group`` looked up back into the state. So it must get those
+#: tensors, not aliases.
 STORES = ("SGD",)
-#: Numbers that optimizers keep of every parameter, whatever its shape.
+#: Numbers that optimizers store for every parameter, whatever its shape.
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
-#: Attribute of an optimizer that holds its `_LocalStep`. Neither pickle nor deepcopy of optimizers takes it along.
+#: Attribute of an optimizer that holds its `_LocalStep`. Pickle and deepcopy of optimizers drop it.
 _ATTRIBUTE = "_hyper_parallel_step"
 
 
 def local_step(step: Any) -> Any:
     """Wrap ``step`` of an optimizer of `ELEMENTWISE`."""
     tensor_class = State.tensor_class
-    # Once a class has an instance, torch has put profiling and hooks around its step: these stay outside.
+    # Once a class has an instance, torch has wrapped its step in profiling and hooks: these stay outside.
     is_hooked = getattr(step, "hooked", False)
     inner = step.__wrapped__ if is_hooked else step
 
@@ -51,7 +51,7 @@ def local_step(step: Any) -> Any:
         if not distributed:
             return inner(self, closure)
         if closure is not None:
-            # First, as torch does, because the closure works on parameters and gradients that are DTensors.
+            # First, as in torch, because the closure needs parameters and gradients that are DTensors.
             with torch.enable_grad():
                 loss = closure()
             closure = lambda: loss  # noqa: E731
@@ -71,8 +71,8 @@ def local_step(step: Any) -> Any:
 
 
 def without_local_step(found: Any, step: Any) -> Any:
-    """Return the function to put back in place of ``found``, when that is not `local_step` of ``step``. Torch has
-    then put its hooks around it, and would not do so again for existing optimizers."""
+    """Return the function to restore if ``found`` is not `local_step` of ``step``. Torch has then wrapped the step in
+    its hooks, and would not do so again for existing optimizers."""
     return _hooked(step) if getattr(found, "hooked", False) else step
 
 
@@ -100,11 +100,11 @@ def clear_locally(zero_grad: Any) -> Any:
 
 
 def collect_locals(init_group: Any, aliases: bool) -> Any:
-    """Wrap ``_init_group``, which fills lists with the tensors that an optimizer has for a group.
+    """Wrap ``_init_group``, which fills lists with an optimizer's tensors for a parameter group.
 
     Args:
-        init_group: torch's. In all listed classes it does nothing but look state up, once there is some.
-        aliases: whether other tensors with the same data do.
+        init_group: torch's function. In all listed classes it only looks up the state once that exists.
+        aliases: whether the lists may contain other tensors with the same data.
     """
 
     @functools.wraps(init_group)
@@ -112,7 +112,7 @@ def collect_locals(init_group: Any, aliases: bool) -> Any:
         local = self.__dict__.get(_ATTRIBUTE)
         if local is None or not local.running or kwargs or len(lists) < 2 or any(lists):
             return init_group(self, group, *lists, **kwargs)
-        # An override by the user may do more with it.
+        # A user's override may do more.
         is_known = is_or_disables(type(self)._init_group, init_group_of_locals)
         return local.collect(init_group, is_known, aliases, self, group, lists)
 
@@ -121,7 +121,7 @@ def collect_locals(init_group: Any, aliases: bool) -> Any:
 
 
 class _LocalStep:
-    """Steps of one optimizer on local tensors. Kept between steps, so that unchanging facts are found out once."""
+    """Steps of one optimizer on local tensors. It lives between steps, so that unchanging facts are computed once."""
 
     def __init__(self, tensor_class: Any) -> None:
         self.tensor_class: Any = tensor_class
@@ -132,23 +132,22 @@ class _LocalStep:
         self.distributed: list[Any] = []
         #: Whether all parameters are distributed.
         self.complete = False
-        #: For how many groups of parameters all state was there, and distributed.
+        #: Number of parameter groups whose state was complete and distributed.
         self.found = 0
         #: Layouts of the distributed parameters, none of them a partial sum.
         self.layouts: list[Any] = []
-        #: The state that `_check_state` has seen. No reference: state may be large.
+        #: ``id`` of the state that `_check_state` has checked. No reference: state may be large.
         self.looked_at = 0
         #: DTensors that are plain at present.
         self.swapped: list[list[Any]] = []
-        #: Which state has been looked at, and its number of entries then. No reference: state may be large.
+        #: ``id`` and number of entries of the state at the last check. No reference: state may be large.
         self.counted: tuple[int, int] = (0, -1)
-        #: The findings of `_remember`.
+        #: Results of `_remember`.
         self.columns: dict[tuple, tuple[Any, list[tuple[str | None, bool]]]] = {}
 
     def suits(self, optimizer: Any, distributed: list[Any]) -> bool:
         """Return whether the step may run on local tensors: it is not differentiable, and no parameter is a partial
-        sum. Gradients must be laid out like parameters, or be so after `collect`.
-        """
+        sum. Gradients must have the layouts of the parameters, at the latest after `collect`."""
         for group in optimizer.param_groups:
             if group.get("differentiable"):
                 return False
@@ -167,13 +166,13 @@ class _LocalStep:
         return True
 
     def begin(self, distributed: list[Any], count: int) -> None:
-        """Make the distributed ones of ``count`` parameters plain."""
+        """Turn the distributed ones among ``count`` parameters into plain tensors."""
         self.complete, self.found = len(distributed) == count, 0
         self.distributed, self.running = distributed, True
         self._make_plain(distributed)
 
     def end(self, optimizer: Any) -> None:
-        """Make everything distributed again, and new state with it."""
+        """Turn everything back into DTensors, including new state."""
         tensor_class, self.running = self.tensor_class, False
         for tensors in self.swapped:
             for x in tensors:
@@ -181,10 +180,11 @@ class _LocalStep:
         self.swapped = []
         distributed, self.distributed = self.distributed, []
         if self.found == len(optimizer.param_groups):
-            # The dict counted before may be gone, and another one have its address.
+            # The dict that was counted may be gone, and another may have its address.
             self.counted = (0, -1)
             return
-        # A step writes its state in place: some is new where its number has changed, or where another one was loaded.
+        # A step writes its state in place. State is new if the number of entries changed, or if another state was
+        # loaded.
         counted = (id(optimizer.state), _count(optimizer.state))
         if counted != self.counted or counted[1] < 0:
             _tag_state(optimizer.state, distributed, self.plain_class)
@@ -193,10 +193,10 @@ class _LocalStep:
     def collect(
         self, init_group: Any, is_known: bool, aliases: bool, optimizer: Any, group: dict[str, Any], lists: tuple
     ) -> Any:
-        """Fill the lists, of which the first two are parameters and their gradients, with plain tensors."""
-        # A learning rate that is a tensor is checked there.
+        """Fill the lists with plain tensors. The first two lists are parameters and their gradients."""
+        # Torch checks a learning rate that is a tensor in ``_init_group``.
         is_known = is_known and self.complete and not isinstance(group["lr"], Tensor)
-        # Options that decide on the lists, in any of the optimizers.
+        # Options that affect the lists in some optimizer.
         find = group.get
         options = (init_group, bool(find("amsgrad")), bool(find("momentum")), bool(find("centered")))
         known = self.columns.get(options) if is_known else None
@@ -219,13 +219,13 @@ class _LocalStep:
 
     def _make_plain(self, tensors: list[Any]) -> None:
         plain_class = self.plain_class
-        # Noted before it is done, so that it is undone whatever happens.
+        # Noted first, so that it is undone whatever happens.
         self.swapped.append(tensors)
         for x in tensors:
             x.__class__ = plain_class
 
     def _make_gradients_plain(self, lists: tuple) -> None:
-        """Bring the gradients of distributed parameters to the parameters' layouts. They have them unless a
+        """Redistribute the gradients of distributed parameters to the parameters' layouts. They differ only if a
         parameter was given other data."""
         parameters, gradients, tensor_class = lists[0], lists[1], self.tensor_class
         kinds = set(map(type, gradients))
@@ -242,10 +242,10 @@ class _LocalStep:
         self._make_plain(list(gradients))
 
     def _remember(self, key: tuple, result: Any, state: Any, lists: tuple[list[Any], ...]) -> None:
-        """Remember under which names the lists are found in the state, if these are plain columns of it.
+        """Remember the names of the lists in the state, if each list is a plain column of it.
 
-        Half of the time of a fused step in Python goes to questions about each parameter, over and over. Is it complex,
-        is its gradient sparse, is its state there? Gradients of distributed parameters are never sparse.
+        Half of the Python time of a fused step goes to repeated checks of each parameter. Is it complex, is its
+        gradient sparse, does its state exist? Gradients of distributed parameters are never sparse.
         """
         parameters, columns = lists[0], lists[2:]
         if not parameters or (any(result) if isinstance(result, tuple) else result):
@@ -254,13 +254,13 @@ class _LocalStep:
         names = [_name_of(column, states) if column else None for column in columns]
         distributed = [bool(column) and all(type(x) is self.tensor_class for x in column) for column in columns]
         for name, column, is_distributed in zip(names, columns, distributed, strict=True):
-            # New state of the shape of its parameter will be distributed.
+            # New state with the shape of its parameter will be distributed.
             if column and (name is None or (not is_distributed and any(x.dim() for x in column))):
                 return
         self.columns[key] = (result, list(zip(names, distributed, strict=True)))
 
     def _fill(self, columns: list, aliases: bool, state: Any, group: dict[str, Any], lists: tuple) -> bool:
-        """Fill the lists if all parameters have gradients and state and none is complex."""
+        """Fill the lists and return True, if all parameters have gradients and state and none is complex."""
         parameters = group["params"]
         gradients = [p.grad for p in parameters]
         # No fused kernel takes complex numbers.
@@ -291,10 +291,10 @@ class _LocalStep:
             return [self._plain(own[name]) for own in states]
 
     def _plain(self, x: Any) -> Any:
-        """The plain tensor with the same data, kept on the distributed one."""
+        """Return the plain tensor with the same data, cached on the DTensor."""
         if type(x) is not self.tensor_class:
             raise KeyError("a plain tensor in the state of an optimizer: it is distributed before the step")
-        # It shares the data and the version, and holds nothing of the distributed tensor, which so holds it safely.
+        # It shares data and version, and has no reference to the DTensor, so there is no cycle.
         x._plain = x.detach()
         return x._plain
 
@@ -311,7 +311,7 @@ def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> Non
             continue
         for name, value in own.items():
             before = getattr(value, "_layout", None)
-            # On another mesh: of a tensor-parallel parameter that data parallelism has sharded further.
+            # On another mesh: state of a tensor-parallel parameter that data parallelism has sharded further.
             if before is not None and before.mesh is not layout.mesh:
                 shape = before.shape
             elif type(value) is plain_class and value.dim():
@@ -330,7 +330,7 @@ def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> Non
 
 
 def _name_of(column: list[Any], states: list[dict[str, Any]]) -> str | None:
-    """The name that the values of ``column`` have in the state of each parameter, if there is one."""
+    """Return the name under which the values of ``column`` are in the state of each parameter, or None."""
     for name in states[0]:
         if column[0] is not None and all(s.get(name) is x for s, x in zip(states, column, strict=True)):
             return name
@@ -340,7 +340,7 @@ def _name_of(column: list[Any], states: list[dict[str, Any]]) -> str | None:
 def _count(state: Any) -> int:
     try:
         return sum(map(len, state.values()))
-    except TypeError:  # entries of an optimizer of the user
+    except TypeError:  # entries of a user-defined optimizer
         return -1
 
 

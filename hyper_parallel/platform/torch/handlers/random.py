@@ -1,8 +1,8 @@
 """Random numbers and initialisation: a shard gets the numbers that a single device would draw for its elements.
 
-The global tensor is drawn from the default generator, whose state is the same on all ranks. Each rank keeps its part.
+The global tensor is drawn from the default generator, whose state is the same on all ranks. Each rank keeps its shard.
 That costs memory of the global size for a moment and keeps the generators in step. Where the program has asked for
-numbers by counter (`manual_seed`), uniform and normal ones are drawn for the part alone.
+numbers by counter (`manual_seed`), uniform and normal numbers are drawn for the shard alone.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hyper_parallel.platform.torch.op_table.binding import find
 __all__: list[str] = []
 
 
-#: The initialisers that torch lets a tensor override; the others are written with methods, which are handled below.
+#: Initialisers that torch lets a tensor override; the others call methods, which are handled below.
 _INITIALISERS = "uniform_ normal_ constant_ kaiming_uniform_ kaiming_normal_"
 
 
 @handles(*find(_INITIALISERS, nn.init))
 def initialise(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`torch.nn.init`: fans are those of the global shape."""
+    """Initialise as `torch.nn.init` does, with fans of the global shape."""
     rest = {k: v for k, v in kwargs.items() if k != "tensor"}
     x = args[0] if args else kwargs["tensor"]
     with torch.no_grad():
@@ -36,15 +36,15 @@ def initialise(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @replaces(torch.eye)
 def fill_with_identity(*sizes: int, out: Any, **options: Any) -> Any:
-    """``torch.eye(n, m, out=x)``, as `torch.nn.init.eye_` calls it."""
+    """Write an identity matrix into ``out``, for ``torch.eye(n, m, out=x)`` in `torch.nn.init.eye_`."""
     return out.copy_(torch.eye(*sizes, dtype=out.dtype, device=out.device))
 
 
 @handles(*find("uniform_ normal_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_", Tensor))
 def draw_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``x.normal_()`` and its relatives."""
+    """Fill a tensor with random numbers, as ``x.normal_()`` and similar methods do."""
     if any(isinstance(a, Tensor) for a in (*args[1:], *kwargs.values())):
-        return run_unknown(func, args, kwargs)  # probabilities in a tensor: gathered with x
+        return run_unknown(func, args, kwargs)  # probabilities in a tensor are gathered together with x
     return _fill_from_global(args[0], func, args[1:], kwargs)
 
 
@@ -82,7 +82,7 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     with no_dispatch():
         if x.is_meta:
             return x
-        # A generator of the program's own is its own affair, and constants are equal by themselves.
+        # A user's own generator is not synchronized, and constants are equal on all ranks anyway.
         shared = kwargs.get("generator") is None and func is not nn.init.constant_
         by_counter = _bound(_IN_PLACE.get(func.__name__), args, kwargs)
         x.copy_(core.draw(lambda whole: func(whole, *args, **kwargs), x, layout, shared, by_counter))
@@ -92,7 +92,7 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(torch.rand_like, torch.randn_like, torch.randint_like)
 def draw_like(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``torch.randn_like(x)``, laid out like ``x``."""
+    """Draw a tensor with the layout of ``x``, as ``torch.randn_like(x)`` does."""
     x = args[0] if args else kwargs["input"]
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "requires_grad")}
     layout, shared = layout_of(x).cotangent, rest.get("generator") is None

@@ -1,4 +1,4 @@
-"""Recurrent layers and cells: samples are independent; a cell may also have its hidden units sharded."""
+"""Recurrent layers and cells: samples are independent; a cell may also have sharded hidden units."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__: list[str] = []
 
 # ---------------------------------------------------------------------------------------------------- layers
 def _bind_layer(func: Any, args: tuple, kwargs: dict) -> Bound:
-    """(input, states, weights, has_biases, layers, dropout, training, bidirectional, batch_first)"""
+    """Bind (input, states, weights, has_biases, layers, dropout, training, bidirectional, batch_first)."""
     if kwargs or len(args) != 9 or not isinstance(args[2], (tuple, list)):
-        raise UnboundCallError  # a packed sequence, whose samples have lengths of their own
+        raise UnboundCallError  # a packed sequence, whose samples differ in length
     x, states, weights, _, layers, dropout, training, both_ways, batch_first = args
     if dropout and training and layers > 1:
         raise UnboundCallError  # the noise between layers is drawn inside
@@ -43,7 +43,7 @@ _LAYER = NativeOp("labelled", _bind_layer, _call_layer)
 
 @handles(*find("lstm gru rnn_tanh rnn_relu", torch))
 def layer(func: Any, args: tuple, kwargs: dict) -> Any:
-    """All steps at once, each rank for its samples."""
+    """Run all steps at once, each rank for its samples."""
     return dispatch(_LAYER, func, args, kwargs)
 
 
@@ -67,7 +67,8 @@ _CELL = NativeOp("labelled", _bind_cell, _call_cell)
 
 @handles(*find("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", torch))
 def cell(func: Any, args: tuple, kwargs: dict) -> Any:
-    """One step: torch's kernel for each sample, or, where weights are sharded, its products and later operations."""
+    """Run one step. Unsharded weights use torch's kernel for each sample, sharded ones its products and later
+    operations."""
     if kwargs:
         raise UnboundCallError
     x, states, *weights = args
@@ -84,7 +85,8 @@ def cell(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _lstm(gates: Any, c: Any) -> tuple[Any, Any]:
-    """Where the four gates are packed in sharded weights, each rank has some hidden units of each."""
+    """Return hidden and cell state. If the four gates are packed in sharded weights, each rank has some hidden units of
+    each."""
     enter, forget, new, leave = gates.chunk(4, dim=1)
     c = torch.sigmoid(forget) * c + torch.sigmoid(enter) * torch.tanh(new)
     return torch.sigmoid(leave) * torch.tanh(c), c

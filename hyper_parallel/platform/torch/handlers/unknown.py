@@ -1,4 +1,4 @@
-"""Functions that neither have a handler nor a row in the op table, and calls that these do not serve."""
+"""Functions without a handler or a row in the op table, and calls that these do not support."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ __all__ = ["recover", "run_unknown"]
 #: Namespaces of collectives among the operations of torch.
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
 
-#: Torch's words for a leaf, of the leaf itself and of a result of `DTensor.from_local`, which is a view of one.
+#: Part of torch's message for writes to a leaf, or to a result of `DTensor.from_local`, which is a view of a leaf.
 _OF_A_LEAF = "leaf Variable that requires grad"
 
 
 def recover(error: RuntimeError, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Serve a call whose handler has raised ``error``: on gathered operands if its row does not cover the arguments.
+    """Handle a call whose handler raised ``error``: run it on gathered operands if its row does not cover the
+    arguments.
 
     Raises:
-        RuntimeError: ``error`` otherwise; with the remedy, where torch refuses to write to a leaf that requires grad.
-            Torch raises it before it writes, from facts that all ranks share.
+        RuntimeError: ``error`` otherwise; with a remedy if torch refuses to write to a leaf that requires grad. Torch
+            raises it before it writes, from facts that all ranks share.
     """
     if isinstance(error, UnboundCallError):
         return run_unknown(func, args, kwargs)
@@ -45,7 +46,7 @@ def recover(error: RuntimeError, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def run_unknown(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run on gathered operands, through core; in place, put the result back into the first one."""
+    """Run on gathered operands, through core. An operation in place copies its result back into the first operand."""
     if isinstance(func, (OpOverload, OpOverloadPacket)):
         return _run_overload(func, args, kwargs)
     if kwargs.get("out") is not None:
@@ -53,7 +54,7 @@ def run_unknown(func: Any, args: tuple, kwargs: dict) -> Any:
     name = getattr(func, "__name__", "")
     if name in ("__set__", "__delete__"):
         raise TypeError(f"this attribute of a distributed tensor cannot be changed ({func})")
-    if name == "meshgrid" and func is not torch.meshgrid:  # what that calls for a list, in which it finds no DTensors
+    if name == "meshgrid" and func is not torch.meshgrid:  # torch.meshgrid finds no DTensors in a list
         return torch.meshgrid(*args[0], **kwargs)
     if name.endswith("_") and not name.endswith("__"):
         return _run_in_place(func, args, kwargs)
@@ -61,7 +62,7 @@ def run_unknown(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _run_into(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``func(..., out=x)``: the result is copied into ``x``, which keeps its layout. Optimizers do this."""
+    """Run ``func(..., out=x)`` and copy the result into ``x``, which keeps its layout. Optimizers call functions so."""
     rest = {name: value for name, value in kwargs.items() if name != "out"}
     out, result = kwargs["out"], func(*args, **rest)
     if not isinstance(out, (tuple, list)):
@@ -100,7 +101,7 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     served = _served(func.__name__)
     if served is None:
         return x.copy_(dispatch(None, _out_of_place(func), args, kwargs))
-    # Backward may need the value that is about to be written over.
+    # Backward may need the value that is about to be overwritten.
     given = (x, *args[1:], *kwargs.values())
     kept = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
     y = served(x.clone() if kept else x, *args[1:], **kwargs)
@@ -115,14 +116,16 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @functools.cache
 def _served(name: str) -> Callable | None:
-    """Return the function that gives a new tensor where ``name`` writes in place. It must have a rule or a handler."""
+    """Return the function that computes a new tensor where ``name`` writes in place. It must have a rule or a
+    handler."""
     found = (getattr(owner, name.rstrip("_"), None) for owner in (Tensor, torch, torch.nn.functional, torch.special))
     return next((f for f in found if f is not None and f in State.table), None)
 
 
 @functools.cache
 def _out_of_place(func: Any) -> Callable:
-    """``func`` on a copy. One function for each, because core says once per function that it has no rule."""
+    """Return a function that runs ``func`` on a copy. It is cached, because core warns once per function without a
+    rule."""
 
     def out_of_place(x: Any, *args: Any, **kwargs: Any) -> Any:
         return func(x.clone(), *args, **kwargs)
@@ -132,7 +135,7 @@ def _out_of_place(func: Any) -> Callable:
 
 
 def _run_overload(func: Any, args: tuple, kwargs: dict) -> Any:
-    """``torch.ops.aten.add.Tensor(x, y)``, which must not silently compute on the local shards.
+    """Run an overload such as ``torch.ops.aten.add.Tensor(x, y)``, which must not silently compute on the local shards.
 
     Torch itself calls overloads on tensors saved for backward while a `TorchDispatchMode` is active (selective
     checkpointing, FLOP counters): these are local computations.
@@ -154,7 +157,7 @@ def _run_overload(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _schemas(func: Any) -> list[Any]:
-    """A packet takes the overload that fits: the first one says whether the operation is meant to write."""
+    """Return the schemas of an overload. For a packet, the first overload decides whether the operation writes."""
     if isinstance(func, OpOverloadPacket):
         return [getattr(func, func.overloads()[0])._schema]
     return [func._schema]

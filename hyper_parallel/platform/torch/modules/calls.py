@@ -1,9 +1,9 @@
-"""Calling modules of torch.nn without the detour of `torch.nn.Module.__call__`, and with another forward.
+"""Calls of modules of torch.nn that skip `torch.nn.Module.__call__`, and replaced forwards.
 
-`Module.__call__` asks for all that may surround a forward: hooks of ten kinds, tracers, compilation. A small layer
-spends more time there than in its style. So parallelised modules get a class of their own, under the same name and
-derived from theirs. Its ``__call__`` runs the hooks before and after forward that styles register. It hands over to
-`Module.__call__` for anything else.
+`Module.__call__` checks everything that may surround a forward: hooks of ten kinds, tracers, compilation. A small layer
+spends more time there than in its style. So parallelised modules get their own class, with the same name and derived
+from theirs. Its ``__call__`` runs the hooks before and after forward that styles register. It calls `Module.__call__`
+for anything else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ __all__ = ["call_quickly", "replace_forward", "set_compiled_forward", "share_com
 
 
 def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
-    """See `Platform.replace_forward`. The object keeps a function, not a bound method: copies run it on themselves."""
+    """Let calls of ``module`` run ``make(forward)``. The object stores a function, not a bound method: copies run it on
+    themselves."""
     cls: Any = type(module)
     replaced = module.__dict__.get("_replaced_forward")
     module.__dict__.pop("_compiled_run", None)  # a new forward replaces the compiled one too
@@ -47,7 +48,8 @@ def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], mix
 
 
 def _own_forward(module: nn.Module) -> Callable | None:
-    """Take the forward that another library has set on the object, as a function of the module. None without one."""
+    """Remove a forward that another library has set on the object, and return it as a function of the module. None
+    without one."""
     own = module.__dict__.pop("forward", None)
     if own is None:
         return None
@@ -58,7 +60,7 @@ def _own_forward(module: nn.Module) -> Callable | None:
 
 
 def share_compiled_inputs(module: nn.Module) -> None:
-    """See `Platform.share_compiled_inputs`."""
+    """Let compiled code share one collective for gradients of an input of ``module``."""
     cls: Any = type(module)
     if not getattr(cls, "_shares", False):
         module.__class__ = _with_shared_inputs(cls)
@@ -76,7 +78,7 @@ def set_compiled_forward(module: nn.Module, how: Program | None) -> None:
 
 
 def call_quickly(module: nn.Module) -> None:
-    """Give ``module`` a quick ``__call__``."""
+    """Give ``module`` a class with a quick ``__call__``."""
     cls: Any = type(module)
     module.__dict__.setdefault(NUMBER, str(next(_NUMBERS)))
     if "_quick" not in cls.__dict__:
@@ -106,8 +108,8 @@ def _with_quick_call(cls: Any) -> type:
 
 
 def _derive(cls: Any, methods: dict[str, Any], base: type | None = None) -> type:
-    """Make a class under the name of ``cls`` with these methods and those of the class ``base``. Its ``__call__`` does
-    the same as that of `torch.nn.Module`."""
+    """Make a class with the name of ``cls``, these methods and the base class ``base``. Its ``__call__`` does the same
+    as that of `torch.nn.Module`."""
     shares = "_shares" in methods
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +135,7 @@ def _derive(cls: Any, methods: dict[str, Any], base: type | None = None) -> type
             replaced = state.get("_replaced_forward")
             if replaced is None:
                 return self.forward(*args, **kwargs)
-            # Python hands over a single argument faster than a tuple of them.
+            # Python passes a single argument faster than a tuple of one.
             return replaced(self, *args, **kwargs) if kwargs or len(args) != 1 else replaced(self, args[0])
         if (
             len(before) != len(state["_forward_pre_hooks_with_kwargs"])

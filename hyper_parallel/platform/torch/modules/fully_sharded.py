@@ -1,10 +1,10 @@
-"""torch's own `fully_shard` (FSDP2), and `replicate` which is built like it, on parallelised modules.
+"""torch's own `fully_shard` (FSDP2), and the similar `replicate`, on parallelised modules.
 
-Torch's code keeps each parameter as a DTensor of its own class. That DTensor is distributed over the data-parallel and
-the tensor-parallel mesh. Torch replaces it by a gathered one while the module runs. All that is left to torch: a
-parameter is handed over as torch's DTensor of the same placements. The gathered tensor becomes a DTensor of this
-library, over the same memory and with the planned layout. So styles find the tensors that they have distributed. The
-gradient comes back complete over the tensor-parallel mesh, and torch reduces it over the data-parallel one.
+Torch's code stores each parameter as its own DTensor, distributed over the data-parallel and the tensor-parallel mesh.
+Torch replaces it by a gathered tensor while the module runs. All of that is left to torch: a parameter is passed to it
+as torch's DTensor with the same placements. The gathered tensor becomes a DTensor of this library, over the same memory
+and with the planned layout. So styles find the tensors that they have distributed. The gradient is complete over the
+tensor-parallel mesh, and torch reduces it over the data-parallel one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["checking_parameters", "converting_parameter", "taking_meshes"]
 
 
 def taking_meshes(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``DataParallelMeshInfo.__post_init__``, which gets each mesh that torch is to shard or replicate over.
-    Meshes of this library become torch's."""
+    """Wrap ``DataParallelMeshInfo.__post_init__``, which gets each mesh that torch shards or replicates over. It
+    converts meshes of this library to torch's."""
 
     @functools.wraps(original)
     def post_init(self: Any) -> None:
@@ -42,8 +42,8 @@ def taking_meshes(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def checking_parameters(make: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``FSDPParamGroup.__init__``, which gets all parameters of a unit. Refuses wrong ones on all ranks, before
-    anything is changed."""
+    """Wrap ``FSDPParamGroup.__init__``, which gets all parameters of a unit. It rejects unsuitable parameters on all
+    ranks, before anything is changed."""
 
     @functools.wraps(make)
     def init(
@@ -99,7 +99,7 @@ def _check(p: Any, path: str, mesh_info: Any, post_forward: Any) -> None:
 
 
 def converting_parameter(make: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``FSDPParam.__init__``."""
+    """Wrap ``FSDPParam.__init__`` to convert a DTensor of this library to torch's before, and keep its layout."""
     cls = sys.modules[make.__module__].FSDPParam
 
     @functools.wraps(make)
@@ -126,18 +126,19 @@ def converting_parameter(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _to_native(parameter: Any) -> Any:
-    """A parameter of torch's own DTensor class with the same memory."""
+    """Return a parameter of torch's own DTensor class with the same memory."""
     layout = parameter._layout
     with no_dispatch(), torch.no_grad():
         local = parameter.detach().contiguous()
-        # Torch takes contiguous parameters only.
+        # Torch requires contiguous parameters.
         strides = torch.empty(layout.shape, device="meta").stride()
         return nn.Parameter(as_native(local, layout, strides), parameter.requires_grad)
 
 
 @cache
 def _keeping_layout(cls: type) -> type:
-    """``FSDPParam`` for a parameter that was one of this library's, of layout ``self._layout``."""
+    """Return a subclass of ``FSDPParam`` for a parameter that was a DTensor of this library, with layout
+    ``self._layout``."""
 
     def init_unsharded_param(self: Any) -> None:
         made = hasattr(self, "_unsharded_param")

@@ -1,8 +1,8 @@
 """Copies of parallelised modules: copy, deepcopy, pickle and `torch.save`.
 
 Their classes are made while the program runs, and their forwards are closures, so neither can be pickled. The pickle
-contains the class that the module had before, its parameters, and its styles. The styles are applied again where the
-module is loaded.
+contains the original class of the module, its parameters, and its styles. The styles are applied again when the module
+is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hyper_parallel.platform.torch.compiled.comparisons import NUMBER
 
 __all__ = ["copying_methods"]
 
-#: Hooks by number, and the further dicts with options of the same hooks.
+#: Dicts of hooks by number -> further dicts with options of the same hooks.
 _HOOKS = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -26,7 +26,7 @@ _HOOKS = {
 
 
 def copying_methods(cls: Any) -> dict[str, Any]:
-    """Methods for a class that is derived from ``cls``, where that leaves copying to Python."""
+    """Return copying methods for a class derived from ``cls``, unless ``cls`` defines its own."""
     if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
         return {}
     methods = {"__reduce_ex__": _reduce, "__copy__": _copy, "__deepcopy__": _deepcopy}
@@ -46,7 +46,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 
 
 def _reduce(self: Any, protocol: Any) -> tuple:
-    """Return the value that pickle takes.
+    """Return the values that pickle stores.
 
     Raises:
         TypeError: for a module with hooks that cannot be pickled.
@@ -77,7 +77,7 @@ def _restore(module: Any, saved: tuple[dict[str, Any], tuple]) -> None:
 
 
 def _importable(cls: type) -> type:
-    """The class that ``cls`` was made of while the program ran."""
+    """Return the importable class from which ``cls`` was derived while the program ran."""
     for base in cls.__mro__:
         found: Any = sys.modules.get(base.__module__)
         for name in base.__qualname__.split("."):

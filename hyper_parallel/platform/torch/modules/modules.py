@@ -21,7 +21,7 @@ __all__ = ["ModuleVerbs"]
 
 
 class ModuleVerbs(Platform):
-    """The verbs of `Platform` about modules."""
+    """Verbs of `Platform` for modules."""
 
     linear_kinds: ClassVar[dict[type, ModuleKind]] = {nn.Linear: ModuleKind()}
     embedding_kinds: ClassVar[dict[type, ModuleKind]] = {nn.Embedding: ModuleKind(bias=None)}
@@ -31,21 +31,21 @@ class ModuleVerbs(Platform):
     }
 
     def named_modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """See `Platform.named_modules`."""
+        """Yield (path, module) for ``root`` and its submodules, parents first."""
         return root.named_modules()
 
     def named_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """See `Platform.named_buffers`."""
+        """Yield (name, buffer) for the buffers that ``module`` itself holds."""
         return ((name, b) for name, b in module._buffers.items() if b is not None)
 
     def set_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
-        """See `Platform.set_buffer`."""
+        """Replace a buffer."""
         if name not in module._buffers:
             raise AttributeError(f"{type(module).__name__} has no buffer {name!r}")
         module._buffers[name] = value
 
     def set_distributed_parameter(self, module: nn.Module, name: str, local: Tensor, layout: Any) -> None:
-        """See `Platform.set_distributed_parameter`. The parameter object stays the same one."""
+        """Turn the parameter ``module.<name>`` into a distributed parameter. The parameter object stays the same."""
         parameter = module._parameters.get(name)
         if parameter is None:
             raise AttributeError(f"{type(module).__name__} has no parameter {name!r}")
@@ -53,8 +53,8 @@ class ModuleVerbs(Platform):
             local = local.detach()
             gradient, parameter.grad = parameter.grad, None
             if same_implementation(parameter, local):
-                # A graph that is still alive holds an accumulator made for the old shape. Torch drops it when the
-                # dtype changes, so take the detour over another dtype.
+                # A live graph holds an accumulator made for the old shape. Torch drops it when the dtype changes, so
+                # another dtype is set in between.
                 other = torch.float64 if parameter.dtype != torch.float64 else torch.float32
                 if parameter.is_floating_point():
                     parameter.data = torch.empty(0, dtype=other, device=parameter.device)
@@ -66,19 +66,19 @@ class ModuleVerbs(Platform):
             if gradient is not None and tuple(gradient.shape) == tuple(layout.shape) and not is_dtensor(gradient):
                 parameter.grad = gradient[layout.local_index()].clone()
 
-    #: See `Platform.own_parameters`.
+    #: The table of parameters that ``module`` itself holds; see `Platform.own_parameters`.
     own_parameters: Any = staticmethod(attrgetter("_parameters"))
 
-    #: See `Platform.replace_forward`.
+    #: Function that lets calls of ``module`` run ``make(forward)``; see `Platform.replace_forward`.
     replace_forward: Any = staticmethod(calls.replace_forward)
 
     def show_styles(self, module: nn.Module) -> None:
-        """See `Platform.show_styles`."""
+        """Add styles and placements to the representation of ``module``; see `Platform.show_styles`."""
         calls.call_quickly(module)
 
-    #: See `Platform.set_compiled_forward`.
+    #: Function that lets the compiler trace the forward that ``how`` describes; see `Platform.set_compiled_forward`.
     set_compiled_forward: Any = staticmethod(calls.set_compiled_forward)
-    #: See `Platform.compiled_hook`.
+    #: Function that returns ``hook``, or a replacement for the compiler; see `Platform.compiled_hook`.
     compiled_hook: Any = staticmethod(compiled_hook)
     #: See `Platform.around_calls`.
     around_calls: Any = staticmethod(around_calls)
@@ -88,7 +88,7 @@ class ModuleVerbs(Platform):
     def register_forward_pre_hook(
         self, module: nn.Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
-        """See `Platform.register_forward_pre_hook`."""
+        """Register a hook that runs before forward; see `Platform.register_forward_pre_hook`."""
         calls.call_quickly(module)
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
@@ -99,7 +99,7 @@ class ModuleVerbs(Platform):
 
 
 def wrap_parameter(parameter: Any, layout: Any) -> None:
-    """Retag a parameter, distributed or not; it stays an instance of `torch.nn.Parameter`."""
+    """Turn a parameter into a DTensor, or change its layout. It stays an instance of `torch.nn.Parameter`."""
     if is_dtensor(parameter):
         parameter._layout = layout
         parameter.__dict__.pop("_cached", None)

@@ -1,1 +1,1 @@
-"""DTensors, meshes and checkpoints of torch itself, converted from and to ours."""
+"""Conversions between DTensors, meshes and checkpoints of torch itself and those of this library."""

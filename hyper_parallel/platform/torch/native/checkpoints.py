@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint and DTensors.
 
-Its planners ask methods of a tensor for the parts that this rank writes and reads: the rectangles that it holds. A
-packed shard is several. ``load_state_dict(assign=True)`` of whole tensors makes DTensors of them. Whole state dicts are
-in `whole_states`.
+Its planners call methods of a tensor for the parts that this rank writes and reads: the rectangles that it holds. A
+packed shard has several. ``load_state_dict(assign=True)`` turns full tensors into DTensors. Full state dicts are
+handled in `whole_states`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
 
 
 def finds_distributed(original: Callable[[Any], bool], module: Any) -> bool:
-    """Stands for the function that asks whether a module has parameters that are torch's DTensors."""
+    """Replace the function that reports whether a module has parameters that are torch's DTensors."""
     return original(module) or (isinstance(module, nn.Module) and any(map(is_dtensor, module.parameters())))
 
 
 # ---------------------------------------------------------------------------------------------- the part of a rank
 def _rectangles(x: Any) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]]:
-    """(offsets, sizes, where it lies in the local tensor) of this rank's parts of a DTensor."""
+    """Return (offsets, sizes, slices of the local tensor) for the rectangles of a DTensor that this rank holds."""
     layout = x._layout
     if any(p.is_partial() for p in layout.placements):
         raise TypeError(
@@ -47,7 +47,7 @@ def _rectangles(x: Any) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]
             "each rank holds a summand: redistribute it to Replicate() or Shard(dim) first"
         )
     shape = tuple(layout.shape)
-    if not math.prod(shape):  # no rank holds an element, and a checkpoint is to know of the tensor all the same
+    if not math.prod(shape):  # no rank holds an element, but the checkpoint must list the tensor
         return [(torch.Size([0] * len(shape)), torch.Size(shape), (slice(None),) * len(shape))]
     return [
         (torch.Size(r.offsets), torch.Size(r.sizes), tuple(map(_slice, r.local_offsets, r.sizes)))
@@ -60,7 +60,7 @@ def _slice(start: int, length: int) -> slice:
 
 
 def _local(x: Any) -> Tensor:
-    """The local tensor: plain, with the memory and the count of writes of ``x``."""
+    """Return the local tensor: plain, with the memory and version counter of ``x``."""
     with no_dispatch():
         return x.detach().as_subclass(Tensor)
 
@@ -95,8 +95,8 @@ def _get_tensor_shard(x: Any, index: Any) -> Tensor:
     )
 
 
-#: Methods for the class of DTensors. Torch asks for these before anything else. `CheckpointableTensor`, which there is
-#: from torch 2.14 on, is for plain local tensors: its attributes would make torch cut a DTensor as if it were one.
+#: Methods of the DTensor class, which torch checks for first. `CheckpointableTensor` of torch 2.14 and later is for
+#: plain local tensors: its attributes would make torch split a DTensor like a plain one.
 PROTOCOL = {
     "__create_write_items__": _create_write_items,
     "__create_chunk_list__": _create_chunk_list,
@@ -106,8 +106,8 @@ PROTOCOL = {
 
 # ---------------------------------------------------------------------------------------------- async_save
 def offload_local(original: Callable, stager: Any, x: Any, memo: Any, non_blocking: bool = False) -> Any:
-    """Stands for the method by which ``async_save`` copies a tensor to the host: a DTensor becomes one over a copy of
-    its local tensor."""
+    """Replace the method by which ``async_save`` copies a tensor to the host. A DTensor becomes a DTensor over a copy
+    of its local tensor."""
     if not is_dtensor(x):
         return original(stager, x, memo, non_blocking=non_blocking)
     local = _local(x)
@@ -119,10 +119,10 @@ def offload_local(original: Callable, stager: Any, x: Any, memo: Any, non_blocki
 
 # ---------------------------------------------------------------------------------------------- its Hugging Face writer
 def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any:
-    """Stands for the method that sees the writes of all ranks: without ``save_distributed`` their files have one name.
+    """Replace the method that sees the writes of all ranks. Without ``save_distributed`` their files have one name.
 
     Raises:
-        ValueError: where tensors are cut. Torch raises it on all ranks.
+        ValueError: when tensors are sharded. Torch raises it on all ranks.
     """
     if not writer.save_distributed and len(plans) > 1:
         for item in (item for plan in plans for item in plan.items):
@@ -137,8 +137,8 @@ def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any
 
 
 def write_chunks_apart(original: Callable, writer: Any, plan: Any, planner: Any) -> Any:
-    """Stands for the method that writes the part of a rank, in which a tensor has one entry a file. The parts of a
-    packed tensor on a rank go into several files."""
+    """Replace the method that writes a rank's data, in which a tensor has one entry per file. The rectangles of a
+    packed tensor go into several files."""
     rounds: list[list[Any]] = []
     count: dict[str, int] = {}
     for item in plan.items:
@@ -152,7 +152,7 @@ def write_chunks_apart(original: Callable, writer: Any, plan: Any, planner: Any)
     size = dist.get_world_size() if dist.is_initialized() else 1
     written: list[Any] = []
     for number, items in enumerate(rounds):
-        # Numbers of files that no other rank uses: theirs are 1 to the number of ranks.
+        # Numbers of files that no other rank uses: other ranks use 1 to the number of ranks.
         data = {**plan.storage_data, "shard_index": own + number * size}
         written += original(writer, replace(plan, items=items, storage_data=data), planner).wait()
     done: Any = torch.futures.Future()
@@ -162,8 +162,8 @@ def write_chunks_apart(original: Callable, writer: Any, plan: Any, planner: Any)
 
 # ---------------------------------------------------------------------------------------------- assign=True
 def assign_distributed(original: Callable, module: Any, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> Any:
-    """Stands for ``Module._load_from_state_dict``, which with ``assign=True`` puts the tensors of the state dict in the
-    place of the module's: in that of a DTensor comes one of the same placements, whatever the state dict has.
+    """Replace ``Module._load_from_state_dict``, which with ``assign=True`` assigns the tensors of the state dict to the
+    module. A DTensor is replaced by a DTensor with the same placements, whatever the state dict has.
 
     Raises:
         ValueError: for a DTensor on another mesh, on all its ranks.
@@ -196,7 +196,7 @@ def _placed_as(held: Any, given: Any, name: str) -> Any:
 
 
 def part_of_whole(whole: Tensor, layout: Any, device: Any) -> Tensor:
-    """This rank's part of a whole plain tensor, a new tensor on ``device``; no communication."""
+    """Return this rank's shard of a full plain tensor as a new tensor on ``device``; no communication."""
     local = torch.empty(tuple(layout.local_shape), dtype=whole.dtype, device=device)
     for r in State.core.held_rectangles(layout):
         place = tuple(map(_slice, r.local_offsets, r.sizes))

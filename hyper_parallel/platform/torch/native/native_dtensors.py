@@ -1,8 +1,8 @@
-"""torch's own DTensors made of this library's, and the other way round: two names for the same memory.
+"""Conversions between torch's own DTensors and those of this library, over the same memory.
 
-Both libraries mean the same by a cotangent: it is whole for `Replicate` and for each summand of a `Partial`, and the
-shard for `Shard`. So a gradient passes from one to the other unchanged, except for averages: each rank's part has its
-share of the cotangent here, and the whole one there.
+Both libraries agree on cotangents: full for `Replicate` and for each summand of a `Partial`, and the shard for `Shard`.
+So a gradient passes between them unchanged, except for averages. Here each rank's summand gets its share of the
+cotangent, in torch the full cotangent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _API = "torch.distributed.tensor"
 
 
 def _api() -> Any:
-    """Torch's module, which takes long to import, and imports it for programs that never ask."""
+    """Return torch's module, imported on demand because the import takes long."""
     return importlib.import_module(_API)
 
 
@@ -37,9 +37,8 @@ def is_native(x: Any) -> bool:
 
 
 def are_native_apart(tensors: Sequence[Any], tensor_class: Any) -> bool:
-    """Return whether there are torch's own DTensors among ``tensors`` that torch cannot take together with the others.
-    They are of several meshes, or mixed with DTensors of class ``tensor_class`` or plain tensors.
-    """
+    """Return whether ``tensors`` has torch's own DTensors that torch cannot process together with the others. They are
+    on several meshes, or mixed with DTensors of class ``tensor_class`` or plain tensors."""
     api = sys.modules.get(_API)
     if api is None:
         return False
@@ -51,10 +50,10 @@ def are_native_apart(tensors: Sequence[Any], tensor_class: Any) -> bool:
 
 
 def native_placements(layout: Any) -> tuple[Any, ...]:
-    """A layout's placements as torch's.
+    """Convert the placements of a layout to torch's.
 
     Raises:
-        ValueError: for a packed shard, which torch has no name for.
+        ValueError: for a packed shard, which torch lacks.
     """
     return tuple(_native_placement(p, layout) for p in layout.placements)
 
@@ -76,8 +75,8 @@ def _native_placement(p: Any, layout: Any) -> Any:
 
 
 def as_native(local: Any, layout: Any, strides: Sequence[int]) -> Any:
-    """The plain ``local`` tensor as torch's DTensor of this layout; differentiable. ``strides`` are the whole
-    tensor's."""
+    """Return torch's DTensor of this layout with the plain tensor ``local``; differentiable. ``strides`` are those of
+    the full tensor."""
     return _api().DTensor.from_local(
         local,
         layout.mesh.to_torch(),
@@ -89,7 +88,7 @@ def as_native(local: Any, layout: Any, strides: Sequence[int]) -> Any:
 
 
 def to_native(x: Any) -> Any:
-    """See `hyper_parallel.torch.to_torch_dtensor`."""
+    """Convert a DTensor of this library to torch's: see `hyper_parallel.torch.to_torch_dtensor`."""
     if not is_dtensor(x):
         hint = ", which is one already" if is_native(x) else ""
         raise TypeError(f"to_torch_dtensor takes a DTensor of hyper_parallel, got {type(x).__name__}{hint}")
@@ -104,7 +103,7 @@ def to_native(x: Any) -> Any:
 
 
 def from_native(x: Any) -> Any:
-    """See `hyper_parallel.torch.from_torch_dtensor`."""
+    """Convert torch's DTensor to one of this library: see `hyper_parallel.torch.from_torch_dtensor`."""
     if not is_native(x):
         hint = ", which is one already" if is_dtensor(x) else ""
         raise TypeError(f"from_torch_dtensor takes torch's own DTensor, got {type(x).__name__}{hint}")
@@ -114,7 +113,7 @@ def from_native(x: Any) -> Any:
     whole = [replicate if p.is_partial() else p for p in x.placements]
     local = x.to_local(grad_placements=whole)
     if type(local) is not Tensor:
-        local = local.wait()  # the result of a collective of torch's that is under way
+        local = local.wait()  # the pending result of a collective of torch
     factor = _of_averages([(p.reduce_op if p.is_partial() else "") for p in x.placements], mesh, x)
     if factor != 1:
         local.register_hook(lambda g: g * factor)
@@ -122,11 +121,11 @@ def from_native(x: Any) -> Any:
 
 
 def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
-    """How many ranks ``x`` is the average of, where it has gradients, else 1. A cotangent of torch's is that of the
-    average, and one of this library's that of each rank's part.
+    """Return the number of ranks that ``x`` averages, if it has gradients, else 1. A cotangent in torch is that of the
+    average; in this library, that of each rank's summand.
 
     Raises:
-        ValueError: for gradients of a largest or smallest part, or of a product. Torch hands these to all ranks.
+        ValueError: for gradients of a maximum, minimum or product. Torch passes these to all ranks.
     """
     if not x.requires_grad:
         return 1
@@ -140,10 +139,10 @@ def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
 
 
 def _described(p: Any) -> tuple[Any, ...]:
-    """`describe_placement`.
+    """Return `describe_placement` of ``p``.
 
     Raises:
-        ValueError: for one that this library has no counterpart of.
+        ValueError: for a placement without counterpart in this library.
     """
     found = describe_placement(p)
     if found is None:
@@ -154,7 +153,7 @@ def _described(p: Any) -> tuple[Any, ...]:
 
 
 def describe_placement(p: Any) -> tuple[Any, ...] | None:
-    """See `Platform.describe_native_placement`."""
+    """Describe a placement of the framework by core's class and its arguments."""
     api: Any = sys.modules.get(_API)
     kind = type(p)
     if api is None:

@@ -1,4 +1,4 @@
-"""Meshes of torch.distributed made of this library's, and the other way round. They share their process groups."""
+"""Conversions between meshes of torch.distributed and those of this library. They share their process groups."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["describe_mesh", "make_mesh"]
 
 
 def describe_mesh(native: Any, device_type: str, group_of: Callable[[Any, str], Any]) -> NativeMesh:
-    """See `Platform.describe_native_mesh`.
+    """Describe a mesh of the framework; see `Platform.describe_native_mesh`.
 
     Args:
-        native: a mesh of torch's.
-        device_type: of the platform.
-        group_of: ``group_of(process_group, device_type)`` is a group as core gets it.
+        native: a mesh of torch.
+        device_type: device type of the platform.
+        group_of: ``group_of(process_group, device_type)`` returns the group in core's form.
     """
     cls = _mesh_class()
     if not isinstance(native, cls):
@@ -43,7 +43,7 @@ def describe_mesh(native: Any, device_type: str, group_of: Callable[[Any, str], 
 def make_mesh(
     ranks: np.ndarray, names: tuple[str, ...] | None, groups: Sequence[Any], root: Any, device_type: str
 ) -> Any:
-    """See `Platform.native_mesh`."""
+    """Return the framework's mesh with these ranks and groups; see `Platform.native_mesh`."""
     if root is not None:
         try:
             return root[names]
@@ -73,10 +73,10 @@ def make_mesh(
 
 
 def group_of_mesh(original: Callable[..., Any], group: Any, tag: str = "") -> Any:
-    """Stands for the function that finds the group of a functional collective: this library's meshes have groups too.
+    """Replace the function that finds the group of a functional collective, to support meshes of this library.
 
     Raises:
-        ValueError: for a mesh of several dimensions of which none is named, and on a rank outside the mesh.
+        ValueError: for a mesh of several dimensions without a given dimension, and on a rank outside the mesh.
     """
     mesh, dim = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
     if not isinstance(mesh, MeshMethods):

@@ -1,7 +1,7 @@
-"""Whole state dicts of torch.distributed.checkpoint, and DTensors.
+"""Full state dicts of torch.distributed.checkpoint, and DTensors.
 
-``full_state_dict=True`` gathers saved tensors and distributes loaded ones, and asks for torch's own class. Here
-DTensors are gathered first. A loaded tensor gets the placements that the parameter, or its state, has now.
+``full_state_dict=True`` gathers saved tensors and distributes loaded ones, but only those of torch's own class. Here
+DTensors are gathered first. A loaded tensor gets the present placements of the parameter, or of its state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hyper_parallel.platform.torch.native.checkpoints import part_of_whole
 
 __all__ = ["broadcast_into", "distribute_into", "gather_first", "place_what_came"]
 
-#: Integers of as many bytes, whose sums compare tensors that may have NaNs.
+#: Bytes of an element -> integer dtype of that size, whose sums compare tensors that may have NaNs.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 #: The shape that rank 0 sends in place of a DTensor.
 _NOT_WHOLE = (0,) * 9
@@ -27,15 +27,15 @@ _NOT_WHOLE = (0,) * 9
 
 # ---------------------------------------------------------------------------------------------- saved
 def gather_first(original: Callable, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the function that ``get_model_state_dict`` and ``get_optimizer_state_dict`` with
-    ``full_state_dict=True`` go through, and which asks for torch's own class: it gets DTensors gathered."""
+    """Replace the function that gathers state with ``full_state_dict=True``, in ``get_model_state_dict`` and
+    ``get_optimizer_state_dict``. That function knows torch's own class alone, so it gets DTensors gathered."""
     on_cpu, only = bool(kwargs.get("cpu_offload")), kwargs.get("ranks_only") or ()
     keep = not only or dist.get_rank(kwargs.get("pg")) in only
     return original(_whole(state_dict, on_cpu, keep), *args, **kwargs)
 
 
 def _whole(x: Any, on_cpu: bool, keep: bool) -> Any:
-    """Replace DTensors by whole plain tensors, or by nothing on ranks that do not keep them."""
+    """Replace DTensors by full plain tensors, or by empty ones on ranks that do not keep them."""
     if is_dtensor(x):
         with torch.no_grad():
             full = x.full_tensor()
@@ -53,11 +53,11 @@ def _whole(x: Any, on_cpu: bool, keep: bool) -> Any:
 def distribute_into(
     original: Callable, full_state_dict: Any, local_state_dict: Any, device: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Stands for torch's function that replaces the present tensors by whole ones, which every rank gives.
+    """Replace torch's function that overwrites the present tensors with full ones, which every rank passes.
     ``set_optimizer_state_dict`` and ``set_model_state_dict`` with ``full_state_dict=True`` call it.
 
     Raises:
-        ValueError: on all ranks of the mesh, where they do not give the same, or a tensor has another shape.
+        ValueError: on all ranks of the mesh, if their tensors differ, or a tensor has another shape.
     """
     held = {name: x for name, x in local_state_dict.items() if is_dtensor(x)}
     given = {name: full_state_dict[name] for name in held if isinstance(full_state_dict.get(name), Tensor)}
@@ -71,23 +71,23 @@ def distribute_into(
 def broadcast_into(
     original: Callable, full_state_dict: Any, local_state_dict: Any, device: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Stands for the function that does the same with ``broadcast_from_rank0=True``.
+    """Replace the counterpart of that function for ``broadcast_from_rank0=True``.
 
     Raises:
-        ValueError: on all ranks, where the first one gives DTensors, or a tensor has another shape.
+        ValueError: on all ranks, if the first rank passes DTensors, or a tensor has another shape.
     """
     held = {name: x for name, x in local_state_dict.items() if is_dtensor(x)}
-    # Rank 0 alone knows the values that it gives, and must not be the only one to raise.
+    # Rank 0 alone knows the values that it passes, and must not be the only one to raise.
     sent = {k: torch.empty(_NOT_WHOLE) if is_dtensor(x) else x for k, x in full_state_dict.items()}
     original(sent, local_state_dict, device, *args, **kwargs)
-    # Tensors without dimensions come with the names, and not through `place_what_came`.
+    # 0-d tensors are sent with the names, and not through `place_what_came`.
     _place(local_state_dict, held, device)
 
 
 def place_what_came(
     original: Callable, full_state_dict: Any, local_state_dict: Any, keys: Any, device: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Broadcast and place a few tensors, in place of torch's own function: few tensors are whole at a time."""
+    """Broadcast and shard a few tensors, in place of torch's own function: few tensors are unsharded at a time."""
     held = {name: x for name in keys if is_dtensor(x := local_state_dict.get(name))}
     original(full_state_dict, local_state_dict, keys, device, *args, **kwargs)
     _place(local_state_dict, held, device)
@@ -125,7 +125,7 @@ def _require_shapes(held: Mapping[str, Any], given: Mapping[str, Tensor]) -> Non
 
 
 def _require_same(state: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """Compare over the ranks of the meshes: each keeps its part of the values that it gives itself."""
+    """Check that all ranks of the meshes pass equal values. Each rank will keep only its shard."""
     lines: dict[tuple[int, ...], tuple[Any, int]] = {}
     for mesh in dict.fromkeys(x._layout.mesh for x in held.values()):
         if mesh.get_coordinate() is not None:
@@ -146,7 +146,8 @@ def _require_same(state: Mapping[str, Any], held: Mapping[str, Any]) -> None:
 
 
 def _described(x: Any) -> str:
-    """Return a text that tells whether ranks have the same. For a tensor it is the sum, bit by bit."""
+    """Return a text that differs if values differ between ranks. For a tensor it has the sum of its bits as
+    integers."""
     if not isinstance(x, Tensor):
         return repr(x) if isinstance(x, (bool, int, float, str, tuple, list, type(None))) else type(x).__name__
     if is_dtensor(x) or x.is_meta:

@@ -1,4 +1,4 @@
-"""Operations along dimensions that must be whole: softmax, cumulative sums, sorting; and conversions to Python."""
+"""Operations along dimensions that must be unsharded: softmax, cumulative sums, sorting; and conversions to Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Rows of operations along whole dimensions, and of those whose operands are gathered."""
+    """Return the rows of operations along unsharded dimensions, and of those whose operands are gathered."""
     return {
         **_softmax("softmax"),
         **_softmax("log_softmax"),
@@ -74,6 +74,6 @@ def _of_autocast(func: Any, operands: tuple, static_args: tuple) -> Bound:
     dim, dtype = static_args
     if not isinstance(dim, int):
         raise UnboundCallError
-    if dtype is None and operands[0].device.type != "cpu":  # autocast leaves a softmax as it is on CPU
+    if dtype is None and operands[0].device.type != "cpu":  # autocast leaves a softmax unchanged on CPU
         dtype = autocast_dtype(operands[0])
     return operands, (dim, dtype)

@@ -1,6 +1,6 @@
-"""Rows of torch's op table: names of functions, and what they take otherwise than the signature of the operation.
+"""Rows of torch's op table: names of functions, and their arguments where they differ from the operation's signature.
 
-See `core.rules.signature` for the language of the texts.
+`core.rules.signature` describes the language of these texts.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ Table = dict[Any, NativeOp]
 
 
 def global_shape(x: Any) -> tuple[int, ...]:
-    """Global shape of a distributed or plain tensor, whether dispatch is on or off."""
+    """Return the global shape of a distributed or plain tensor, whether dispatch is on or off."""
     layout = getattr(x, "_layout", None)
     return x.shape if layout is None else layout.shape
 
 
 def _number(value: Any) -> Any:
-    """A number, where neither a tensor nor nothing at all will do."""
+    """Return a number. A call with a tensor or None in its place runs on gathered operands."""
     if value is None or isinstance(value, Tensor):
         raise UnboundCallError
     return value
 
 
 def sizes_of(given: Any) -> tuple[int, ...]:
-    """Sizes or dimensions as a tuple, also where they come as ``((2, 3),)``."""
+    """Return sizes or dimensions as a tuple, also for ``((2, 3),)``."""
     if isinstance(given[0] if isinstance(given, (tuple, list)) and given else given, torch.dtype):
         raise TypeError("a distributed tensor cannot be viewed as another dtype: use to_local(), or .to(dtype)")
     return ints(given)
@@ -76,7 +76,7 @@ def _number_of_classes(given: int) -> int:
 
 
 def _kept(x: Any) -> Any:
-    """Return a form of an argument that can be kept: nothing of a tensor."""
+    """Return a form of an argument that can be cached. A tensor has none."""
     if isinstance(x, Tensor):
         raise UnboundCallError
     return tuple(map(_kept, x)) if isinstance(x, (list, tuple)) else x
@@ -84,7 +84,7 @@ def _kept(x: Any) -> Any:
 
 WORDS = Words(
     tensor=Tensor,
-    #: Other spellings that torch accepts for an argument.
+    #: Other names that torch accepts for an argument.
     spellings={
         "x": "input self x1",
         "other": "x2",
@@ -101,7 +101,7 @@ WORDS = Words(
     },
     conversions={
         **dict.fromkeys(("repeats", "repeated_dim", "start"), _number),
-        # An older overload of std and var has ``unbiased`` in the place of dimensions.
+        # An older overload of std and var has ``unbiased`` in the position of dimensions.
         "dims": lambda dims: None if isinstance(dims, bool) else dims_of(dims),
         "num_classes": _number_of_classes,
         "removed": lambda dims: dims if dims is None else () if dims in ((), ((),)) else ints(dims),
@@ -113,9 +113,9 @@ WORDS = Words(
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """The dtype in which autocast runs an operation on ``x`` that it wants in full precision, None for its own.
+    """Return the dtype in which autocast runs a full-precision operation on ``x``, None for its own.
 
-    For operations that core computes itself: autocast sees native ones only.
+    It serves operations that core computes itself: autocast sees native ones only.
     """
     device = x.device.type
     if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(device):
@@ -124,12 +124,13 @@ def autocast_dtype(x: Any) -> torch.dtype | None:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text: long lists of names read better without quotes."""
+    """Split a text into words: long lists of names are easier to read without quotes."""
     return text.split()
 
 
 def find(names: str, *owners: Any) -> list[Any]:
-    """Every function of these names in ``owners`` (default: torch, its tensor methods, functional and special)."""
+    """Return every function of these names in ``owners`` (default: torch, its tensor methods, functional and
+    special)."""
     found = []
     for name in names.split():
         for owner in owners or (torch, Tensor, F, torch.special, native_functions):
@@ -147,40 +148,41 @@ def rows(
     *owners: Any,
     adjust: Callable[[Any, tuple, tuple], Bound] | None = None,
 ) -> Table:
-    """One row for all functions of these names.
+    """Return one row for all functions of these names.
 
     Args:
-        names: the functions, as words, found in ``owners``: see `find`.
+        names: names of the functions, separated by spaces.
         canonical: the canonical operation.
-        takes: what they take, where that is not the operation's signature: see `NativeOp`.
+        takes: their arguments, where they differ from the operation's signature: see `NativeOp`.
         call, adjust: see `NativeOp`.
-        owners: where the functions are found.
+        owners: modules and classes that `find` searches.
     """
     return dict.fromkeys(find(names, *owners), NativeOp(canonical, takes, call, words=WORDS, adjust=adjust))
 
 
 def repeated(names: str, canonical: str, takes: str, *owners: Any) -> Table:
-    """As `rows`, of functions that are called again as they were: their arguments differ too much."""
+    """Return `rows` of functions that are called again with their original arguments, because these differ too much."""
     return rows(names, canonical, f"{takes} ...", call_again, *owners)
 
 
 def elementwise(names: str, canonical: str, operands: str, *owners: Any) -> Table:
-    """One row for the element-wise functions of these names, whose first arguments are the operands."""
+    """Return one row for the element-wise functions of these names, whose first arguments are the operands."""
     return rows(names, canonical, operands, call_elementwise, *owners)
 
 
 def call_placed(func: Any, operands: tuple, static_args: tuple) -> Any:
-    """A ``call`` that makes the native call as it came, with ``operands`` where the operands were."""
+    """Repeat the native call with ``operands`` in place of the original operands. A ``call`` of `NativeOp`."""
     args, kwargs = placed(operands, static_args)
     return func(*args, **kwargs)
 
 
 def as_called(names: str, canonical: str, takes: str, facts: Facts, *owners: Any) -> Table:
-    """As `rows`, of functions that are called again as they were, with tensors among their arguments anywhere.
+    """Return `rows` of functions that are called again with their original arguments, in which operands may be
+    anywhere.
 
     Args:
         names, canonical, takes, owners: see `rows`.
-        facts: gives the static arguments that the rule reads.
+        facts: returns the static arguments that the rule reads.
     """
     row = NativeOp(canonical, takes, call_placed, words=WORDS, facts=facts)
     return dict.fromkeys(find(names, *owners), row)

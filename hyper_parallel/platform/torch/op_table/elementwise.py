@@ -22,7 +22,7 @@ from hyper_parallel.platform.torch.op_table.binding import (
 __all__ = ["CONVERSIONS", "table"]
 
 
-#: canonical operation -> row of ``to``.
+#: Canonical operation -> row of ``to``.
 CONVERSIONS: dict[str, NativeOp] = {}
 
 _UNARY = """
@@ -48,7 +48,7 @@ shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_
 shifted_chebyshev_polynomial_w xlog1py xlogy zeta
 """
 
-#: Linear in their only operand, whatever the remaining arguments say.
+#: Functions that are linear in their only operand, whatever their other arguments.
 _LINEAR = """
 clone conj_physical deg2rad detach_copy neg negative positive rad2deg resolve_conj resolve_neg
 pin_memory cpu cuda npu __neg__ __pos__
@@ -56,7 +56,7 @@ pin_memory cpu cuda npu __neg__ __pos__
 
 _IN_PLACE_BINARY = "__iand__ __ifloordiv__ __ilshift__ __imod__ __ior__ __ipow__ __irshift__ __ixor__"
 
-#: Names of the second operand that are not ``other``.
+#: Names of the second operand where it is not ``other``.
 _SECOND = {
     **dict.fromkeys(("pow", "float_power"), "exponent"),
     "prelu": "weight",
@@ -81,7 +81,7 @@ def _in_place(names: str) -> str:
 
 
 def table() -> Table:
-    """Rows of all element-wise operations."""
+    """Return the rows of all element-wise operations."""
     table: Table = {}
     for name in _BINARY.split():
         table |= elementwise(name, "pointwise", f"x {_SECOND.get(name, 'other')}")
@@ -93,7 +93,7 @@ def table() -> Table:
         **elementwise(f"{_UNARY} polygamma", "pointwise", "x", Tensor),
         **elementwise(_UNARY, "pointwise", "x"),
         **elementwise("polygamma", "pointwise", "n x", torch, torch.special),
-        # Without the other two: indices, whose number depends on the data.
+        # With one argument, it returns indices, whose number depends on the data.
         **rows("where", "pointwise", "condition x other", call_elementwise, torch, adjust=_of_three),
         **elementwise("where", "pointwise", "x condition other", Tensor),
         **elementwise(_LINEAR, "linear_unary", "x", torch, Tensor),
@@ -105,7 +105,7 @@ def table() -> Table:
         **elementwise("mul multiply __mul__ __rmul__", "mul", "x other"),
         **rows("div divide true_divide __truediv__ __div__", "div", "", _call_div),
         **rows("__rdiv__ __rtruediv__", "div", "other x rounding_mode:=None", _call_div, Tensor),
-        # New tensors of the shape of a distributed one. ``new_*`` of another shape runs as an unknown function.
+        # New tensors of the shape of a DTensor. ``new_*`` of another shape runs as an unknown function.
         **elementwise("zeros_like ones_like empty_like full_like", "like", "x", torch),
         **elementwise("float double half bfloat16 cfloat cdouble chalf", "linear_unary", "x", Tensor),
         **_conversions(),
@@ -122,7 +122,7 @@ def _of_three(func: Any, operands: tuple, static_args: Any) -> Bound:
 def _call_div(func: Any, operands: tuple, static_args: tuple) -> Any:
     a, b = operands
     if not isinstance(a, Tensor):
-        # A Python number divided by a tensor, as Tensor.__rtruediv__ does it.
+        # A Python number divided by a tensor, as in Tensor.__rtruediv__.
         return b.reciprocal() * a
     return a.div(b) if static_args[0] is None else a.div(b, rounding_mode=static_args[0])
 
@@ -133,8 +133,8 @@ def _call_div_in_place(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 
 def _conversions() -> Table:
-    """``to`` and its relatives. A handler chooses between these rows: a conversion to integers is not linear, so a
-    partial sum must not be rounded piece by piece."""
+    """Return the rows of ``to`` and similar methods. A handler chooses between these rows. A conversion to integers is
+    not linear, so the summands of a partial sum must not be rounded."""
     for name in ("linear_unary", "pointwise"):
         CONVERSIONS[name] = NativeOp(name, "x", _call_to, words=WORDS)
     return dict.fromkeys([Tensor.to, Tensor.type_as], CONVERSIONS["linear_unary"])

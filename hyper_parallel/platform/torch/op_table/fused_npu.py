@@ -1,6 +1,6 @@
-"""torch_npu's own operators, which do the work of several kernels of torch in one.
+"""torch_npu's own operators, each of which fuses several kernels of torch.
 
-Only with torch_npu in the process: `hyper_parallel.platform.torch.npu` adds these rows to the table.
+They exist only with torch_npu in the process: `hyper_parallel.platform.torch.npu` adds these rows to the table.
 
 Source: the schemas of torch_npu 2.13 and 2.14, for example ``torch.ops.npu.npu_rms_norm.default._schema``.
 """
@@ -19,12 +19,12 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Rows of npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_rotary_mul and the three versions of
+    """Return the rows of npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_rotary_mul and the three versions of
     npu_fusion_attention."""
     attention = NativeOp("fused_attention", _bind_attention, _call_attention)
     rotary = NativeOp("rotary", f"{_TURNED} +rotate=None", call_by_position, words=WORDS, adjust=_not_rotated)
     operators = {
-        # One statistic: 1 / rms.
+        # The kernel returns one statistic: 1 / rms.
         "npu_rms_norm": NativeOp("rms_norm", _NORM, _call_rms_norm, words=WORDS),
         "npu_add_rms_norm": NativeOp("add_rms_norm", "", _call_add_rms_norm, words=WORDS),
         "npu_swiglu": NativeOp("glu", "", call_by_position, words=WORDS),
@@ -34,7 +34,7 @@ def table() -> Table:
     table: Table = {}
     for name, row in operators.items():
         operator = getattr(torch.ops.npu, name, None)
-        if operator is not None:  # an older torch_npu lacks some
+        if operator is not None:  # an older torch_npu lacks some operators
             table[operator] = table[operator.default] = row
     return table
 
@@ -55,7 +55,7 @@ def _not_rotated(func: Any, operands: tuple, static_args: tuple) -> Bound:
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """npu_add_rms_norm, of which torch_npu 2.14 has no derivative yet; it is that of npu_rms_norm of the sum."""
+    """npu_add_rms_norm with a backward, which torch_npu 2.14 lacks. It is the backward of npu_rms_norm of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> Any:
@@ -87,14 +87,14 @@ _LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
 
 
 def _bind_attention(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    """``static_args`` end in (name, value) of the further arguments that were given."""
+    """Bind a call of attention. ``static_args`` end with (name, value) of the other given arguments."""
     schema = getattr(func, "default", func)._schema.arguments
     given = {argument.name: value for argument, value in zip(schema, args, strict=False)}
     given = {name: value for name, value in {**given, **kwargs}.items() if value is not None}
     required = ("query", "key", "value", "head_num", "input_layout")
     unknown = given.keys() - {argument.name for argument in schema}
     if unknown or len(args) > len(schema) or any(name not in given for name in required):
-        raise UnboundCallError  # torch words the error
+        raise UnboundCallError  # torch raises the error
     if "padding_mask" in given or "dropout_mask" in given:
         raise UnboundCallError
     query, key, value, heads, layout = (given.pop(name) for name in required)
@@ -107,7 +107,7 @@ def _bind_attention(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
 
 
 def _hashable(x: Any) -> Any:
-    """Lists as tuples; the lengths of sequences, which npu_fusion_attention_v3 wants in tensors, as numbers."""
+    """Return lists as tuples. Lengths of sequences, which npu_fusion_attention_v3 takes as tensors, become numbers."""
     if isinstance(x, Tensor):
         if getattr(x, "_layout", None) is not None:
             raise UnboundCallError
@@ -125,7 +125,8 @@ def _call_attention(func: Any, operands: tuple, static_args: tuple) -> Any:
         options["keep_prob"] = keep
     found = func(query, key, value, heads, layout, **options)
     if layout == "TND" and not tokens_first:
-        # As (tokens, heads, 8), and in memory the other way round: on shards of heads only the latter has a meaning.
+        # The shape is (tokens, heads, 8), but memory is ordered by heads first. For shards of heads only the latter is
+        # meaningful.
         statistics = [x.reshape(x.shape[1], x.shape[0], *x.shape[2:]) for x in found[1:3]]
         found = (found[0], *statistics, *found[3:])
     return found

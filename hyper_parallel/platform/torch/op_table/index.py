@@ -14,12 +14,12 @@ from hyper_parallel.platform.torch.op_table.binding import Bound, Table, rows
 
 __all__ = ["NONZERO", "encode", "is_mask", "table", "without_masks"]
 
-#: The places of elements that are not zero.
+#: Returns the indices of nonzero elements.
 NONZERO = NativeOp("nonzero", lambda func, args, kwargs: (args, ()), lambda func, xs, how: torch.nonzero(xs[0]))
 
 
 def table() -> Table:
-    """Rows of getitem, setitem_, gather, index_select and one_hot."""
+    """Return the rows of getitem, setitem_, gather, index_select and one_hot."""
     gather = "x dim index sparse_grad=False"
     return {
         **rows("__getitem__", "getitem", _bind_getitem, _call_getitem, Tensor),
@@ -32,7 +32,8 @@ def table() -> Table:
 
 
 def encode(x: Any, index: Any) -> tuple[tuple, tuple]:
-    """The tensors in ``index``, lists and arrays among them, and the index as `encode_index` gives it."""
+    """Return the tensors in ``index``, including converted lists and arrays, and the index encoded by
+    `encode_index`."""
     items = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, list) or _is_array(i) for i in items):
         items = tuple(_to_tensor(i, x) if isinstance(i, list) or _is_array(i) else i for i in items)
@@ -40,12 +41,12 @@ def encode(x: Any, index: Any) -> tuple[tuple, tuple]:
 
 
 def is_mask(item: Any) -> bool:
-    """Return whether an item of an index is a mask: numbers of the dtype uint8 are truth values too."""
+    """Return whether an item of an index is a mask. Tensors of dtype uint8 are masks too."""
     return isinstance(item, Tensor) and _is_bool(item)
 
 
 def without_masks(index: tuple) -> tuple:
-    """An index with the places of the true elements in place of each mask that is distributed."""
+    """Return an index in which the indices of its true elements replace each distributed mask."""
     found: list[Any] = []
     for item in index:
         if is_dtensor(item) and is_mask(item) and item.dim():
@@ -56,7 +57,7 @@ def without_masks(index: tuple) -> tuple:
 
 
 def _to_tensor(index: Any, x: Any) -> Any:
-    """A list or an array as a tensor of indices, the same on every rank."""
+    """Convert a list or an array to a tensor of indices, the same on every rank."""
     layout = getattr(x, "_layout", None)
     tensor = torch.tensor(index, device=x.device)
     return tensor if layout is None else State.core.replicated(tensor, layout.mesh)
@@ -82,7 +83,8 @@ def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
 
 
 def _bind_masks(x: Any, index: Any, tensors: tuple, encoded: tuple) -> Bound:
-    """A mask alone has a rule. Others go by their places."""
+    """Bind an index with masks. A mask alone has a rule; other masks are replaced by the indices of their true
+    elements."""
     if len(encoded) == 1:
         return (x, tensors[0].bool()), (encoded,)
     tensors, encoded = encode(x, without_masks(index))

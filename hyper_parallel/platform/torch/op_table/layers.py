@@ -1,6 +1,6 @@
-"""Layers by their signatures: convolutions, pools, resampling, and others that work on whole pictures.
+"""Layers described by their signatures: convolutions, pools, resampling, and others that mix positions of an image.
 
-See the canonical operation ``labelled``. Sizes of results are those that torch gives for tensors without data.
+They use the canonical operation ``labelled``. Shapes of results are computed by torch with tensors without data.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from hyper_parallel.platform.torch.op_table.binding import (
 __all__ = ["several", "table"]
 
 Shapes: TypeAlias = "tuple[Any, ...]"
-#: Makes the signature from the shapes of the operands and the other arguments, None for a call without a rule.
+#: Function that makes the signature from the shapes of the operands and the other arguments; None for a call without a
+#: rule.
 Sign = Callable[[Shapes, tuple], "str | None"]
 _OWNERS = (torch, F, native_functions)
 _BATCH = "abdefklm"
 
 
 def table() -> Table:
-    """Rows of layers with a signature."""
+    """Return the rows of layers with a signature."""
     return {**_pools(), **_convolutions(), **_resampling(), **_others()}
 
 
 # ---------------------------------------------------------------------------------------------------- making rows
 def unary(names: str, sign: Callable[[int], str | None], *owners: Any) -> Table:
-    """A row for functions of one operand, which are called again as they were.
+    """Return a row for functions of one operand, which are called again with their original arguments.
 
     Args:
-        names: the functions, as words.
-        sign: makes the signature, with one result for all, from the number of dimensions; None: there is no rule.
-        owners: where the functions are found.
+        names: names of the functions, separated by spaces.
+        sign: makes the signature from the number of dimensions; it has one result. None: there is no rule.
+        owners: modules that have the functions.
     """
 
     def facts(given: Given) -> tuple:
@@ -64,15 +65,15 @@ def unary(names: str, sign: Callable[[int], str | None], *owners: Any) -> Table:
 def several(
     names: str, takes: str, sign: Sign, *owners: Any, call: Callable | None = None, groups: int | None = None
 ) -> Table:
-    """A row for functions of several operands.
+    """Return a row for functions of several operands.
 
     Args:
-        names: the functions, as words.
-        takes: their operands, and marked with a plus their other arguments.
+        names: names of the functions, separated by spaces.
+        takes: their operands and, marked with a plus, their other arguments.
         sign: makes the signature.
-        owners: where the functions are found.
-        call: ``call(func, operands, others)`` makes the native call; None: by position, in the order of the text.
-        groups: place of the number of groups among the other arguments.
+        owners: modules that have the functions.
+        call: ``call(func, operands, others)`` runs the native call; None: by position, in the order of the text.
+        groups: index of the number of groups among the other arguments.
     """
     native = call or (lambda func, operands, others: func(*operands, *others))
 
@@ -95,29 +96,30 @@ def several(
 
 
 def _repeated(signature: str, results: int) -> str:
-    """The signature with as many results as there are."""
+    """Return the signature with its result repeated ``results`` times."""
     dims, bar, terms = signature.partition("|")
     operands, result = dims.split("->")
     return f"{operands}->{','.join([result] * results)}{bar}{terms}"
 
 
 def _shapes(call: Callable, func: Any, operands: tuple, others: tuple) -> tuple[tuple[int, ...], ...]:
-    """Return the sizes of the results on one device, from a call on meta tensors. Torch's errors about sizes come from
-    it on all ranks."""
+    """Return the shapes of the results on one device, from a call on meta tensors. Torch raises errors about shapes
+    there, on all ranks."""
     with no_dispatch():
         results = call(func, tuple(_without_data(x) if isinstance(x, Tensor) else x for x in operands), others)
     return tuple(tuple(y.shape) for y in (results if isinstance(results, (tuple, list)) else (results,)))
 
 
 def _without_data(x: Tensor) -> Tensor:
-    """Return an empty tensor of one floating dtype, because autocast makes dtypes equal within the native call only."""
+    """Return an empty tensor on meta. All floating point tensors get one dtype, because autocast unifies dtypes within
+    the native call only."""
     exact = not (x.is_floating_point() or x.is_complex())
     return torch.empty(tuple(global_shape(x)), dtype=x.dtype if exact else torch.float32, device="meta")
 
 
 # ---------------------------------------------------------------------------------------------------- pools
 def _windows(dims: int, ndim: int) -> str | None:
-    """Describe samples of channels, or channels alone; the last ``dims`` dimensions are whole."""
+    """Return a signature for samples of channels, or channels alone; the last ``dims`` dimensions are unsharded."""
     letters = {dims + 2: "nc", dims + 1: "c"}.get(ndim)
     return letters and f"{letters}{'.' * dims}->{letters}{'.' * dims}"
 
@@ -126,7 +128,7 @@ def _pools() -> Table:
     found: Table = {}
     for k in (1, 2, 3):
         names = "max_pool{0}d max_pool{0}d_with_indices adaptive_max_pool{0}d adaptive_max_pool{0}d_with_indices"
-        means = "avg_pool{0}d adaptive_avg_pool{0}d"  # not linear: those of integers are rounded
+        means = "avg_pool{0}d adaptive_avg_pool{0}d"  # not linear: averages of integers are rounded
         found |= unary(f"{names} {means} lp_pool{{0}}d".format(k), functools.partial(_windows, k))
         found |= several(
             f"max_unpool{k}d",
@@ -163,7 +165,7 @@ def _convolutions() -> Table:
 
 def _convolution(dims: int, weight: str, shapes: Shapes, others: tuple) -> str | None:
     """Return the signature of a convolution, None for other shapes. It is linear in weight and input, and contracts
-    input channels. With groups, channels in and out are cut together."""
+    input channels. With groups, input and output channels are sharded together."""
     x, spatial = len(shapes[0]), "." * dims
     if x not in (dims + 1, dims + 2) or len(shapes[1]) != dims + 2:
         return None
@@ -184,7 +186,7 @@ upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanc
 def _resampling() -> Table:
     return {
         **unary(_UPSAMPLING, lambda ndim: _windows(ndim - 2, ndim) if ndim > 2 else None),
-        # The channels come apart, the outermost first, into pixels of each place: all dimensions stay in their order.
+        # The channels are split, outermost first, into pixels of each position: all dimensions stay in order.
         **unary("pixel_shuffle pixel_unshuffle", lambda ndim: _kept(f"{_BATCH[: ndim - 3]}chw") if ndim > 2 else None),
         **unary("channel_shuffle", lambda ndim: _kept(f"n.{_BATCH[: ndim - 2]}") if ndim > 2 else None),
         **unary("unfold", lambda ndim: {4: "nc..->nc.|0", 3: "c..->c.|0"}.get(ndim), F),
@@ -206,7 +208,7 @@ def _resampling() -> Table:
 
 
 def _kept(letters: str) -> str:
-    """Linear, with the dimensions as they were."""
+    """Return a linear signature that preserves the dimensions."""
     return f"{letters}->{letters}|0"
 
 
@@ -218,7 +220,7 @@ def _sampled(dims: int) -> str:
 # ---------------------------------------------------------------------------------------------------- others
 def _others() -> Table:
     return {
-        # Across the channels, for each place alone.
+        # Across the channels, for each position separately.
         **unary("local_response_norm", lambda ndim: _kept(f"n.{_BATCH[: ndim - 2]}")[:-2] if ndim > 2 else None, F),
         **several(
             "group_norm",
@@ -282,11 +284,11 @@ def _bilinear(batch: str) -> str:
 
 
 def _across(shapes: Shapes, dim: int) -> str | None:
-    """Describe two tensors that broadcast, reduced along ``dim``: stretched dimensions are whole."""
+    """Return a signature for two tensors that broadcast, reduced along ``dim``: broadcast dimensions are unsharded."""
     try:
         common = torch.broadcast_shapes(*shapes)
     except RuntimeError:
-        return None  # torch words the error
+        return None  # torch raises the error
     if not common:
         return _whole(shapes, 0)
     if not -len(common) <= dim < len(common) or len(common) > len(_BATCH):
@@ -300,12 +302,12 @@ def _across(shapes: Shapes, dim: int) -> str | None:
 
 
 def _whole(shapes: Shapes, result: int) -> str:
-    """Without a dimension to shard."""
+    """Return a signature without shardable dimensions."""
     return f"{','.join('.' * len((0,) if shape is None else shape) for shape in shapes)}->{'.' * result}"
 
 
 def _statistics(name: str) -> Table:
-    """Batch and instance norm. In place of updating running statistics they are results, which the caller writes."""
+    """Return the rows of batch norm or instance norm. They return the running statistics, which the caller writes."""
     return several(
         name,
         "input weight bias running_mean running_var +training/use_input_stats +momentum +eps +cudnn_enabled",
@@ -345,7 +347,7 @@ def _bag(func: Any, operands: tuple, others: tuple) -> Any:
 
 
 def _crossed(shapes: Shapes, others: tuple) -> str | None:
-    """A product of vectors, which are whole; broadcast dimensions are whole too."""
+    """Return the signature of a cross product. The dimension of the vectors and broadcast dimensions are unsharded."""
     ndim = len(shapes[0])
     if any(len(shape) != ndim for shape in shapes) or not -ndim <= others[0] < ndim or ndim > len(_BATCH):
         return None

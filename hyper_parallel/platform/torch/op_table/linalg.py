@@ -13,16 +13,16 @@ from hyper_parallel.platform.torch.op_table.result_shapes import result_shapes
 
 __all__ = ["table"]
 
-#: Functions of one matrix, in torch.linalg.
+#: Functions of one matrix in torch.linalg.
 _OF_ONE = """
 cholesky cholesky_ex det slogdet inv inv_ex eig eigvals eigh eigvalsh svd svdvals qr lu lu_factor lu_factor_ex
 ldl_factor ldl_factor_ex matrix_exp matrix_power cond polar
 """
-#: Likewise in torch, or as methods.
+#: Functions of one matrix in torch, and methods.
 _METHODS = """
 cholesky_inverse logdet det slogdet inverse matrix_exp matrix_power pinverse svd
 """
-#: Functions of several tensors: name -> what they take, with the dimensions behind the batch.
+#: Functions of several tensors: name -> their arguments, with the dimensions after the batch.
 _OF_SEVERAL = {
     "householder_product": "A(m,n) tau(k)",
     "ldl_solve": "LD(n,n) pivots(n) B(n,k)",
@@ -40,7 +40,7 @@ _METHODS_OF_SEVERAL = {
     "ormqr": "input(m,n) input2/tau(k) input3/other(m,k)",
     "triangular_solve": "input(n,k) A(n,n)",
 }
-#: Fourier transforms, with the dimensions that they take when none are given: how many, None for all.
+#: Fourier transforms -> number of last dimensions that are transformed by default, None for all.
 _TRANSFORMS = {
     "fft ifft rfft irfft hfft ihfft": 1,
     "fft2 ifft2 rfft2 irfft2 hfft2 ihfft2": 2,
@@ -49,7 +49,7 @@ _TRANSFORMS = {
 
 
 def table() -> Table:
-    """Rows of linear algebra and Fourier transforms."""
+    """Return the rows of linear algebra and Fourier transforms."""
     table = {
         **as_called(_OF_ONE, "batched", "A(m,n)", _behind, torch.linalg),
         **as_called(_METHODS, "batched", "input/A(m,n)", _behind, torch, Tensor),
@@ -68,29 +68,30 @@ def table() -> Table:
 
 
 def _behind(given: Given) -> tuple:
-    """The static arguments of ``batched``."""
+    """Return the static arguments of ``batched``."""
     return _whole(given, given.behind)
 
 
 def _whole(given: Given, counts: tuple[int, ...]) -> tuple:
     shapes = given.shapes
     if any(len(shape) < count for shape, count in zip(shapes, counts, strict=True)):
-        raise UnboundCallError  # torch words the error
+        raise UnboundCallError  # torch raises the error
     behind = tuple(shape[len(shape) - count :] for shape, count in zip(shapes, counts, strict=True))
     return counts, result_shapes(given, behind)
 
 
 def _behind_solve(given: Given) -> tuple:
-    """Right sides are vectors where their shape is that of the batch and one more dimension, otherwise matrices."""
+    """Return the facts of `solve`. Right sides are vectors if they are 1-D or have the shape ``A.shape[:-1]``,
+    otherwise matrices."""
     a, b = given.shapes
     vectors = len(b) == 1 or b == a[:-1]
     if not vectors and len(b) == len(a) - 1:
-        raise UnboundCallError  # a matrix for several: shards of the batch could make vectors of it
+        raise UnboundCallError  # one matrix for a batch: shards of the batch could be mistaken for vectors
     return _whole(given, (2, 1 if vectors else 2))
 
 
 def _behind_geqrf(given: Given) -> tuple:
-    """Torch does not tell the shapes."""
+    """Return the facts of `geqrf`, whose result shapes torch does not compute for meta tensors."""
     (shape,) = given.shapes
     if len(shape) < 2:
         raise UnboundCallError
@@ -98,8 +99,8 @@ def _behind_geqrf(given: Given) -> tuple:
 
 
 def _transformed(count: int | None) -> Any:
-    """Return a function that gives the static arguments of ``along_linear``. The transform has ``count`` dimensions;
-    None takes them from the call."""
+    """Return a function that computes the static arguments of ``along_linear``. The transform has ``count`` dimensions;
+    None reads them from the call."""
 
     def facts(given: Given) -> tuple:
         sizes, dims = given.values.get("sizes"), dims_of(given.values.get("dims"))

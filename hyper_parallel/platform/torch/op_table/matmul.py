@@ -14,7 +14,7 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Rows of linear, matmul, addmm and einsum."""
+    """Return the rows of linear, matmul, addmm and einsum."""
     names, product = "matmul mm bmm mv dot __matmul__", "x other/mat2/vec/tensor"
     return {
         **rows("linear", "linear", "", call_by_position, F),
@@ -22,7 +22,7 @@ def table() -> Table:
         **rows("__rmatmul__", "matmul", "other x", _call_matmul, Tensor),
         **rows("cdist", "pairs", _CDIST, call_by_position, torch),
         **rows("addmm", "addmm", "", _call_addmm),
-        # Torch brings the forms einsum(equation, [a, b]) and einsum(a, [0, 1], b, [1, 2]) into this one.
+        # Torch converts the forms einsum(equation, [a, b]) and einsum(a, [0, 1], b, [1, 2]) to this one.
         **rows(
             "einsum",
             "einsum",

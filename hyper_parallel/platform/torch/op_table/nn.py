@@ -13,7 +13,8 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Rows of embedding, layer_norm, rms_norm, attention, cross_entropy, nll_loss, dropout and gated units."""
+    """Return the rows of embedding, layer_norm, rms_norm, attention, cross_entropy, nll_loss, dropout and gated
+    units."""
     normalized = "x normalized/normalized_shape weight=None"
     counted = "+scale_grad_by_freq=False +sparse=False"
     padded, raw = f"padding_idx=None +max_norm=None norm_type=2.0 {counted}", f"padding_idx=-1 {counted}"
@@ -61,10 +62,10 @@ def _reject_counting(by_freq: bool, sparse: bool) -> None:
 def _call_embedding(func: Any, operands: tuple, static_args: tuple) -> Any:
     ids, weight = operands
     if not ids.numel():
-        # Gradients of gradients of `F.embedding` raise where there are no ids, and the other ranks would wait.
+        # Gradients of gradients of `F.embedding` raise without ids, and the other ranks would wait.
         return weight.index_select(0, ids.reshape(-1)).reshape(*ids.shape, weight.shape[1])
     if not weight.shape[1] and ids.is_cuda:
-        # No features: there backward reads memory that is not its own ("an illegal memory access", torch 2.15).
+        # No features: `F.embedding` then reads invalid memory in backward ("an illegal memory access", torch 2.15).
         return weight.sum(0).expand(*ids.shape, 0)
     return F.embedding(ids, weight, static_args[0])
 
@@ -103,7 +104,7 @@ def _loss(func: Any, operands: tuple, static_args: tuple) -> Bound:
     if size_average is not None or reduce is not None:
         raise TypeError("size_average and reduce are not supported on distributed tensors: use reduction=")
     x, target, weight = operands
-    # Targets may be bytes too, in which an index does not fit.
+    # Targets may be uint8, in which an index does not fit.
     target = target.long() if target.dtype is torch.uint8 else target
     return (x, target, weight), (*found, autocast_dtype(x))
 
@@ -127,7 +128,7 @@ def _dropout(func: Any, operands: tuple, static_args: tuple) -> Bound:
     if inplace:
         raise TypeError("dropout(inplace=True) is not supported on distributed tensors: use inplace=False")
     if not 0.0 <= p <= 1.0:
-        raise UnboundCallError  # torch words the error
+        raise UnboundCallError  # torch raises the error
     return operands, (float(p), training, *of_noise)
 
 
@@ -136,5 +137,5 @@ def _call_dropout(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 
 def _call_channels(func: Any, operands: tuple, static_args: tuple) -> Any:
-    """Call ``func`` on whole channels. It finds their dimension by their number."""
+    """Call ``func`` on unsharded channels. It finds their dimension from the number of dimensions."""
     return func(operands[0], *static_args[:2])

@@ -1,4 +1,4 @@
-"""Reductions: sums, extrema, norms, and those that do not combine from parts."""
+"""Reductions: sums, extrema, norms, and reductions that cannot be combined from shards."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hyper_parallel.platform.torch.op_table.binding import Bound, Table, Unbound
 __all__ = ["OF_ALL", "table"]
 
 
-#: Rows of ``max(x)`` and ``median(x)``; the same functions with a dimension have two results and another row.
+#: Rows of ``max(x)`` and ``median(x)``. The same functions with a dimension have two results and another row.
 OF_ALL: Table = {}
 
 
 def table() -> Table:
-    """Rows of reductions."""
+    """Return the rows of reductions."""
     for median in ("median", "nanmedian"):
         OF_ALL.update(repeated(median, "reduce_whole", "x"))
     for extremum in ("max", "min"):
-        # Not ``amax``, whose gradient is NaN everywhere where there is a NaN; here NaNs share it.
+        # Not ``amax``: with a NaN its gradient is NaN everywhere; here NaNs share the gradient.
         OF_ALL.update(repeated(extremum, f"a{extremum}", "x nans:='whole'"))
     return {
         **repeated("sum", "sum", _REDUCED),
@@ -47,7 +47,7 @@ _DEVIATION = "x dims=None unbiased=True keepdim=False correction=1"
 
 def _call_log_sum_exp(func: Any, operands: tuple, static_args: tuple) -> Any:
     (x,), (dims, keepdim) = operands, static_args
-    return func(x, dims or tuple(range(x.dim())), keepdim)  # torch has no word for all of them
+    return func(x, dims or tuple(range(x.dim())), keepdim)  # torch has no name for all dimensions
 
 
 def _by_number(func: Any, operands: tuple, static_args: tuple) -> Bound:

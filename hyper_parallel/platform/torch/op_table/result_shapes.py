@@ -1,5 +1,5 @@
-"""The shapes of the results of functions that are called again as they were: torch tells them, of tensors without
-data."""
+"""Result shapes of functions that are called again with their original arguments, computed by torch with tensors
+without data."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["result_shapes"]
 
 
 def result_shapes(given: Given, shapes: tuple) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the results of a call whose operands have ``shapes``.
+    """Return the result shapes of a call whose operands have ``shapes``.
 
     Raises:
-        UnboundCallError: when torch does not tell them, or refuses the call: it then has the better message.
+        UnboundCallError: when torch cannot compute them, or rejects the call: its own message is then better.
     """
     found = _found(given.func, shapes, tuple(x.dtype for x in given.operands), given.places, given.rest, given.named)
     if found is None:

@@ -1,4 +1,4 @@
-"""Writing to places that index tensors name, taking from them, and looking elements up in tables."""
+"""Writes and reads at indices in tensors, and table look-ups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _AT = "x dim index source/src/value/tensor/tensor2"
 
 
 def table() -> Table:
-    """Rows of scatter, index_add and their relatives, of put, take, searchsorted, bucketize, isin, and masks."""
+    """Return the rows of scatter, index_add and similar functions, of put, take, searchsorted, bucketize, isin, and
+    masks."""
     return {
         **as_called("scatter", "scatter", f"{_AT} reduce", _scattered),
         **as_called("scatter_add", "scatter", _AT, _at("add")),
@@ -40,7 +41,7 @@ def table() -> Table:
     }
 
 
-#: Of searchsorted; the sorter is given by name.
+#: Arguments of searchsorted; the sorter is passed by name.
 _SEARCH = "out_int32 right side out sorters/sorter"
 
 
@@ -49,7 +50,7 @@ def _nothing(given: Given) -> tuple:
 
 
 def _at(how: str) -> Any:
-    """Return a function that gives the static arguments of ``scatter`` and ``index_write``."""
+    """Return a function that computes the static arguments of ``scatter`` and ``index_write``."""
     return lambda given: (given.values["dim"], how)
 
 
@@ -87,5 +88,5 @@ def _call_index_add(func: Any, operands: tuple, static_args: tuple) -> Any:
     return operands[0].index_put([None if isinstance(i, slice) else i for i in index], operands[1], True)
 
 
-#: The row of ``index_put(..., accumulate=True)``.
+#: Row of ``index_put(..., accumulate=True)``.
 INDEX_ADD = NativeOp("index_add", _PUT, _call_index_add, words=WORDS, adjust=_encoded)

@@ -16,7 +16,7 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Rows of all operations on shapes."""
+    """Return the rows of all operations on shapes."""
     return {**_reshapes(), **_permutations(), **_sizes_one(), **_joins_and_splits(), **_diagonals(), **_reinterpreted()}
 
 
@@ -44,20 +44,20 @@ def _reinterpreted() -> Table:
 
 def _call_view_as_real(func: Any, operands: tuple, static_args: tuple) -> Any:
     pairs = torch.view_as_real(operands[0])
-    if pairs.requires_grad and not pairs.numel():  # its backward looks at strides of a cotangent also of nothing
+    if pairs.requires_grad and not pairs.numel():  # its backward reads strides of the cotangent even if that is empty
         pairs.register_hook(lambda g: g.clone(memory_format=torch.contiguous_format))
     return pairs
 
 
 def _call_view_as_complex(func: Any, operands: tuple, static_args: tuple) -> Any:
     (x,) = operands
-    if not x.numel():  # torch looks at strides also of nothing
+    if not x.numel():  # torch reads strides even of an empty tensor
         return torch.complex(x[..., 0], x[..., 1])
     return torch.view_as_complex(x)
 
 
 def _by_numbers(kernel: Callable) -> Callable:
-    """Call with the sizes or dimensions one by one: torch reads numbers faster than a tuple of them."""
+    """Return a ``call`` with sizes or dimensions as separate arguments, which torch parses faster than a tuple."""
 
     def call(func: Any, operands: tuple, static_args: tuple) -> Any:
         return kernel(operands[0], *static_args[0]) if static_args[0] else kernel(operands[0], ())
@@ -152,6 +152,6 @@ def _joins_and_splits() -> Table:
 
 def _call_cat(func: Any, operands: tuple, static_args: tuple) -> Any:
     if operands[0].dim() == 1 and any(x.shape == (0,) for x in operands):
-        # Torch leaves such operands out, also where gradients of gradients go to them and may communicate on the way.
+        # Torch ignores such operands even if gradients of gradients reach them, which may need communication.
         return torch.cat([x.unsqueeze(0) for x in operands], 1)[0]
     return torch.cat(operands, static_args[0])

@@ -1,1 +1,1 @@
-"""Processes and their messages: launch, groups, collectives, lost ranks."""
+"""Processes and their communication: launch, groups, collectives, lost ranks."""

@@ -1,4 +1,4 @@
-"""Joining the world that a launcher started: torchrun or msrun. Without a launcher it is a world of one rank."""
+"""Initialisation of a world started by torchrun or msrun. Without a launcher the world has one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "read_environment",
 ]
 
-#: Names a backend of `torch.distributed` to be used in place of the platform's own.
+#: Environment variable with a backend of `torch.distributed` that replaces the platform's own.
 BACKEND_VARIABLE = "HYPER_PARALLEL_TORCH_BACKEND"
 
 
@@ -33,8 +33,8 @@ class Launch:
     """Launcher's description of this process.
 
     Attributes:
-        rank, world_size, local_rank: this process's place.
-        init_method: how `torch.distributed` finds the other ranks; None when nothing was launched.
+        rank, world_size, local_rank: rank of this process, number of ranks, and its index on the node.
+        init_method: how `torch.distributed` finds the other ranks; None without a launcher.
     """
 
     rank: int
@@ -72,9 +72,9 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Launch:
 
 
 def chosen_backend(default: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The backend of `torch.distributed` that ``HYPER_PARALLEL_TORCH_BACKEND`` names, else ``default``.
+    """Return the backend of `torch.distributed` that ``HYPER_PARALLEL_TORCH_BACKEND`` names, else ``default``.
 
-    With ``gloo`` several ranks can share one GPU, which nccl refuses; tensors then travel through the host.
+    With ``gloo`` several ranks can share one GPU, which nccl rejects; tensors are then copied through the host.
 
     Raises:
         ValueError: when this torch has no such backend.
@@ -95,11 +95,11 @@ def chosen_backend(default: str, environ: Mapping[str, str] = os.environ) -> str
 def init_process_group(backend: str, select_device: Callable[[int], None], timeout: float | None) -> None:
     """Initialise the default process group with ``backend`` from the environment; see `read_environment`.
 
-    ``timeout`` is in seconds; None is torch's own: 30 minutes, with NCCL 10.
+    ``timeout`` is in seconds; None is torch's default: 30 minutes, with NCCL 10.
     """
     launch = read_environment()
-    # Any optimizer of torch imports this module, whose functions keep the default group of that moment as a default
-    # argument, beyond the group's end. Imported before there is a group, the functions keep none.
+    # Any optimizer of torch imports this module. Its functions store the default group at import as a default argument,
+    # beyond the group's end. Imported before there is a group, they store none.
     importlib.import_module("torch.distributed.nn.functional")
     select_device(launch.local_rank)
     wait = None if timeout is None else timedelta(seconds=timeout)
@@ -115,15 +115,15 @@ def init_process_group(backend: str, select_device: Callable[[int], None], timeo
 
 
 def _destroy_gloo_at_exit() -> None:
-    # Not with NCCL and HCCL, where this may wait for ranks that are lost.
+    # Not with NCCL and HCCL, where this may wait for lost ranks.
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
 def destroy_process_group() -> None:
-    """Destroy the default process group and all others, and take back the hook for uncaught exceptions.
+    """Destroy the default process group and all others, and remove torch's hook for uncaught exceptions.
 
-    torch puts one more around ``sys.excepthook`` each time that it initialises, and leaves it there.
+    torch wraps ``sys.excepthook`` once more at each initialisation, and does not restore it.
     """
     dist.destroy_process_group()
     hook = sys.excepthook

@@ -1,4 +1,4 @@
-"""Finding out who is missing when a collective of torch.distributed fails."""
+"""Search for missing ranks after a collective of torch.distributed failed."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = [
     "timeout_of",
 ]
 
-#: Seconds that a rank whose collective has failed waits for the reports of the others; more on a busy machine.
+#: Seconds that a rank waits for the reports of the others after its collective failed; more on a busy machine.
 GRACE = 3.0
-#: The same for a rank whose local computation has failed, until the others fail in the same way.
+#: Seconds that a rank waits for the others to fail in the same way after its local computation failed.
 ALIKE = 4.0
 _TAG = 0x4E0
-#: Texts in gloo's errors when a connection is lost; the second comes from every later use of the group.
+#: Parts of gloo's errors for a lost connection. The second is the error of every later use of the group.
 _GLOO = ("gloo/transport/", "Application timeout caused pair closure")
 
 
 def timeout_of(group: Any, device_type: str) -> timedelta | None:
-    """How long collectives of a group wait on a device, None when its backend does not say."""
+    """Return how long collectives of a group wait on a device, None if its backend does not report it."""
     try:
         return group._get_backend(torch.device(device_type)).options._timeout
     except (AttributeError, RuntimeError):  # torch's fake group has no options
@@ -44,15 +44,16 @@ def timeout_of(group: Any, device_type: str) -> timedelta | None:
 
 
 def is_communication_failure(error: Exception) -> bool:
-    """Return whether a backend lost a rank, rather than refused its arguments."""
+    """Return whether a backend lost a rank, and did not just reject its arguments."""
     return isinstance(error, dist.DistError) or any(text in str(error) for text in _GLOO)
 
 
 def find_missing_ranks(group: Any, ranks: Sequence[int], report: str) -> tuple[dict[int, str], tuple[int, ...]] | None:
-    """See `Platform.find_missing_ranks`. The reports lie in the store at which the ranks have met.
+    """Find the missing ranks after a failed collective; see `Platform.find_missing_ranks`. Reports are exchanged
+    through the store of the default group.
 
     Args:
-        group: a ``ProcessGroup``; None when it was destroyed.
+        group: a ``ProcessGroup``; None if it was destroyed.
     """
     if group is None or not dist.is_initialized():
         return None
@@ -62,8 +63,8 @@ def find_missing_ranks(group: Any, ranks: Sequence[int], report: str) -> tuple[d
 
 
 def exchange_texts(ranks: Sequence[int], place: str, text: str, device_type: str) -> dict[int, str] | None:
-    """See `Platform.exchange_texts`."""
-    if dist.get_backend() == "fake":  # torch's group of ranks that are not there
+    """Exchange ``text`` with ``ranks`` through the store, without a collective; see `Platform.exchange_texts`."""
+    if dist.get_backend() == "fake":  # torch's group of ranks that do not exist
         return None
     wait = timeout_of(dist.group.WORLD, device_type)
     seconds = (wait or timedelta(minutes=30)).total_seconds()
@@ -71,15 +72,16 @@ def exchange_texts(ranks: Sequence[int], place: str, text: str, device_type: str
 
 
 def tell_of_failure(groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
-    """See `Platform.tell_of_failure`. The ranks that have failed are counted in the store, failure by failure.
+    """Report to ``ranks`` that this rank failed outside a collective. The store has a counter of failed ranks for each
+    failure.
 
     Args:
-        groups: ``ProcessGroup`` each; None for one that was destroyed.
+        groups: process groups; None for a destroyed group.
     """
     if None in groups or not dist.is_initialized():
         return
     store, members = default_store(), "_".join(map(str, ranks))
-    # The number of the failure lies in the store as well, so that it starts anew with other process groups.
+    # The number of the failure is in the store too, so that it restarts with other process groups.
     mine = f"hyper_parallel/failures/{members}/{dist.get_rank()}"
     deadline = time.monotonic() + ALIKE * slowness()
     try:
@@ -93,11 +95,11 @@ def tell_of_failure(groups: Sequence[Any], ranks: Sequence[int], report: str) ->
                 return
             time.sleep(0.01)
     except RuntimeError:
-        return  # the store has ended, and with it the ranks that would read this
+        return  # the store has ended, and with it the ranks that would read the report
 
 
 def _fail_waiting_ranks(group: Any) -> None:
-    """Fail the collectives of the ranks that wait in ``group`` for the rank that is missing.
+    """Fail the collectives of the ranks that wait in ``group`` for the missing rank.
 
     When a process dies, gloo fails at once on its neighbours only; the others would wait for the time-out. A receive
     that times out closes gloo's connections to all ranks, which fails them too. (``abort`` leaves them waiting.)

@@ -1,9 +1,9 @@
-"""Linear layers whose collective goes on while they compute. Both are cut into chunks: one is multiplied while another
-is on its way ("collective matmul").
+"""Linear layers that overlap with their collective. Both are split into chunks: one chunk is multiplied while another
+is communicated ("collective matmul").
 
-The gathered or scattered tensor has a part for each rank along one dimension. A chunk takes a piece of every part. So
-each chunk is a collective of the ordinary kind, and together they move as many bytes as one would. Transfers are
-hidden. The price is smaller products, and copies of the pieces.
+The gathered or scattered tensor has a shard for each rank along one dimension. A chunk takes a piece of every shard. So
+each chunk is a collective of the ordinary kind, and together they move as many bytes as one would. Communication is
+hidden, at the cost of smaller products and copies of the pieces.
 
 Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition"; Megatron-LM's sequence
 parallelism (Korthikanti et al. 2022).
@@ -25,8 +25,8 @@ __all__ = ["FUNCTIONS", "chunks_of", "run"]
 
 
 def chunks_of(x: Tensor, weight: Tensor, how: LinearCollective) -> int:
-    """How many chunks to cut into, at most as many as asked for; 1 where it cannot be done. The arguments are those of
-    `Fast.linear_with_collective`."""
+    """Return the number of chunks, at most the requested number; 1 if overlap is not possible. The arguments are those
+    of `Fast.linear_with_collective`."""
     if x.dim() < 2 or weight.dim() != 2 or 0 in x.shape or 0 in weight.shape:
         return 1
     if not x.is_floating_point() or x.dtype is not weight.dtype or any_autocast():
@@ -42,31 +42,32 @@ def chunks_of(x: Tensor, weight: Tensor, how: LinearCollective) -> int:
 
 
 def run(x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor:
-    """See `Fast.linear_with_collective`; the group is a ``ProcessGroup``."""
+    """Compute a linear layer overlapped with a collective, see `Fast.linear_with_collective`. ``how.group`` is a
+    ``ProcessGroup``."""
     return FUNCTIONS[how.collective].apply(x, weight, _Chunked(how))
 
 
 class _Chunked:
-    """Products with collectives that are started and waited for, and the pieces on which they work.
+    """Products and pending collectives, and the pieces on which they work.
 
-    ``x`` below has the dimension ``dim`` with a part for each rank, or one rank's part of it.
+    ``x`` below has all ranks' shards along the dimension ``dim``, or one rank's shard.
     """
 
     def __init__(self, how: LinearCollective) -> None:
         self.group, self.size, self.dim, self.chunks, self.record = how.group, how.size, how.dim, how.chunks, how.record
 
     def pieces(self, x: Tensor) -> list[Tensor]:
-        """For each chunk the pieces of all ranks' parts, one after the other along dimension 0."""
+        """Return one tensor per chunk: its pieces of all ranks' shards, concatenated along dimension 0."""
         pieces = x.chunk(self.size * self.chunks, self.dim)
         return [torch.cat(pieces[i :: self.chunks], 0) for i in range(self.chunks)]
 
     def whole(self, chunks: list[Tensor]) -> Tensor:
-        """The inverse of `pieces`."""
+        """Join the chunks in the original order: the inverse of `pieces`."""
         pieces = [chunk.chunk(self.size, 0) for chunk in chunks]
         return torch.cat([pieces[i][rank] for rank in range(self.size) for i in range(self.chunks)], self.dim)
 
     def reduce(self, x: Tensor, other: Tensor) -> Tensor:
-        """``x @ other``, summed over the ranks."""
+        """Return ``x @ other``, summed over the ranks."""
         rows = x.reshape(-1, x.shape[-1])
         y = rows.new_empty((rows.shape[0], other.shape[1]))
         works = []
@@ -79,8 +80,9 @@ class _Chunked:
         return y.view(*x.shape[:-1], -1)
 
     def gather(self, x: Tensor, other: Tensor, multiplies: bool = True) -> Iterator[tuple[Any, Tensor]]:
-        """For each chunk of this rank's part of ``x``, a pair: the gathered chunk times ``other``, None unless it
-        ``multiplies``, and the gathered chunk. All transfers are under way when this returns."""
+        """Yield a pair for each chunk of this rank's shard of ``x``: the gathered chunk times ``other``, and the
+        gathered chunk. The product is None unless the call ``multiplies``. All collectives are started when this
+        returns."""
         started = []
         for piece in x.chunk(self.chunks, self.dim):
             piece = piece.contiguous()
@@ -94,8 +96,8 @@ class _Chunked:
         return None if other is None else out @ other, out
 
     def scatter(self, pieces: list[Tensor], other: Tensor) -> list[tuple[Tensor, Any, Any]]:
-        """Start the sums of ``pieces @ other``. Gives for each the pending result, the work to wait for, and the
-        operand, which must live until then."""
+        """Start the reduce-scatters of ``pieces @ other``. Returns for each the pending result, the work to wait for,
+        and the operand, which must live until then."""
         started = []
         for piece in pieces:
             product = (piece @ other).contiguous()
@@ -105,20 +107,20 @@ class _Chunked:
         return started
 
     def finish(self, started: list[tuple[Tensor, Any, Any]]) -> Tensor:
-        """One rank's part of the sums that `scatter` has started."""
+        """Wait for the sums that `scatter` started, and return this rank's shard of them."""
         for _, work, _ in started:
             work.wait()
         return torch.cat([out for out, _, _ in started], self.dim)
 
 
 def _add_by_weight(total: Tensor | None, cotangent: Tensor, x: Tensor) -> Tensor:
-    """The gradient of a weight, ``total`` so far, with that from one chunk."""
+    """Add the contribution of one chunk to the gradient ``total`` of a weight."""
     product = cotangent.reshape(-1, cotangent.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
     return product if total is None else total.add_(product)
 
 
 class _AllReduce(torch.autograd.Function):
-    """(..., in / ranks) -> (..., out), summed over the ranks. The gradient of the sum is that of each summand."""
+    """Map (..., in / ranks) to (..., out), summed over the ranks. Each summand's gradient is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any) -> Tensor:
@@ -136,7 +138,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """(..., in / ranks) -> this rank's part of (..., out) along the dimension; backward gathers the gradient."""
+    """Map (..., in / ranks) to this rank's shard of (..., out) along the dimension; backward gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any) -> Tensor:
@@ -162,8 +164,8 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """This rank's part of (..., in) -> (..., out / ranks); backward sums and scatters. The gathered tensor is
-    kept for the gradient of the weight."""
+    """Map this rank's shard of (..., in) to (..., out / ranks); backward reduce-scatters. The gathered tensor is saved
+    for the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any) -> Tensor:
