@@ -122,7 +122,7 @@ REPORTS = {
         modules=HEAD_NORM,
     ),
     "norm in heads, styled": Report(in_heads, plan=MLP | {"norm": HeadNormParallel()}, modules=HEAD_NORM),
-    "norm over all heads": Report(norm_of_all, "found", "mean gets a part"),
+    "norm over all heads": Report(norm_of_all, "found", "gets a part"),
     "norm over all heads, gathered": Report(
         norm_of_all, plan={"up": C(output_layouts=Replicate()), "down": W(input_layouts=Replicate())}
     ),
@@ -146,7 +146,7 @@ REPORTS = {
     "softmax of all classes": Report(
         lambda m, x, a: a.softmax(m.up(x), -1), plan={"up": C(output_layouts=Replicate())}
     ),
-    "mean over some tokens": Report(of_tokens, "found", "mean gets a part", BY_SEQUENCE, SEQUENCE),
+    "mean over some tokens": Report(of_tokens, "found", "gets a part", BY_SEQUENCE, SEQUENCE),
     "weight on some tokens": Report(
         scaled, "found", "summand of its gradient", BY_SEQUENCE | {"out": TO_WHOLE}, SCALED
     ),

@@ -139,7 +139,7 @@ def read_by_parts(y: Any, mesh: DeviceMesh, features: int = -1) -> Any:
     """
     if mesh.size() == 1:
         return y
-    if features < 0:
+    if features < 0 or features == y.shape[-1]:
         return DTensor.from_local(y, mesh, (Replicate(),)).to_local(grad_placements=(Partial(),))
     before, read = y[..., :-features], y[..., -features:]
     pieces = before, read_by_parts(read, mesh)

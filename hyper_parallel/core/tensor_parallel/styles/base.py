@@ -375,10 +375,12 @@ class ModuleStyle(ParallelStyle):
             """Run as always, and say at the borders of plain code what each tensor is."""
             if len(args) != 1 or kwargs or type(args[0]) not in by_class or not args[0].shape:
                 return convert(module, *args, **kwargs)  # which says it
-            x: Any = args[0]
-            whole = x.shape
+            x, whole = args[0], args[0].shape
             if type(x) is plain:  # a plain shard is as large as those of the other ranks, which compare
-                layout = layout_of_even_part(x, mesh, self.input_layouts[0])  # type: ignore[arg-type]
+                try:
+                    layout = layout_of_even_part(x, mesh, self.input_layouts[0])  # type: ignore[arg-type]
+                except ValueError:  # of an input that does not fit: `convert` has the words
+                    return convert(module, *args, **kwargs)
                 FOLLOWING[-1].taken(x, layout)
                 whole = layout.shape
             return tell_output(local, run(module, x), tuple(whole), mesh)
