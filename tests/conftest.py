@@ -117,7 +117,6 @@ NIGHTLY_ON_SIMULATED_NPU = {
     "test_long_models.py": "models; test_long_sequences.py is run",
     "test_other_programs.py": "programs; tests/npu starts some",
     "test_own_style.py": "a program of the documentation",
-    "test_quantised_weights.py": "weights of a library",
     "test_random_states.py": "files of random states; test_random.py is run",
     "test_readme.py": "programs of the README; tests/npu starts programs",
     "test_second_order.py": "gradients of gradients, by the same functions of torch",
