@@ -133,9 +133,11 @@ def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any])
                 else:
                     rows = made_with(x, x._gathered)
                     rows = partial_grad_view(x, _FIRST) if rows is None else rows
-                y = linear(rows, weight, own.get("bias"))
-                if rows.ndim != (len(output[1].local_shape) if is_distributed else x.ndim):
-                    y = y.view(*(output if is_distributed else outputs[x.shape])[1].local_shape)
+                y, ndim = (
+                    linear(rows, weight, own.get("bias")),
+                    len(output[1].local_shape) if is_distributed else x.ndim,
+                )
+                y = y if rows.ndim == ndim else y.view(*(output if is_distributed else outputs[x.shape])[1].local_shape)
             return y if local else wrap(y, output[1])
 
     takes_plain = program.given == takes

@@ -253,12 +253,8 @@ class ModuleStyle(ParallelStyle):
         return program_of(self, module, mesh)
 
     def _program(self, module: Any, mesh: DeviceMesh) -> Program | None:
-        for cls in type(self).__mro__:
-            if "program" in vars(cls):
-                break
-            if any(name in vars(cls) for name in _CONVERSIONS):
-                return None
-        return self.program(module, mesh)
+        overriding = [cls for cls in type(self).__mro__ if not vars(cls).keys().isdisjoint(("program", *_CONVERSIONS))]
+        return self.program(module, mesh) if "program" in vars(overriding[0]) else None
 
     def excludes(self, other: ParallelStyle) -> bool:
         return isinstance(other, ModuleStyle)

@@ -20,10 +20,11 @@ from hyper_parallel.platform.torch.compiled.comparisons import NUMBER
 __all__ = ["is_manager", "with_few_guards"]
 
 #: Modules of this backend, the list of steps, and classes of `placed`, as frames name them.
-_OWN = tuple(f"G['__{name}" for name in (
-    "import_hyper_parallel_dot_platform_dot_torch_dot_", "import_hyper_parallel_dot_platform_dot_contract_dot_programs'",
-    "subclass_Placed_",
-))  # fmt: skip
+_OWN = (
+    "G['__import_hyper_parallel_dot_platform_dot_torch_dot_",
+    "G['__import_hyper_parallel_dot_platform_dot_contract_dot_programs'",
+    "G['__subclass_Placed_",
+)
 #: Where a module holds functions of styles: which say so by `of_style`.
 _HELD = re.compile(r"(\._compiled_run|\['_compiled_run'\]|_hooks\[list\(dict\.keys\(.*\)\)\[\d+\]\])$")
 _OF_CLASS = re.compile(r"dict\(type\((.+?)\)\.(?:__mro__\[\d+\]\.)?__dict__\)(?:\['(\w+)'\])?")
