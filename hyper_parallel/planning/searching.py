@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from hyper_parallel.core.tensor_parallel.styles.context import ContextParallel
 from hyper_parallel.core.trees import map_tensors, tensors_in
 from hyper_parallel.debug.svg import COLOURS, Svg
 from hyper_parallel.debug.text import TERMINAL, format_bytes, format_seconds, format_table
@@ -32,6 +33,7 @@ class Candidate:
         run: its dry run; None where it is not possible.
         error: why not.
         ep: over how many of the ranks the experts lie; 1 without experts.
+        cp: over how many ranks sequences are cut.
     """
 
     dp: int
@@ -41,6 +43,7 @@ class Candidate:
     run: DryRun | None = None
     error: str = ""
     ep: int = 1
+    cp: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """The fields for JSON."""
@@ -48,6 +51,7 @@ class Candidate:
             "dp": self.dp,
             "tp": self.tp,
             "ep": self.ep,
+            "cp": self.cp,
             "plan": self.plan,
             "recompute": self.recompute,
             "run": None if self.run is None else self.run.as_dict(),
@@ -93,9 +97,9 @@ class SearchResult:
 
     def __str__(self) -> str:
         rows = []
-        sparse = any(c.ep > 1 for c in self.candidates)
+        shown = ["dp", "tp", *(name for name in ("ep", "cp") if any(getattr(c, name) > 1 for c in self.candidates))]
         for c in self.candidates:
-            sizes = (c.dp, c.tp, c.ep) if sparse else (c.dp, c.tp)
+            sizes = [getattr(c, name) for name in shown]
             if c.run is None:
                 rows.append((*sizes, c.plan, _yes(c.recompute), "-", "-", "-", f"not possible: {c.error}"[:90]))
                 continue
@@ -109,8 +113,8 @@ class SearchResult:
                     "" if _fits(c, self.memory_limit) else "does not fit",
                 )
             )
-        head = ("dp", "tp", *(("ep",) if sparse else ()), "plan", "recompute", "peak", "hidden", "not hidden", "")
-        right = (0, 1, 2, 5, 6, 7) if sparse else (0, 1, 4, 5, 6)
+        head = (*shown, "plan", "recompute", "peak", "hidden", "not hidden", "")
+        right = (*range(len(shown)), *range(len(shown) + 2, len(shown) + 5))
         return format_table(head, rows, right=right, width=TERMINAL)
 
     __repr__ = __str__
@@ -135,6 +139,8 @@ def search(
     tensor_parallel: Sequence[int] | None = None,
     experts: Experts | None = None,
     expert_parallel: Sequence[int] | None = None,
+    sequences: Mapping[str, ContextParallel] | None = None,
+    context_parallel: Sequence[int] | None = None,
     recompute: Sequence[bool] = (False, True),
     **options: Any,
 ) -> SearchResult:
@@ -146,10 +152,11 @@ def search(
 
     Args:
         model: as for `explain`.
-        ranks: how many there are; each way has ``dp * tp`` of them.
+        ranks: how many there are; each way has ``dp * tp`` of them, or ``dp * cp * tp``.
         plans: name -> plan for `parallelize_module`; those that shard the sequence too, for example. With ``tp=1`` none
             is applied.
-        batch: of all ranks together: each tensor is cut along dimension 0 over dp, which must divide it.
+        batch: of all ranks together: each tensor is cut along dimension 0 over dp, and along dimension 1 over cp. Both
+            must divide it.
         machine: see `dry_run`.
         memory: the limit in bytes; None is the memory of the machine.
         tensor_parallel: sizes of tp to be tried; None is all that divide ``ranks`` and fit into a node.
@@ -157,6 +164,10 @@ def search(
         expert_parallel: over how many ranks the experts are to lie; None is all numbers that divide the ranks, up to
             that of the experts. Where the style has ``tp_dim`` and cuts no expert inside, the ranks of tensor
             parallelism count among them.
+        sequences: path of attention modules -> `ContextParallel`: these are applied where sequences are cut. Not with
+            ``experts``.
+        context_parallel: over how many ranks sequences are to be cut. None is one, and all that divide the ranks and
+            fit into a node.
         recompute: whether to try without and with recomputation.
         options: further arguments of `dry_run`: ``optimizer``, ``data_parallel``, ``mixed_precision``, ``loss``.
 
@@ -181,23 +192,32 @@ def search(
         if count > 4:
             # From three on each layer adds as much: the first and the last, and the prefetched layer, are in them.
             models = [(n, cut_to(model, parent, n, platform)) for n in (3, 4)]
+    if experts and sequences:
+        raise ValueError("search takes experts or sequences, not both: dry_run has no mesh of both")
     found = []
     for tp in sizes:
+        cuts = context_parallel or [n for n in range(1, named.devices + 1) if ranks // tp % n == 0]
         ways = sizes_for_experts(models[0][1], experts, expert_parallel, ranks, tp, platform)
         shared = tp if experts and lies_over_tp(experts) else 1
-        for ep, (name, plan), again in product(ways, plans.items() if tp > 1 else [("-", None)], recompute):
-            found.append(Candidate(ranks // tp, tp, name, again, ep=ep))
+        named_plans = plans.items() if tp > 1 else [("-", None)]
+        for ep, cp, (name, plan), again in product(ways, cuts if sequences else [1], named_plans, recompute):
+            dp = ranks // tp // cp
+            found.append(Candidate(dp, tp, name, again, ep=ep, cp=cp))
             own = ep // shared  # of each rank of tensor parallelism
-            mesh = {"dp": ranks // tp // own, "ep": own, "tp": tp} if experts else {"dp": ranks // tp, "tp": tp}
+            mesh = {"dp": dp // own, "ep": own, "tp": tp} if experts else {"dp": dp, "tp": tp}
             try:
-                if ranks // tp % own:
-                    raise ValueError(f"experts over {own} ranks of data parallelism, which has {ranks // tp}")
+                if dp % own:
+                    raise ValueError(f"experts over {own} ranks of data parallelism, which has {dp}")
+                if ranks // tp % cp:
+                    raise ValueError(f"sequences over {cp} ranks, of {ranks // tp}")
+                if sequences and cp > 1:
+                    mesh, plan = {"dp": dp, "cp": cp, "tp": tp}, _with_sequences(plan, sequences)
                 runs = [
                     dry_run(
                         cut,
                         mesh,
                         plan,
-                        *_share(batch, ranks // tp),
+                        *_share(batch, dp, cp),
                         machine=named,
                         recompute=f"{parent}.*" if again and parent else again,
                         experts=experts,
@@ -220,14 +240,31 @@ def search(
     return SearchResult(sorted(found, key=order), limit, named.name)
 
 
-def _share(batch: tuple, dp: int) -> Any:
+def _with_sequences(plan: Any, sequences: Mapping[str, ContextParallel]) -> dict[str, Any]:
+    """The plan with the styles of cut sequences."""
+    if plan is not None and not isinstance(plan, Mapping):
+        raise ValueError("a plan that is a function cuts its sequences itself: give one of styles by path")
+    return {**(plan or {}), **sequences}
+
+
+def _share(batch: tuple, dp: int, cp: int) -> Any:
+    """One rank's part of a batch."""
     platform = get_platform()
-    for x in tensors_in(batch, platform):
-        if platform.shape_of(x)[0] % dp:
-            raise ValueError(
-                f"dimension 0 of a batch of shape {tuple(platform.shape_of(x))} does not divide over dp={dp}"
-            )
-    return map_tensors(batch, lambda x: platform.narrow(x, 0, 0, platform.shape_of(x)[0] // dp), platform, lambda x: x)
+    parts = {0: dp, 1: cp} if cp > 1 else {0: dp}
+    for dim, ranks in parts.items():
+        for x in tensors_in(batch, platform):
+            if platform.shape_of(x)[dim] % ranks:
+                raise ValueError(
+                    f"dimension {dim} of a batch of shape {tuple(platform.shape_of(x))} does not divide over "
+                    f"{('dp', 'cp')[dim]}={ranks}"
+                )
+
+    def own(x: Any) -> Any:
+        for dim, ranks in parts.items():
+            x = platform.narrow(x, dim, 0, platform.shape_of(x)[dim] // ranks)
+        return x
+
+    return map_tensors(batch, own, platform, lambda x: x)
 
 
 def _continued(three: DryRun, four: DryRun, further: int) -> DryRun:

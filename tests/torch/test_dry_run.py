@@ -23,6 +23,7 @@ from hyper_parallel import (
     CommTrace,
     ContextParallel,
     DTensor,
+    ExpertParallel,
     MixedPrecisionPolicy,
     RowwiseParallel,
     SequenceParallel,
@@ -62,6 +63,38 @@ def test_cut_sequences() -> None:
     assert run.memory.parameters == 4 * 32 * 32 * 4 // 16
     only = dry_run(model, {"dp": 1, "cp": 4}, {"": ContextParallel()}, torch.ones(1, 16, 32))
     assert only.memory.parameters == 4 * 32 * 32 * 4 // 4
+
+
+def test_search_over_cut_sequences() -> None:
+    """Each rank's part is that of a dry run by hand; sizes that do not divide are not possible."""
+    model, x = Block(Heads(8, 8, 4)), torch.ones(4, 16, 32)
+    plan, style = {"[qkv]": "colwise", "o": "rowwise"}, {"": ContextParallel(method="gather")}
+    found = search(model, 8, {"tp": plan}, x, tensor_parallel=[1, 2], sequences=style, recompute=[False])
+    assert {(c.dp, c.cp, c.tp) for c in found.candidates if c.run} == {(4, 2, 1), (2, 4, 1), (1, 8, 1)} | {
+        (4, 1, 2),
+        (2, 2, 2),
+        (1, 4, 2),
+    }
+    one = next(c for c in found.candidates if (c.dp, c.cp, c.tp) == (2, 2, 2))
+    both = dry_run(model, {"dp": 2, "cp": 2, "tp": 2}, {**plan, **style}, torch.ones(2, 8, 32))
+    assert one.run is not None and one.run.as_dict() == both.as_dict() and one.as_dict()["cp"] == 2
+    assert {c.error for c in found.candidates if not c.run} == {
+        "dimension 0 of a batch of shape (4, 16, 32) does not divide over dp=8"
+    }
+    assert "cp" in str(found).splitlines()[0]
+    uneven = search(
+        model, 8, {"f": lambda m, mesh: m}, x[:, :9], tensor_parallel=[2], sequences=style, context_parallel=[2, 3]
+    )
+    assert {c.error.split(" of a batch")[0] for c in uneven.candidates} == {
+        "sequences over 3 ranks, of 4",
+        "a plan that is a function cuts its sequences itself: give one of styles by path",
+    }
+    short = search(model, 8, {"tp": plan}, x[:, :9], tensor_parallel=[1], sequences=style, context_parallel=[2])
+    assert {c.error for c in short.candidates} == {
+        "dimension 1 of a batch of shape (4, 9, 32) does not divide over cp=2"
+    }
+    with pytest.raises(ValueError, match="not both"):
+        search(model, 8, {"tp": plan}, x, sequences=style, experts={"": ExpertParallel()})
 
 
 @on_mesh(2, 2, names=("dp", "tp"))

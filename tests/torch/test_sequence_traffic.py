@@ -9,10 +9,18 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh as init_mesh_of_torch
+from torch.distributed.tensor import DTensor as DTensorOfTorch
+from torch.distributed.tensor import Shard as ShardOfTorch
+from torch.distributed.tensor.experimental import context_parallel as context_parallel_of_torch
+from torch.distributed.tensor.experimental._attention import set_rotate_method
 
+from benchmarks.torch_groups import fake_group
 from benchmarks.torch_sequences import Attention, Block, Heads, hand_written_ring, hand_written_ulysses
 from benchmarks.torch_traffic import count_collectives
-from hyper_parallel import ContextParallel, parallelize_module, shard_sequence
+from hyper_parallel import ContextParallel, init_device_mesh, parallelize_module, shard_sequence
 from hyper_parallel.testing import spmd
 from tests.torch.support import device
 
@@ -115,3 +123,40 @@ def behind(mesh: Any) -> None:
 
 def test_transfers_of_a_ring_lie_behind_computation(pool: Any) -> None:
     pool.run(4, behind)
+
+
+def forward_of_torch(way: str, mesh: Any) -> Any:
+    """Collectives of a forward under torch's context_parallel, on fake CUDA tensors.
+
+    `F.scaled_dot_product_attention` finds no kernel for these, and the engine of backward wants a device.
+    """
+    set_rotate_method(way)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        buffer = torch.zeros(1, 64, device="cuda")
+        parts = [torch.zeros(1, 8, 16, 16, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        with context_parallel_of_torch(mesh, buffers=[buffer], buffer_seq_dims=[1]), count_collectives() as seen:
+            placed = (DTensorOfTorch.from_local(x, mesh, [ShardOfTorch(2)]) for x in parts)
+            torch.ops.aten._scaled_dot_product_flash_attention(*placed, 0.0, True)
+    return dict(seen.counts), dict(seen.sizes)
+
+
+class Alone(nn.Module):
+    """Causal attention."""
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch's context_parallel has no rule for CPUs")
+def test_as_many_bytes_as_context_parallel_of_torch() -> None:
+    with fake_group(4):
+        mesh, of_torch = init_device_mesh("cpu", (4,)), init_mesh_of_torch("cuda", (4,))
+        parts = [torch.zeros(1, 8, 16, 16, dtype=torch.bfloat16) for _ in range(3)]
+        for way, method in (("alltoall", "ring"), ("allgather", "gather")):
+            module = parallelize_module(Alone(), mesh, ContextParallel(method=method))
+            with torch.no_grad():
+                module(*parts)  # compares the ranks
+                with count_collectives() as seen:
+                    module(*parts)
+            assert (dict(seen.counts), dict(seen.sizes)) == forward_of_torch(way, of_torch)

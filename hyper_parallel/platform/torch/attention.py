@@ -94,7 +94,7 @@ class _Calls(TorchFunctionMode):
 
         asked: Any = call
         asked.options = is_causal, dropout_p, *more.items()
-        if torch.is_autocast_enabled(query.device.type):  # as the function does
+        if not query.is_meta and torch.is_autocast_enabled(query.device.type):  # as the function does
             query, key, value, attn_mask = map(_lowered, (query, key, value, attn_mask))
         if graph_task() != -1:
             self._again += 1
