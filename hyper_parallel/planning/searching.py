@@ -1,4 +1,4 @@
-"""`search`: how to spread a model over ranks, the ways to do so compared by dry runs."""
+"""`search`: compare configurations of parallelism for a model by dry runs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["Candidate", "SearchResult", "search"]
 
 @dataclass
 class Candidate:
-    """One way to spread the model.
+    """One configuration of parallelism for the model.
 
     Attributes:
-        dp, tp: ranks of data and of tensor parallelism.
+        dp, tp: number of ranks of data and of tensor parallelism.
         plan: name of the plan.
-        recompute: whether the layers compute their forward again in backward.
-        run: its dry run; None where it is not possible.
-        error: why not.
-        ep: over how many of the ranks the experts lie; 1 without experts.
+        recompute: whether the layers recompute their forward in backward.
+        run: its dry run; None if the configuration is not possible.
+        error: the reason why it is not possible.
+        ep: number of ranks that share the experts; 1 without experts.
     """
 
     dp: int
@@ -43,7 +43,7 @@ class Candidate:
     ep: int = 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields for JSON."""
+        """Return the fields as JSON values."""
         return {
             "dp": self.dp,
             "tp": self.tp,
@@ -60,9 +60,9 @@ class SearchResult:
     """Result of `search`. ``str`` and ``print`` show the table.
 
     Attributes:
-        candidates: the best first: those that fit, by time; then those that do not, by memory; then those that are not
-            possible.
-        memory_limit: in bytes.
+        candidates: configurations, the best first: those that fit, by time; then those that do not fit, by memory; then
+            impossible ones.
+        memory_limit: memory limit in bytes.
     """
 
     candidates: list[Candidate]
@@ -71,12 +71,12 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits; None where none does."""
+        """Return the fastest configuration that fits; None if none fits."""
         first = self.candidates[0] if self.candidates else None
         return first if first is not None and _fits(first, self.memory_limit) else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields for JSON."""
+        """Return the fields as JSON values."""
         return {
             "machine": self.machine,
             "memory_limit": self.memory_limit,
@@ -84,11 +84,11 @@ class SearchResult:
         }
 
     def to_json(self) -> str:
-        """`as_dict` as JSON."""
+        """Return `as_dict` as JSON text."""
         return json.dumps(self.as_dict(), indent=2)
 
     def to_svg(self) -> str:
-        """Time over memory, a dot for each way, and the limit."""
+        """Return a plot of time over memory, with a dot for each configuration, and the limit."""
         return _plot(self)
 
     def __str__(self) -> str:
@@ -138,33 +138,33 @@ def search(
     recompute: Sequence[bool] = (False, True),
     **options: Any,
 ) -> SearchResult:
-    """The best ways to spread a model over ``ranks`` ranks, by dry runs of all of them.
+    """Return the best configurations to distribute a model over ``ranks`` ranks, found by dry runs of all
+    configurations.
 
-    For a model with a list of equal layers, dry runs with three and with four layers are made. The difference is added
-    for each further layer. That is exact for parameters, gradients, optimizer, collectives and operations, which
-    repeat.
+    For a model with a list of equal layers, dry runs use three and four layers. Their difference is added for each
+    further layer. That is exact for parameters, gradients, optimizer, collectives and operations, which repeat.
 
     Args:
         model: as for `explain`.
-        ranks: how many there are; each way has ``dp * tp`` of them.
-        plans: name -> plan for `parallelize_module`; those that shard the sequence too, for example. With ``tp=1`` none
-            is applied.
-        batch: of all ranks together: each tensor is cut along dimension 0 over dp, which must divide it.
-        machine: see `dry_run`.
-        memory: the limit in bytes; None is the memory of the machine.
-        tensor_parallel: sizes of tp to be tried; None is all that divide ``ranks`` and fit into a node.
-        experts: path of modules of experts -> style, as for `dry_run`.
-        expert_parallel: over how many ranks the experts are to lie; None is all numbers that divide the ranks, up to
-            that of the experts. Where the style has ``tp_dim`` and cuts no expert inside, the ranks of tensor
-            parallelism count among them.
+        ranks: number of ranks; each configuration has ``dp * tp`` ranks.
+        plans: name -> plan for `parallelize_module`, for example with and without sequence parallelism. With ``tp=1``
+            no plan is applied.
+        batch: batch of all ranks together. Each tensor is split along dimension 0 over dp, which must divide it.
+        machine: as for `dry_run`.
+        memory: the limit in bytes; None stands for the memory of the machine.
+        tensor_parallel: sizes of tp to try; None stands for all that divide ``ranks`` and fit into a node.
+        experts: path of expert modules -> style, as for `dry_run`.
+        expert_parallel: numbers of ranks that share the experts, to try; None stands for all that divide the ranks, up
+            to the number of experts. If the style has ``tp_dim`` and does not shard inside experts, the ranks of tensor
+            parallelism are included.
         recompute: whether to try without and with recomputation.
         options: further arguments of `dry_run`: ``optimizer``, ``data_parallel``, ``mixed_precision``, ``loss``.
 
     Returns:
-        A `SearchResult`: the best way first.
+        A `SearchResult`, whose first configuration is the best.
 
     Raises:
-        ValueError: where there is nothing to try.
+        ValueError: if there is nothing to try.
     """
     named = machine_of(machine)
     limit = named.memory if memory is None else float(memory)
@@ -179,7 +179,8 @@ def search(
         count = len(layers)
         models = [(count, model)]
         if count > 4:
-            # From three on each layer adds as much: the first and the last, and the prefetched layer, are in them.
+            # From three layers on, each further layer adds the same: three include the first, the last and the
+            # prefetched layer.
             models = [(n, cut_to(model, parent, n, platform)) for n in (3, 4)]
     found = []
     for tp in sizes:
@@ -187,7 +188,7 @@ def search(
         shared = tp if experts and lies_over_tp(experts) else 1
         for ep, (name, plan), again in product(ways, plans.items() if tp > 1 else [("-", None)], recompute):
             found.append(Candidate(ranks // tp, tp, name, again, ep=ep))
-            own = ep // shared  # of each rank of tensor parallelism
+            own = ep // shared  # for each rank of tensor parallelism
             mesh = {"dp": ranks // tp // own, "ep": own, "tp": tp} if experts else {"dp": ranks // tp, "tp": tp}
             try:
                 if ranks // tp % own:
@@ -231,7 +232,7 @@ def _share(batch: tuple, dp: int) -> Any:
 
 
 def _continued(three: DryRun, four: DryRun, further: int) -> DryRun:
-    """The dry run with so many further layers, each of which adds the same as the third."""
+    """Return the dry run with ``further`` more layers, each of which adds the same as the fourth."""
 
     def more(a: Any, b: Any) -> Any:
         return None if a is None or b is None else b + further * (b - a)
@@ -263,11 +264,11 @@ def _continued(three: DryRun, four: DryRun, further: int) -> DryRun:
 
 
 def _continued_peak(three: DryRun, four: DryRun, further: int) -> int:
-    """The most that lives in a step with so many further layers.
+    """Return the maximum of live bytes in a step with ``further`` more layers.
 
-    The forwards of three and of four layers end in the same way. Their backwards begin and end in the same way.
-    There the deeper one has the activations, or the gradients, of one layer more. Each further layer adds as much. In
-    the layers between, less lives than in the first or in the last of them.
+    The forwards of three and of four layers end in the same way. Their backwards start and end in the same way. There
+    the four layers have the activations, or the gradients, of one more layer. Each further layer adds the same. In the
+    middle layers, fewer bytes are live than in the first or in the last of them.
     """
     peak = max(live for timeline in four.timelines for _, live in timeline)
     (forward, backward), (deeper_forward, deeper_backward) = three.timelines, four.timelines
@@ -281,7 +282,7 @@ def _continued_peak(three: DryRun, four: DryRun, further: int) -> int:
             if what != same:
                 break
             alike += 1
-        # Operations of the head may look like those of a layer: the last of the equal layers is left out.
+        # Operations of the head may look like those of a layer, so the last of the equal layers is skipped.
         for (_, less), (_, more) in zip(shallow[: max(0, alike - len(deep) + len(shallow))], deep, strict=False):
             peak = max(peak, more + further * (more - less))
     return peak
