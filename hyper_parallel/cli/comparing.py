@@ -1,4 +1,4 @@
-"""``hyper-parallel compare``: where two recorded runs part."""
+"""``hyper-parallel compare``: find where two recorded runs first differ."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["run"]
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the comparison; 1 where the runs part.
+    """Print the comparison; return 1 if the runs differ by more than rounding.
 
     Raises:
-        UsageError: for names that are no pairs, and folders without a whole record.
+        UsageError: for names that are no pairs, and for folders without a complete record.
     """
     names = {}
     for pair in given.name:

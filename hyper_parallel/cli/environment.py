@@ -21,7 +21,7 @@ _PACKAGES = ("numpy", "torch", "torch-npu", "mindspore", "transformers", "safete
 
 
 def environment() -> dict[str, Any]:
-    """Versions, backends, and why one cannot be used."""
+    """Return versions, backends, and the reasons why backends cannot be used."""
     found: dict[str, Any] = {
         "hyper_parallel": hyper_parallel.__version__,
         "python": python_platform.python_version(),
@@ -63,7 +63,7 @@ def _wrapped(text: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print `environment`; 0 where some backend can be used."""
+    """Print `environment`; return 0 if some backend can be used."""
     found = environment()
     rows = []
     for name, entry in found["backends"].items():

@@ -27,9 +27,9 @@ from hyper_parallel.testing.pool import free_port
 
 __all__ = ["PORT", "command_of", "run"]
 
-#: Of the first of several nodes, where no other was chosen.
+#: Port of the first of several nodes, if none was chosen.
 PORT = 29500
-#: How long msrun may take to end by itself once all ranks have ended well, in seconds.
+#: Seconds that msrun may take to end after all ranks have ended successfully.
 SECONDS_TO_END = 5.0
 
 
@@ -42,21 +42,21 @@ def command_of(
     address: str = "127.0.0.1",
     port: int = PORT,
 ) -> list[str]:
-    """The command that starts ``processes`` ranks of a script on this node.
+    """Return the command that starts ``processes`` ranks of a script on this node.
 
     Args:
         framework: ``"torch"`` or ``"mindspore"``.
         processes: ranks on each node.
         script: the script and its arguments.
-        nodes: how many nodes there are; the command is given on each.
-        node_rank: which one this is, from 0.
-        address, port: of the first node.
+        nodes: number of nodes; the command must run on each.
+        node_rank: number of this node, from 0.
+        address, port: address and port of the first node.
 
     Example:
         >>> command_of("torch", 4, ["train.py"])[1:]
         ['-m', 'torch.distributed.run', '--nproc-per-node', '4', '--standalone', '--', 'train.py']
     """
-    # What follows is the script's own: torchrun would take its --run for the beginning of --run-path.
+    # Arguments after ``--`` belong to the script: torchrun would take the script's --run for its own --run-path.
     script = ["--", *script]
     if framework == "torch":
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print_only:
         return 0
     if framework == "mindspore":
-        # msrun starts a script as `python` of the path, which may be one without MindSpore.
+        # msrun starts a script with the `python` on the path, which may lack MindSpore.
         environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment.get("PATH", os.defpath)])
     with tempfile.TemporaryDirectory() as folder:
         environment[VARIABLE] = folder
@@ -112,13 +112,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_msrun(command: list[str], folder: str, processes: int, environment: dict[str, str]) -> int:
-    """Run a job of msrun on one node, and return its exit status: 0 where all ranks have ended with 0.
+    """Run a job of msrun on one node, and return its exit status: 0 if all ranks ended with 0.
 
     Args:
-        command: of msrun, which runs the script by `cli.msrun_worker`.
-        folder: where that leaves the status of each rank.
-        processes: how many ranks there are.
-        environment: of the job.
+        command: command of msrun, which runs the script by `cli.msrun_worker`.
+        folder: folder in which `cli.msrun_worker` writes the status of each rank.
+        processes: number of ranks.
+        environment: environment variables of the job.
     """
     job, deadline = subprocess.Popen(command, env=environment), math.inf
     try:
@@ -150,7 +150,7 @@ def _kill_tree(pid: int) -> None:
 
 
 def _check_counts(arguments: argparse.Namespace) -> None:
-    """Refuse numbers with which the launcher would start nothing, or wait for nodes that never come."""
+    """Raise UsageError for numbers with which the launcher would start nothing, or wait for missing nodes."""
     if arguments.processes < 1 or arguments.nodes < 1:
         raise UsageError(f"-n {arguments.processes} --nodes {arguments.nodes}: both are at least 1")
     if not 0 <= arguments.node_rank < arguments.nodes:
@@ -161,8 +161,8 @@ def _check_counts(arguments: argparse.Namespace) -> None:
 
 
 def _port_of(arguments: argparse.Namespace) -> int:
-    """The port where the ranks meet. On one node no other process has to know it: msrun waits for minutes where its own
-    is taken."""
+    """Return the port where the ranks meet. On one node a free port is used, because msrun waits for minutes if its
+    port is taken."""
     if arguments.port is not None:
         return int(arguments.port)
     if arguments.nodes > 1:

@@ -1,7 +1,7 @@
-"""The command line: arguments, and which command they mean.
+"""The command line: parser of the arguments, and dispatch to commands.
 
-argparse of the standard library parses it: so the command works wherever the package does. `env` can name missing
-packages even where nothing else is installed. rich, if it is there, colours the output (docs/dependencies.md).
+It uses argparse of the standard library, so the command works wherever the package does. `env` can report missing
+packages even if nothing else is installed. rich colours the output if it is installed (docs/dependencies.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["main", "parser"]
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their arguments."""
+    """Return the parser of all commands and their arguments."""
     top = Parser(
         prog="hyper-parallel",
         description="Tensor parallelism with one API on PyTorch and MindSpore.",
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     env = add("env", "Show backends, versions and devices, and why a backend cannot be used.")
     env.add_argument("--patches", action="store_true", help="list the patches of each framework as well")
 
-    # No abbreviations: an option of the script may begin as ours do.
+    # No abbreviations: an option of the script may start like an option of this command.
     launch = add(
         "launch", "Start a script on several ranks, by torchrun or msrun, and print the command.", abbreviations=False
     )
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 right, 1 wrong or not possible, 2 wrong arguments."""
+    """Run a command; return the exit status: 0 success, 1 failure or not possible, 2 wrong arguments."""
     given = parser().parse_args(arguments)
     try:
         try:
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    # Each command imports its modules when it runs: `env` must run where no framework is installed.
+    # Each command imports its modules when it runs, because `env` must run without any framework.
     if given.command == "env":
         from hyper_parallel.cli import environment
 

@@ -1,9 +1,10 @@
-"""A rank of msrun: a script, and the status with which it ended.
+"""One rank of msrun: it runs a script, and saves the exit status.
 
     python msrun_worker.py FOLDER SCRIPT [ARGUMENT ...]
 
-msrun asks MindSpore's scheduler how a job ended, and to the scheduler a rank that ended by `os._exit(0)` is lost. So
-each rank leaves its status in FOLDER. This module imports nothing of the package, as it runs in each rank.
+msrun asks MindSpore's scheduler for the result of a job, but the scheduler considers a rank lost that ended by
+`os._exit(0)`. So each rank writes its status into FOLDER. This module imports nothing of the package, because it runs
+in each rank.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(folder: str, script: list[str]) -> int:
-    """Run ``script`` and return its exit status, which is in a file of ``folder`` named by the rank."""
+    """Run ``script`` and return its exit status, which is also written to a file in ``folder`` named after the rank."""
     libc = ctypes.CDLL(None)
-    # msrun kills its processes: the script ends with this one.
+    # msrun kills its processes, and the script must end with this one.
     child = subprocess.Popen(
         [sys.executable, *script], preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     )

@@ -11,27 +11,26 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-# Nothing of the library: `hyper-parallel --version` and `--help` are to be quick.
+# No import of the library here, because `hyper-parallel --version` and `--help` must be fast.
 __all__ = ["Parser", "UsageError", "print_text", "show", "through_pipe"]
 
 
 class UsageError(Exception):
-    """The command cannot do its task; the message names the missing argument."""
+    """Error for a command that cannot do its task. The message names the missing or wrong argument."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors do not control the terminal, whatever was typed."""
+    """A parser whose error messages contain no control characters, even if the user typed some."""
 
     def error(self, message: str) -> NoReturn:
-        """See `argparse.ArgumentParser.error`."""
+        """Print a message and exit, as `argparse.ArgumentParser.error` does, without control characters."""
         from hyper_parallel.platform.terminal import printable_lines
 
         super().error(printable_lines(message))
 
 
 def through_pipe(run: Callable[[Any], int], given: Any) -> int:
-    """``run(given)``, an exit status; 1 where the reader of the output has ended before all was written, as head
-    does."""
+    """Return ``run(given)``, an exit status. Return 1 if the reader of the output ended too early, as ``head`` does."""
     try:
         status = run(given)
         sys.stdout.flush()
@@ -50,7 +49,7 @@ def show(text: str, data: Any, as_json: bool) -> None:
 
 
 def print_text(text: str, file: Any = None) -> None:
-    """Print ``text``; on a terminal folded to its width, and coloured where rich is installed."""
+    """Print ``text``. On a terminal it is folded to the width, and coloured if rich is installed."""
     from hyper_parallel.platform.terminal import printable_lines
 
     out = sys.stdout if file is None else file

@@ -18,7 +18,7 @@ __all__ = ["batch_of_a_rank", "given_by", "run_dry_run", "run_explain", "told"]
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
-    """Show how the plan changes the model."""
+    """Show the effect of the plan on the model; return 1 if keys of the plan match nothing."""
     mesh = mesh_of(arguments.mesh)
     _check_file(arguments.svg)
     model, plan, inputs = given_by(arguments, arguments.batch)
@@ -30,7 +30,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 
 def run_dry_run(arguments: argparse.Namespace) -> int:
-    """Memory, communication and time; or the best ways to spread the model."""
+    """Show memory, communication and time, or with ``--search`` the best configurations; return the exit status."""
     _check_file(arguments.svg)
     began = time.perf_counter()
     mesh = mesh_of(arguments.mesh)
@@ -98,7 +98,7 @@ def _check_optimizer(name: str, run: DryRun | None) -> None:
 
 
 def _check_file(path: str | None) -> None:
-    """Refused before minutes of work, and not after."""
+    """Raise UsageError before minutes of work, rather than after."""
     if path and not Path(path).absolute().parent.is_dir():
         raise UsageError(f"--svg {path}: there is no folder {Path(path).absolute().parent}")
 

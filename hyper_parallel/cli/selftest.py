@@ -1,4 +1,4 @@
-"""``hyper-parallel test``: does this machine compute right on several ranks?"""
+"""``hyper-parallel test``: check that this machine computes right on several ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["check_block", "check_checkpoint", "check_collectives", "run"]
 
 
 def check_collectives() -> str:
-    """Every redistribution between whole, cut and summed gives the numbers that NumPy has."""
+    """Check every redistribution between replicated, sharded and partial tensors against NumPy."""
     from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     mesh, adapter = device_mesh(), get_adapter()
     if mesh is None:
-        return ""  # a rank that was not asked for
+        return ""  # a rank that does not take part
     whole = np.arange(7 * 5, dtype=np.float32).reshape(7, 5)
     checked = 0
     for given in (Replicate(), Shard(0), Shard(1)):
@@ -47,7 +47,7 @@ def check_collectives() -> str:
 
 
 def check_block() -> str:
-    """A transformer block, tensor and sequence parallel, gives the output and the gradients of one device."""
+    """Check output and gradients of a tensor and sequence parallel transformer block against a single device."""
     from hyper_parallel.testing.comparisons import block
 
     mesh = device_mesh()
@@ -63,7 +63,7 @@ def _listed(counts: dict[str, int]) -> str:
 
 
 def check_checkpoint(folder: str) -> str:
-    """Save tensors in shards and load them in other shards."""
+    """Check that tensors saved in one sharding can be loaded in another."""
     from hyper_parallel import Replicate, Shard, distribute_tensor
 
     checkpoint = importlib.import_module("hyper_parallel.checkpoint")
@@ -79,7 +79,7 @@ def check_checkpoint(folder: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the checks on each backend that was asked for; 0 where all are right."""
+    """Run the checks on each requested backend; return 0 if all succeed."""
     if arguments.processes < 1:
         raise UsageError(f"-n {arguments.processes}: give a number of ranks from 1")
     names = arguments.platform or [get_platform().name]

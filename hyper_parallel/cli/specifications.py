@@ -1,4 +1,4 @@
-"""Models, plans, meshes and inputs as they are written on a command line."""
+"""Parsing of models, plans, meshes and inputs from a command line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mesh_of(text: str) -> dict[str, int]:
 
 
 def bytes_of(text: str) -> float:
-    """``"80GB"``, ``"64GiB"`` or a number of bytes."""
+    """Return the bytes in ``"80GB"``, ``"64GiB"`` or a plain number."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match.group(2).lower() not in _UNITS:
         raise UsageError(f"{text!r} is not a size: write 80GB, 64GiB or a number of bytes")
@@ -70,7 +70,7 @@ def object_at(text: str) -> Any:
 
 
 def _module_of(file: Path) -> Any:
-    """Import a file once, under a name that no other module has: a file may be called as one of Python's modules."""
+    """Import a file once, under a unique module name, because the file may be named as a module of Python."""
     name = f"{file.stem} of {file.parent}"
     if name not in sys.modules:
         specification = importlib.util.spec_from_file_location(name, file)
@@ -85,8 +85,8 @@ def _module_of(file: Path) -> Any:
 
 
 def model_of(text: str, dtype: str | None) -> Any:
-    """A model by name, or the result of the function that ``text`` names. It has no data where the framework can do
-    without."""
+    """Return a model by name, or the result of the function that ``text`` names. It has no data if the framework
+    supports that."""
     if text not in MODELS and ":" not in text:
         raise UsageError(
             f"no model is called {text!r}: there are {', '.join(MODELS)}; or give package.module:function, or "
@@ -113,7 +113,7 @@ def model_of(text: str, dtype: str | None) -> Any:
 
 
 def said_of(error: BaseException) -> str:
-    """Return the message of an error in the user's code, and where it was raised, if there."""
+    """Return the message of an error in the user's code, with the user's line that raised it, if any."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     ours = str(Path(__file__).parents[1])
     where = "" if last.filename.startswith((ours, "<")) else f" (line {last.lineno} of {last.filename})"
@@ -121,7 +121,7 @@ def said_of(error: BaseException) -> str:
 
 
 def plan_of(text: str | None, model: str, sequence: bool) -> Any:
-    """The plan that ``text`` names, or that of a model by name."""
+    """Return the plan that ``text`` names, or the plan of a model by name."""
     if text is None:
         if model not in MODELS:
             raise UsageError("give --plan package.module:name: a dict of styles, or a function of model and mesh")
@@ -131,7 +131,7 @@ def plan_of(text: str | None, model: str, sequence: bool) -> Any:
 
 
 def inputs_of(texts: list[str], model: str, batch: int, length: int) -> list[Any]:
-    """Tensors like ``"int64[2,4096]"`` or ``"float32[2,16]"``; by default tokens (batch, length)."""
+    """Return tensors such as ``"int64[2,4096]"`` or ``"float32[2,16]"``; by default tokens of shape (batch, length)."""
     found = []
     for text in texts or [f"int64[{batch},{length}]"]:
         match = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", text)
@@ -155,5 +155,5 @@ def _dtype(platform: Any, name: str) -> Any:
 
 
 def ranks_of(mesh: dict[str, int]) -> int:
-    """The number of ranks of a mesh."""
+    """Return the number of ranks of a mesh."""
     return math.prod(mesh.values())

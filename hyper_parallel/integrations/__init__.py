@@ -1,1 +1,2 @@
-"""Models of other libraries. Nothing here is imported by the rest of the package, and no library before it is used."""
+"""Support for models of other libraries. The rest of the package does not import this, and imports of other libraries
+happen at use."""

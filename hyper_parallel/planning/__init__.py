@@ -1,7 +1,8 @@
 """Predict a training step before it runs: `explain`, `dry_run`, `search` and `check_plan`.
 
-A dry run is the real core on a platform that sends nothing (`hyper_parallel.platform.dry`). Its tensors have shapes and
-no data, where the framework has such tensors. No process group is made, and the number of ranks costs nothing.
+A dry run executes the real core on a platform that sends nothing (`hyper_parallel.platform.dry`). Its tensors have
+shapes but no data, if the framework has such tensors. No process group is created, and a large number of ranks costs
+nothing.
 """
 
 from hyper_parallel.planning.balance import expert_shares

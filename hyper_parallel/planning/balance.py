@@ -1,4 +1,4 @@
-"""`expert_shares`: how dry runs take tokens to be spread over experts."""
+"""`expert_shares`: the assumed distribution of tokens over experts in dry runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["expert_shares"]
 
 @contextmanager
 def expert_shares(shares: Sequence[float]) -> Iterator[None]:
-    """Let `explain` and `dry_run` give each expert this share of the routes, on all ranks. They have no values of
-    indices and counts. Without this context each expert gets as many.
+    """Set, for `explain` and `dry_run` in a block, each expert's share of the routes on all ranks. Dry runs have no
+    values of indices and counts. Without this context all experts get equal shares.
 
     Args:
-        shares: a number for each expert of a module, such as counts that `ExpertCounts` has seen.
+        shares: a number for each expert of a module, such as counts from `ExpertCounts`.
 
     Raises:
-        ValueError: for numbers below 0, or none above it. Inside, for modules with another number of experts.
+        ValueError: for negative numbers, or if all are 0. Inside the block, for modules with another number of experts.
 
     Example:
         >>> from hyper_parallel.planning import expert_shares

@@ -1,4 +1,4 @@
-"""`dry_run`: memory, communication and time of a training step of one rank, of a mesh that is not there."""
+"""`dry_run`: memory, communication and time of a training step of one rank, on a simulated mesh."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ __all__ = ["DryRun", "Memory", "Traffic", "dry_run"]
 
 @dataclass
 class Memory:
-    """Bytes of one rank; None where the framework does not tell of its operations (MindSpore).
+    """Bytes of one rank; None if the framework does not report its operations (MindSpore).
 
     Attributes:
-        parameters, gradients, buffers: of this rank's shards.
-        optimizer: its state; None where the framework has no optimizer of the name.
-        activations: tensors that live between forward and backward, the output and parameters that stay gathered
-            included.
-        gathered: the largest unit of `fully_shard`, whole.
-        peak: of parameters, buffers and optimizer state, and the most that lives in a step besides, gradients included.
+        parameters, gradients, buffers: bytes of this rank's shards.
+        optimizer: bytes of its state; None if the framework has no optimizer of that name.
+        activations: tensors that live between forward and backward, including the output and parameters that stay
+            gathered.
+        gathered: the largest unsharded unit of `fully_shard`.
+        peak: sum of parameters, buffers, optimizer state, and the maximum of other live tensors in a step, including
+            gradients.
     """
 
     parameters: int
@@ -52,12 +53,12 @@ class Traffic:
     """The collectives of a step over one mesh dimension.
 
     Attributes:
-        ranks: how many communicate.
-        within_node: whether they are in one node of the machine.
-        counts: how many collectives of each kind.
-        bytes: of the tensors that are given.
-        wire_bytes: that the rank sends, see `bytes_on_the_wire`.
-        seconds: that they take at least, one after the other.
+        ranks: number of ranks that communicate.
+        within_node: whether these ranks are in one node of the machine.
+        counts: number of collectives of each kind.
+        bytes: bytes of the input tensors.
+        wire_bytes: bytes that the rank sends, from `bytes_on_the_wire`.
+        seconds: minimum duration, one collective after the other.
     """
 
     ranks: int
@@ -75,14 +76,14 @@ class DryRun:
     Attributes:
         mesh: sizes by name.
         machine: name of the machine.
-        memory: of the rank.
-        memory_limit: of the machine, in bytes.
-        traffic: by mesh dimension.
-        flops: floating point operations of the rank in a step; None where they are not known.
-        compute_seconds: that its operations take at least, one after the other: each as long as its arithmetic or its
-            memory traffic, whichever takes longer (Williams et al. 2009, "Roofline"). None where they are not known.
+        memory: memory of the rank.
+        memory_limit: memory of the machine, in bytes.
+        traffic: traffic by mesh dimension.
+        flops: floating point operations of the rank in a step; None if unknown.
+        compute_seconds: minimum duration of its operations, one after the other. Each lasts as long as its arithmetic
+            or its memory traffic, whichever takes longer (Williams et al. 2009, "Roofline"). None if unknown.
         unmatched: keys of the plan that match no module.
-        collectives: of the step.
+        collectives: collectives of the step.
         timelines: `Usage.timeline` of forward, and of backward.
     """
 
@@ -95,23 +96,23 @@ class DryRun:
     compute_seconds: float | None
     unmatched: dict[str, str]
     collectives: list[Collective] = field(repr=False, default_factory=list)
-    #: `Usage.timeline` of forward and of backward; empty where it is not known.
+    #: `Usage.timeline` of forward and of backward; empty if unknown.
     timelines: tuple[list[tuple[int, int]], list[tuple[int, int]]] = field(repr=False, default=((), ()))  # type: ignore[assignment]
 
     @property
     def communication_seconds(self) -> float:
-        """Seconds of all collectives, one after the other."""
+        """Return the seconds of all collectives, one after the other."""
         return sum(traffic.seconds for traffic in self.traffic.values())
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of a step in which nothing overlaps."""
+        """Return the seconds of a step without any overlap."""
         return None if self.compute_seconds is None else self.compute_seconds + self.communication_seconds
 
     @property
     def seconds_overlapped(self) -> float | None:
-        """Seconds of a step in which the communication over all dimensions but ``"tp"`` goes on while the rank
-        computes."""
+        """Return the seconds of a step in which communication over all dimensions but ``"tp"`` overlaps with
+        computation."""
         if self.compute_seconds is None:
             return None
         inside = sum(t.seconds for name, t in self.traffic.items() if name == "tp")
@@ -123,7 +124,7 @@ class DryRun:
         return None if self.memory.peak is None else self.memory.peak <= self.memory_limit
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields for JSON."""
+        """Return the fields as JSON values."""
         return {
             "mesh": self.mesh,
             "machine": self.machine,
@@ -140,7 +141,7 @@ class DryRun:
         }
 
     def to_json(self) -> str:
-        """`as_dict` as JSON."""
+        """Return `as_dict` as JSON text."""
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
@@ -193,29 +194,29 @@ def dry_run(
     rank: int = 0,
     **kwargs: Any,
 ) -> DryRun:
-    """Memory, communication and time of a training step of one rank, without process groups, on tensors without data.
+    """Estimate memory, communication and time of a training step of one rank, without process groups, on tensors
+    without data.
 
-    MindSpore computes nothing on its device meta, so the model computes on the CPU there. Then activations, peak and
-    time are not known; everything else is.
+    MindSpore cannot compute on its meta device, so there the model computes on the CPU. Then activations, peak and time
+    are unknown.
 
     Args:
         model, mesh, plan, inputs, loss, rank, kwargs: as for `explain`.
-        machine: its name in `MACHINES`, or a `Machine`.
-        optimizer: name of the framework's optimizer, with its defaults.
-        recompute: which modules compute their forward again in backward (activation checkpointing): a path with ``*``
-            for a segment, or True for the repeated layers of the model.
-        data_parallel: ``"fully_shard"`` or ``"replicate"``, applied over the mesh dimension ``"dp"`` after the plan,
-            and over ``"cp"`` too where there is one:
-            `fully_shard` of the repeated layers and of the model, or `replicate`. None, and a plan that is a function,
-            do nothing.
-        mixed_precision: `fully_shard` with bfloat16 parameters in forward and backward, and float32 reductions.
-        experts: path of modules of experts, with ``*`` for a segment -> its style, applied over the mesh dimension
-            ``"ep"``, and ``"tp"`` too where the style has that as ``tp_dim`` and cuts no expert ``inside``. Data
-            parallelism then has ``"dp"`` for the experts, and both dimensions for all other parameters.
+        machine: name in `MACHINES`, or a `Machine`.
+        optimizer: name of the framework's optimizer, which has its defaults.
+        recompute: modules that recompute their forward in backward (activation checkpointing): a path with ``*`` for a
+            segment, or True for the repeated layers of the model.
+        data_parallel: ``"fully_shard"`` or ``"replicate"``, applied after the plan over the mesh dimension ``"dp"``,
+            joined with ``"cp"`` if that exists. `fully_shard` is applied to the repeated layers and to the model,
+            `replicate` to the model. Nothing is applied for None, and for a plan that is a function.
+        mixed_precision: whether `fully_shard` uses bfloat16 parameters in forward and backward, and float32 reductions.
+        experts: path of expert modules, with ``*`` for a segment -> their style. It is applied over the mesh dimension
+            ``"ep"``, and over ``"tp"`` too if the style has it as ``tp_dim`` and does not shard ``inside`` experts.
+            Data parallelism then uses ``"dp"`` for the experts, and both dimensions for all other parameters.
 
     Raises:
-        ValueError: for a machine that is not known, and all that the plan's functions refuse.
-        DryStepError: where the model needs values of tensors.
+        ValueError: for an unknown machine, and all that the plan's functions refuse.
+        DryStepError: if the model needs values of tensors.
 
     Example:
         >>> import torch
@@ -275,7 +276,7 @@ def measure(
     inputs: tuple,
     kwargs: dict[str, Any],
 ) -> DryRun:
-    """Run a step and add up its costs."""
+    """Run a step and sum up its costs."""
     platform, usage = step.platform, step.platform.usage()
     between = forward_ends = 0
     if usage is None:
@@ -337,7 +338,8 @@ def measure(
 
 
 def _within(shape: tuple[int, ...], dim: int, machine: Machine) -> bool:
-    """Return whether the ranks along a mesh dimension are in one node, of ranks that are numbered node by node."""
+    """Return whether the ranks along a mesh dimension are in one node, assuming that ranks are numbered node by
+    node."""
     return math.prod(shape[dim:]) <= machine.devices
 
 

@@ -23,8 +23,8 @@ class Output:
     """Output of a module in one call.
 
     Attributes:
-        local_shape: of this rank's tensor.
-        shape, placements: of a DTensor, the global shape and one placement for each mesh dimension; else None.
+        local_shape: shape of this rank's tensor.
+        shape, placements: for a DTensor, the global shape and one placement for each mesh dimension; else None.
     """
 
     local_shape: tuple[int, ...]
@@ -45,12 +45,12 @@ class Explanation:
         mesh: sizes by name.
         rank: the rank that is described.
         model: modules, styles, shards and bytes of the rank.
-        outputs: path of a module -> its output in each call, the first tensor of each.
-        collectives: of a training step, forward and backward.
-        setup: those with which the plan was applied.
-        unmatched: keys of the plan that match no module, each with the paths that look like it.
-        plain_code: findings in the code between styled modules, a line each, see `check_plain_code`.
-        not_followed: operations there of which nothing is known, by name -> how often.
+        outputs: path of a module -> the first tensor of its output in each call.
+        collectives: collectives of a training step, forward and backward.
+        setup: collectives of applying the plan.
+        unmatched: keys of the plan that match no module, each with similar paths.
+        plain_code: findings in the code between styled modules, one line each, from `check_plain_code`.
+        not_followed: unknown operations in that code, by name -> number of occurrences.
     """
 
     mesh: dict[str, int]
@@ -67,7 +67,7 @@ class Explanation:
 
     @property
     def untouched(self) -> list[str]:
-        """Paths of the modules that hold parameters of which no one was distributed, and that have no style."""
+        """Return paths of modules without a style that hold parameters, none of which is distributed."""
         return [
             m.path
             for m in self.model.modules
@@ -77,15 +77,15 @@ class Explanation:
         ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The collectives of the step; equal ones as one row with their number."""
+        """Return the collectives of the step as rows. Equal ones form one row with their count."""
         return collective_rows(self.collectives)
 
     def table(self) -> str:
-        """The collectives for a terminal."""
+        """Return the collectives as a table for a terminal."""
         return collective_table(self.rows())
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields for JSON."""
+        """Return the fields as JSON values."""
         return {
             "mesh": self.mesh,
             "rank": self.rank,
@@ -100,15 +100,15 @@ class Explanation:
         }
 
     def to_json(self) -> str:
-        """`as_dict` as JSON."""
+        """Return `as_dict` as JSON text."""
         return json.dumps(self.as_dict(), indent=2)
 
     def to_svg(self) -> str:
-        """The tree as a picture."""
+        """Return the tree as an SVG picture."""
         return svg_of_lines(self.lines())
 
     def lines(self, detail: bool = True) -> list[str]:
-        """The tree, a line each, headings with ``#`` in front. Equal modules stand once.
+        """Return the lines of the tree. Headings start with ``#``, and equal modules are listed once.
 
         Args:
             detail: whether to list parameters, outputs and collectives of each module.
@@ -160,8 +160,8 @@ class Explanation:
         return self._by_module.get(_name(module), [])
 
     def _repeated(self) -> Iterator[tuple[ModuleDescription, int]]:
-        """Modules in their order, each with the number of equal siblings that follow it, with equal submodules. Those
-        siblings are left out."""
+        """Yield modules in order, each with the number of equal siblings, which have equal submodules too. Those
+        siblings are skipped."""
         modules = self.model.modules
         below: dict[str, list[ModuleDescription]] = {}
         for m in modules:
@@ -245,29 +245,29 @@ def explain(
     **kwargs: Any,
 ) -> Explanation:
     """Show the effect of a plan on a model: the style, shards and bytes of each module, and the collectives of each
-    call. It runs the plan and a training step on one rank of a mesh that does not exist. No process group is made,
-    nothing is sent, and the model stays unchanged.
+    call. It applies the plan and runs a training step on one rank of a simulated mesh. No process group is created,
+    nothing is sent, and the model is not changed.
 
-    On torch the model is copied to the device meta, and may be there already: it takes no memory. MindSpore computes
-    nothing on its device meta, so there the copy computes on the CPU, with real tensors.
+    On torch the model is copied to the meta device, or may be there already, and takes no memory. MindSpore cannot
+    compute on its meta device, so there the copy computes on the CPU, with real tensors.
 
     Args:
         model: module of the selected framework, without a plan.
-        mesh: a `DeviceMesh`, of which shape and names count; a number of ranks; sizes; or sizes by name, such as
+        mesh: a `DeviceMesh`, whose shape and names are used; a number of ranks; a shape; or sizes by name, such as
             ``{"dp": 64, "tp": 8}``.
-        plan: as for `parallelize_module`, which gets the dimension ``"tp"`` of a mesh that has several; or a function
-            ``plan(model, mesh)`` that applies styles as a program does, `fully_shard` for example.
-        inputs, kwargs: the arguments of one rank's call of the model; values do not matter.
-        loss: ``loss(output)``, a scalar; by default the sum of the local output.
+        plan: as for `parallelize_module`, which gets the dimension ``"tp"`` of a mesh with several dimensions; or a
+            function ``plan(model, mesh)`` that applies styles as a program does, for example with `fully_shard`.
+        inputs, kwargs: arguments of one rank's call of the model; their values are ignored.
+        loss: function ``loss(output)`` that returns a scalar; by default the sum of the local output.
         backward: whether to differentiate.
-        rank: which rank to describe. Of uneven sizes rank 0 has the most.
+        rank: the rank to describe. With uneven sizes rank 0 has the largest shards.
 
     Returns:
-        An `Explanation`: ``print`` shows it, ``to_json()`` and ``to_svg()`` give it as such.
+        An `Explanation`: ``print`` shows it, ``to_json()`` and ``to_svg()`` return it as JSON and SVG.
 
     Raises:
         TypeError, ValueError: for all that `parallelize_module` refuses.
-        DryStepError: where the model needs values of tensors.
+        DryStepError: if the model needs values of tensors.
 
     Example:
         >>> import torch
@@ -287,7 +287,7 @@ def explain(
             outputs.setdefault(path, []).append(_output_of(first, step.platform))
 
     collectives = step.run(*inputs, loss=loss, backward=backward, tell=tell, **kwargs)
-    # By itself: a program that is followed takes the longer way through its styles.
+    # A separate run, because a followed program takes a slower path through its styles.
     step.run(*inputs, loss=loss, backward=backward, prove=True, **kwargs)
     assert step.plain_code is not None
     mesh_dims = step.mesh.mesh_dim_names or ()

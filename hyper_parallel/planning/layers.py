@@ -1,4 +1,5 @@
-"""The repeated layers of a model: data parallelism and recomputation take them one by one, `search` cuts them."""
+"""The repeated layers of a model: data parallelism and recomputation treat each of them, and `search` cuts their
+list."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ __all__ = ["cut_to", "matching", "module_at", "repeated_layers"]
 
 
 def repeated_layers(model: Any, platform: Any) -> tuple[str, list[str]]:
-    """The path of the largest list of equal modules, and the paths of these. Nothing where no list has two.
+    """Return the path of the largest list of equal modules, and the paths of these modules. Both are empty if no list
+    has two.
 
     Args:
         model: module of the platform.
@@ -35,20 +37,20 @@ def repeated_layers(model: Any, platform: Any) -> tuple[str, list[str]]:
 
 
 def module_at(model: Any, path: str, platform: Any) -> Any:
-    """The module at a path."""
+    """Return the module at a path."""
     return dict(platform.named_modules(model))[path]
 
 
 def matching(pattern: str, model: Any, platform: Any) -> list[str]:
-    """The paths of modules that a pattern names, with ``*`` for a segment."""
+    """Return the paths of modules that match a pattern, with ``*`` for a segment."""
     return list(Paths(path for path, _ in platform.named_modules(model)).matching(pattern))
 
 
 def cut_to(model: Any, parent: str, count: int, platform: Any) -> Any:
-    """A copy of ``model`` without data, with the first ``count`` layers of the list at ``parent`` alone.
+    """Return a copy of ``model`` without data, with only the first ``count`` layers of the list at ``parent``.
 
     Raises:
-        TypeError: where the module at ``parent`` is no list.
+        TypeError: if the module at ``parent`` is no list.
     """
     new = platform.copy_without_data(model)
     layers = module_at(new, parent, platform)

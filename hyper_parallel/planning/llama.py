@@ -1,4 +1,4 @@
-"""Models by name, and the plans of Llama."""
+"""Sizes of models by name, and the plan of Llama."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, key_value_he
     }
 
 
-#: name -> the sizes that `Platform.make_decoder` takes. From the configurations that were published with the models.
+#: name -> the sizes that `Platform.make_decoder` takes, from the configurations published with the models.
 MODELS: dict[str, dict[str, int]] = {
     "llama-tiny": _sizes(64, 128, 4, 8, 8, 256),
     "llama-2-7b": _sizes(4096, 11008, 32, 32, 32, 32000),
@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, int]] = {
 
 
 def llama_plan(sequence: bool = True) -> dict[str, ParallelStyle]:
-    """The plan of a Llama with Hugging Face's names of modules. Its attention is called with x and tables of cosines
+    """Return the plan of a Llama with Hugging Face's module names. Its attention is called with x and tables of cosines
     and sines.
 
     Args:

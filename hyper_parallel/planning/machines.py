@@ -12,19 +12,19 @@ __all__ = ["MACHINES", "Machine", "machine_of", "register_machine"]
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and how it is connected. All figures are the maker's best claims: estimates made of them are bounds that
-    no program reaches.
+    """A device and its connections. All figures are the maker's best claims, so estimates from them are bounds that no
+    program reaches.
 
     Attributes:
-        name: of the device.
-        flops: bytes of an element -> floating point operations a second of matrix products.
-        memory: bytes.
-        memory_bandwidth: bytes a second.
-        devices: how many are in a node.
-        link_bandwidth: bytes a second that a device sends to others of its node.
-        network_bandwidth: bytes a second that a device sends to other nodes.
-        latency: seconds that a collective takes at least, within a node and across.
-        source: where the figures are from.
+        name: name of the device.
+        flops: bytes of an element -> floating point operations per second of matrix products.
+        memory: bytes of memory.
+        memory_bandwidth: bytes per second.
+        devices: number of devices in a node.
+        link_bandwidth: bytes per second that a device sends to other devices of its node.
+        network_bandwidth: bytes per second that a device sends to other nodes.
+        latency: minimum seconds of a collective, within a node and across nodes.
+        source: source of the figures.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Machine:
     source: str = ""
 
     def flops_of(self, itemsize: int) -> float:
-        """Operations a second on elements of so many bytes: of the next larger size that is known, else the largest."""
+        """Return operations per second for elements of this size, of the next larger known size, or of the largest."""
         return self.flops[min((size for size in self.flops if size >= itemsize), default=max(self.flops))]
 
     def seconds_of(self, collective: Collective, within_node: bool) -> float:
-        """The least time of a collective, alone."""
+        """Return the minimum seconds of a collective that runs alone."""
         bandwidth = self.link_bandwidth if within_node else self.network_bandwidth
         return self.latency[0 if within_node else 1] + collective.wire_bytes / bandwidth
 
 
-#: Dense. Products of 8-byte elements run on tensor cores too, at 66.9 TFLOPS; those of 4 bytes on the other cores,
-#: which happen to reach the same, since TF32 is off unless a program asks for it. Element-wise float64 is half as fast,
-#: but bound by memory long before that.
+#: Dense figures. Products of 8-byte elements run on tensor cores too, at 66.9 TFLOPS. Products of 4-byte elements run
+#: on the other cores, which happen to reach the same, because TF32 is off by default. Element-wise float64 is half as
+#: fast, but memory bandwidth limits it long before.
 _HOPPER = {1: 1979e12, 2: 989.4e12, 4: 66.9e12, 8: 66.9e12}
 #: name -> machine.
 MACHINES: dict[str, Machine] = {
@@ -92,7 +92,7 @@ MACHINES: dict[str, Machine] = {
 
 
 def register_machine(machine: Machine) -> None:
-    """Add a machine to the table, or replace the one of its name.
+    """Add a machine to the table, or replace the machine with its name.
 
     Example:
         >>> register_machine(Machine("toy", {4: 1e12}, 16e9, 1e12, 4, 1e11, 1e10))
@@ -104,7 +104,7 @@ def register_machine(machine: Machine) -> None:
 
 
 def machine_of(machine: Machine | str) -> Machine:
-    """The machine of a name; case, spaces and dashes do not matter.
+    """Return the machine with a name; case, spaces, dashes and underscores are ignored.
 
     Raises:
         ValueError: for a name that is not in the table.

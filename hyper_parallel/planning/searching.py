@@ -1,4 +1,4 @@
-"""`search`: how to spread a model over ranks, the ways to do so compared by dry runs."""
+"""`search`: compare configurations of parallelism for a model by dry runs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["Candidate", "SearchResult", "search"]
 
 @dataclass
 class Candidate:
-    """One way to spread the model.
+    """One configuration of parallelism for the model.
 
     Attributes:
-        dp, tp: ranks of data and of tensor parallelism.
+        dp, tp: number of ranks of data and of tensor parallelism.
         plan: name of the plan.
         recompute: whether the layers compute their forward again in backward.
         run: its dry run; None where it is not possible.
@@ -46,7 +46,7 @@ class Candidate:
     cp: int = 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields for JSON."""
+        """Return the fields as JSON values."""
         return {
             "dp": self.dp,
             "tp": self.tp,
@@ -64,9 +64,9 @@ class SearchResult:
     """Result of `search`. ``str`` and ``print`` show the table.
 
     Attributes:
-        candidates: the best first: those that fit, by time; then those that do not, by memory; then those that are not
-            possible.
-        memory_limit: in bytes.
+        candidates: configurations, the best first: those that fit, by time; then those that do not fit, by memory; then
+            impossible ones.
+        memory_limit: memory limit in bytes.
     """
 
     candidates: list[Candidate]
@@ -75,12 +75,12 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits; None where none does."""
+        """Return the fastest configuration that fits; None if none fits."""
         first = self.candidates[0] if self.candidates else None
         return first if first is not None and _fits(first, self.memory_limit) else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields for JSON."""
+        """Return the fields as JSON values."""
         return {
             "machine": self.machine,
             "memory_limit": self.memory_limit,
@@ -88,11 +88,11 @@ class SearchResult:
         }
 
     def to_json(self) -> str:
-        """`as_dict` as JSON."""
+        """Return `as_dict` as JSON text."""
         return json.dumps(self.as_dict(), indent=2)
 
     def to_svg(self) -> str:
-        """Time over memory, a dot for each way, and the limit."""
+        """Return a plot of time over memory, with a dot for each configuration, and the limit."""
         return _plot(self)
 
     def __str__(self) -> str:
@@ -144,11 +144,11 @@ def search(
     recompute: Sequence[bool] = (False, True),
     **options: Any,
 ) -> SearchResult:
-    """The best ways to spread a model over ``ranks`` ranks, by dry runs of all of them.
+    """Return the best configurations to distribute a model over ``ranks`` ranks, found by dry runs of all
+    configurations.
 
-    For a model with a list of equal layers, dry runs with three and with four layers are made. The difference is added
-    for each further layer. That is exact for parameters, gradients, optimizer, collectives and operations, which
-    repeat.
+    For a model with a list of equal layers, dry runs use three and four layers. Their difference is added for each
+    further layer. That is exact for parameters, gradients, optimizer, collectives and operations, which repeat.
 
     Args:
         model: as for `explain`.
@@ -172,10 +172,10 @@ def search(
         options: further arguments of `dry_run`: ``optimizer``, ``data_parallel``, ``mixed_precision``, ``loss``.
 
     Returns:
-        A `SearchResult`: the best way first.
+        A `SearchResult`, whose first configuration is the best.
 
     Raises:
-        ValueError: where there is nothing to try.
+        ValueError: if there is nothing to try.
     """
     named = machine_of(machine)
     limit = named.memory if memory is None else float(memory)
@@ -190,7 +190,8 @@ def search(
         count = len(layers)
         models = [(count, model)]
         if count > 4:
-            # From three on each layer adds as much: the first and the last, and the prefetched layer, are in them.
+            # From three layers on, each further layer adds the same: three include the first, the last and the
+            # prefetched layer.
             models = [(n, cut_to(model, parent, n, platform)) for n in (3, 4)]
     if experts and sequences:
         raise ValueError("search takes experts or sequences, not both: dry_run has no mesh of both")
@@ -268,7 +269,7 @@ def _share(batch: tuple, dp: int, cp: int) -> Any:
 
 
 def _continued(three: DryRun, four: DryRun, further: int) -> DryRun:
-    """The dry run with so many further layers, each of which adds the same as the third."""
+    """Return the dry run with ``further`` more layers, each of which adds the same as the fourth."""
 
     def more(a: Any, b: Any) -> Any:
         return None if a is None or b is None else b + further * (b - a)
@@ -300,11 +301,11 @@ def _continued(three: DryRun, four: DryRun, further: int) -> DryRun:
 
 
 def _continued_peak(three: DryRun, four: DryRun, further: int) -> int:
-    """The most that lives in a step with so many further layers.
+    """Return the maximum of live bytes in a step with ``further`` more layers.
 
-    The forwards of three and of four layers end in the same way. Their backwards begin and end in the same way.
-    There the deeper one has the activations, or the gradients, of one layer more. Each further layer adds as much. In
-    the layers between, less lives than in the first or in the last of them.
+    The forwards of three and of four layers end in the same way. Their backwards start and end in the same way. There
+    the four layers have the activations, or the gradients, of one more layer. Each further layer adds the same. In the
+    middle layers, fewer bytes are live than in the first or in the last of them.
     """
     peak = max(live for timeline in four.timelines for _, live in timeline)
     (forward, backward), (deeper_forward, deeper_backward) = three.timelines, four.timelines
@@ -318,7 +319,7 @@ def _continued_peak(three: DryRun, four: DryRun, further: int) -> int:
             if what != same:
                 break
             alike += 1
-        # Operations of the head may look like those of a layer: the last of the equal layers is left out.
+        # Operations of the head may look like those of a layer, so the last of the equal layers is skipped.
         for (_, less), (_, more) in zip(shallow[: max(0, alike - len(deep) + len(shallow))], deep, strict=False):
             peak = max(peak, more + further * (more - less))
     return peak

@@ -1,4 +1,4 @@
-"""Experts in dry runs: their styles over the mesh, and over how many ranks they may lie."""
+"""Experts in dry runs: their styles on the mesh, and the possible numbers of ranks that share them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.planning.layers import matching, module_at
 
 __all__ = ["Experts", "expert_modules", "lies_over_tp", "sizes_for_experts", "spread_experts"]
 
-#: Path of modules of experts, with ``*`` for a segment -> the style.
+#: Path of expert modules, with ``*`` for a segment -> the style.
 Experts = Mapping[str, ExpertParallel]
 
 
@@ -22,10 +22,10 @@ def lies_over_tp(experts: Experts) -> bool:
 
 
 def expert_modules(model: Any, experts: Experts, platform: Any) -> list[Any]:
-    """The modules that these paths name.
+    """Return the modules that match the paths of ``experts``.
 
     Raises:
-        ValueError: for a path that names none.
+        ValueError: for a path that matches no module.
     """
     found: list[Any] = []
     for key in experts:
@@ -37,10 +37,10 @@ def expert_modules(model: Any, experts: Experts, platform: Any) -> list[Any]:
 
 
 def spread_experts(model: Any, mesh: DeviceMesh, experts: Experts) -> list[Any]:
-    """Apply the styles over the dimension ``"ep"`` of a mesh, and ``"tp"`` too where they have it. Return the modules.
+    """Apply the styles over the mesh dimension ``"ep"``, and over ``"tp"`` too if the style has it. Return the modules.
 
     Raises:
-        ValueError: for a mesh without ``"dp"`` or ``"ep"``, and a path that names no module.
+        ValueError: for a mesh without ``"dp"`` or ``"ep"``, and a path that matches no module.
     """
     names = mesh.mesh_dim_names or ()
     if "ep" not in names or "dp" not in names:
@@ -57,15 +57,15 @@ def spread_experts(model: Any, mesh: DeviceMesh, experts: Experts) -> list[Any]:
 def sizes_for_experts(
     model: Any, experts: Experts | None, given: Sequence[int] | None, ranks: int, tp: int, platform: Any
 ) -> list[int]:
-    """Over how many ranks experts may lie, of which tensor parallelism has ``tp``; [1] without experts.
+    """Return the possible numbers of ranks that share the experts; [1] without experts.
 
     Args:
         model: the model.
-        experts: as for `spread_experts`; None without.
-        given: the numbers to be tried; None for all that divide the ranks, up to the number of experts.
-        ranks: of all together.
-        tp: ranks of tensor parallelism.
-        platform: of the model.
+        experts: as for `spread_experts`; None for no experts.
+        given: the numbers to try; None for all that divide the ranks, up to the number of experts.
+        ranks: total number of ranks.
+        tp: number of ranks of tensor parallelism.
+        platform: platform of the model.
     """
     if not experts:
         return [1]

@@ -1,4 +1,4 @@
-"""One training step of one rank of a world of any size, on a copy of a model without data."""
+"""One training step of one rank in a world of any size, on a copy of a model without data."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from hyper_parallel.platform.dry import dry_world
 
 __all__ = ["DryStep", "DryStepError", "apply_plan", "data_mesh", "mesh_of", "unmatched_keys"]
 
-#: How a mesh may be given.
+#: Forms in which a mesh can be specified.
 MeshLike = DeviceMesh | int | Sequence[int] | Mapping[str, int]
 
 
 class DryStepError(RuntimeError):
-    """The model cannot run with tensors that have no data, or does not run under its plan. The error of the framework
-    is its cause."""
+    """Error for a model that cannot run with tensors without data, or does not run under its plan. The framework's
+    error is its cause."""
 
 
 def mesh_of(mesh: MeshLike) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Shape and names of a mesh that is given as such, as its shape, or as sizes by name.
+    """Return shape and names of a mesh, from a `DeviceMesh`, a number of ranks, its shape, or sizes by name.
 
     Raises:
-        TypeError, ValueError: for anything else, and sizes below 1.
+        TypeError, ValueError: for any other object, and for sizes below 1.
 
     Example:
         >>> mesh_of({"dp": 64, "tp": 8}), mesh_of(8), mesh_of((2, 4))
@@ -70,11 +70,11 @@ def _usual_names(ndim: int) -> tuple[str, ...]:
 
 def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
     """Apply a plan to ``model`` and return it. A plan for `parallelize_module` is applied on the dimension ``"tp"`` of
-    a mesh that has several. Its styles `ContextParallel` are applied on the dimension ``"cp"``. A function of model
-    and mesh is called. None changes nothing.
+    a mesh with several dimensions. Its `ContextParallel` styles are applied on the dimension ``"cp"``. A plan that is a
+    function is called with model and mesh. None changes nothing.
 
     Raises:
-        ValueError: for a mesh of several dimensions none of which is ``"tp"``, and a plan for `parallelize_module`.
+        ValueError: for a plan for `parallelize_module` on a mesh of several dimensions without ``"tp"``.
     """
     if plan is None:
         return model
@@ -101,13 +101,13 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of all ranks that have other tokens: dimension ``"dp"``, and ``"cp"`` where there is one."""
+    """Return the mesh of all ranks with different tokens: dimension ``"dp"``, joined with ``"cp"`` if that exists."""
     names = tuple(name for name in ("dp", "cp") if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1)
     return mesh["dp", "cp"]._flatten("dp_cp") if len(names) == 2 else mesh[names[0] if names else "dp"]
 
 
 def unmatched_keys(plan: Any, paths: Sequence[str]) -> dict[str, str]:
-    """The keys of a plan that match no module, the first of them with the paths that look like it."""
+    """Return the keys of a plan that match no module. The first few have a suggestion of similar paths."""
     if not isinstance(plan, Mapping):
         return {}
     known = Paths(paths)
@@ -117,26 +117,26 @@ def unmatched_keys(plan: Any, paths: Sequence[str]) -> dict[str, str]:
 
 
 class DryStep:
-    """A model under its plan on one rank of an imaginary mesh, and a training step of it.
+    """A model under its plan on one rank of a simulated mesh, and a training step of it.
 
     Args:
-        model: of the selected framework, without a plan, on any device; it is copied and left as it is.
-        mesh: a `DeviceMesh`, a number of ranks, sizes, or sizes by name.
-        plan: as `apply_plan` takes it.
-        rank: which rank to be.
-        change: ``change(model, mesh)`` is called after the plan was applied.
+        model: model of the selected framework, without a plan, on any device; it is copied and not changed.
+        mesh: a `DeviceMesh`, a number of ranks, a shape, or sizes by name.
+        plan: plan for `apply_plan`.
+        rank: the simulated rank.
+        change: function that is called as ``change(model, mesh)`` after the plan was applied.
 
     Attributes:
         platform: the dry platform.
         mesh: the `DeviceMesh`.
-        model: the copy.
-        unmatched: see `unmatched_keys`.
-        setup: the collectives with which the plan was applied.
+        model: copy of the model, under the plan.
+        unmatched: result of `unmatched_keys`.
+        setup: the collectives of applying the plan.
         plain_code: the report of the last `run` with ``prove``, else None.
 
     Raises:
-        TypeError: for a model of another framework. ValueError: for one that has a plan already, and for all that the
-            plan's functions refuse.
+        TypeError: for a model of another framework. ValueError: for a model that has a plan already, and for all that
+            the plan's functions refuse.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class DryStep:
         self.plain_code: Following | None = None
         self._size, self.rank = math.prod(shape), rank
         with dry_world(self._size, rank) as self.platform, self.platform.without_data():
-            self._world = self.platform.world()  # while it lives, its meshes are known
+            self._world = self.platform.world()  # its meshes are known while it lives
             bind_platform(self.platform)
             self.mesh = init_device_mesh(None, shape, mesh_dim_names=names)
             self.model = self.platform.copy_without_data(model)
@@ -178,14 +178,14 @@ class DryStep:
                     change(self.model, self.mesh)
 
     def parameters(self) -> list[Any]:
-        """The parameters of the model, of tied ones the first."""
+        """Return the parameters of the model. Of tied parameters only the first is included."""
         found: dict[int, Any] = {}
         for _, module in self.platform.named_modules(self.model):
             found.update({id(p): p for _, p in self.platform.named_parameters(module)})
         return list(found.values())
 
     def optimizer_bytes(self, optimizer: str) -> int | None:
-        """Bytes of the state of the framework's optimizer of that name, for this rank; None where there is none."""
+        """Return this rank's bytes of optimizer state, for the framework's optimizer of that name; None if unknown."""
         trained = [p for p in self.parameters() if p.requires_grad]
         with dry_world(self._size, self.rank), self.platform.without_data():
             found: int | None = self.platform.optimizer_bytes(trained, optimizer)
@@ -201,19 +201,20 @@ class DryStep:
         prove: bool = False,
         **kwargs: Any,
     ) -> list[Collective]:
-        """Call the model, and differentiate; returns the collectives of this rank.
+        """Call the model, and differentiate; return the collectives of this rank.
 
         Args:
-            inputs, kwargs: the arguments of this rank's call of the model; values do not matter.
-            loss: ``loss(output)``, a scalar; by default the sum of all elements of the local output.
+            inputs, kwargs: arguments of this rank's call of the model; their values are ignored.
+            loss: function ``loss(output)`` that returns a scalar; by default the sum of all elements of the local
+                output.
             backward: whether to differentiate.
-            tell: ``tell(path, args, output)`` is called after each forward of a module.
-            after_forward: is called between forward and backward.
-            prove: whether plain code is followed: `plain_code` is the report then.
+            tell: function that is called as ``tell(path, args, output)`` after each forward of a module.
+            after_forward: function that is called between forward and backward.
+            prove: whether to follow plain code. If so, `plain_code` is the report afterwards.
 
         Raises:
             DryStepError: for an error of the framework.
-            TypeError, ValueError: for uses that the library refuses.
+            TypeError, ValueError: for unsupported uses of the library.
         """
         found: list[Collective] = []
         platform = self.platform

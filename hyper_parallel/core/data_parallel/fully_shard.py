@@ -57,9 +57,9 @@ def fully_shard(
     The parameters below ``module`` that belong to no unit yet become one unit. Apply `fully_shard` to the blocks of a
     model, then to the model. Parameters, their gradients and the optimizer's state become DTensors, and each rank holds
     one shard of each. While the module runs, in forward and in backward, its parameters are unsharded. One all-gather
-    for each dtype unshards them, and modules read plain full tensors as before. In backward one reduce-scatter for each
-    dtype averages the gradients over the ranks. Each rank has a local part of the batch and a local loss. If the batch
-    consists of DTensors on ``mesh``, all ranks share one loss, and gradients are summed.
+    for each dtype unshards them, and modules read each parameter as before `fully_shard`. In backward one
+    reduce-scatter for each dtype averages the gradients over the ranks. Each rank has a local part of the batch and a
+    local loss. If the batch consists of DTensors on ``mesh``, all ranks share one loss, and gradients are summed.
 
     With tensor parallelism: call `parallelize_module` first, over another dimension of the same mesh.
 

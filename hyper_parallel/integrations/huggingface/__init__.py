@@ -1,6 +1,6 @@
-"""Models of Hugging Face's transformers, on the torch backends: `parallelize_model` applies a model's own plan.
+"""Models of Hugging Face's transformers, on the torch backends. `parallelize_model` applies a model's own plan.
 
-transformers itself is not imported here: the caller has, or there would be no model.
+transformers itself is not imported here: the caller has imported it to create the model.
 """
 
 from hyper_parallel.integrations.huggingface.accelerator import parallelize_accelerator

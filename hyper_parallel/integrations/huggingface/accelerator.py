@@ -1,4 +1,4 @@
-"""`parallelize_accelerator`: jobs of Hugging Face accelerate whose ranks share models."""
+"""`parallelize_accelerator`: tensor and data parallelism for jobs of Hugging Face accelerate."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hyper_parallel.integrations.huggingface.saving import full_state_dict
 
 __all__ = ["parallelize_accelerator"]
 
-#: Releases that this was written for.
+#: Release that this module was written for.
 _KNOWN = "1.15"
-#: What this replaces of accelerate's class, or calls.
+#: Attributes of accelerate's class that this module replaces or calls.
 _NEEDED = (
     *("prepare_model", "prepare_data_loader", "prepare_scheduler", "no_sync", "gather", "gather_for_metrics"),
     *("reduce", "get_state_dict", "save_state", "load_state", "dataloader_config", "gradient_state", "state"),
     "parallelism_config",
 )
-#: The folder of sharded values in a folder of `save_state`.
+#: The folder of sharded values in an output folder of `save_state`.
 _FOLDER = "parallel_state"
 
 
@@ -40,10 +40,9 @@ def parallelize_accelerator(
 ) -> Any:
     """Let the ranks of an ``accelerate.Accelerator`` share models, in place.
 
-    Call it before ``accelerator.prepare``, on all ranks. ``prepare`` then divides the model by tensor and data
-    parallelism, and gives ranks that share the model the same batches. ``gather``, ``gather_for_metrics`` and
-    ``reduce`` count each batch once. ``save_state`` writes each rank's own shards, and ``load_state`` reads them on any
-    mesh.
+    Call it before ``accelerator.prepare``, on all ranks. ``prepare`` then applies tensor and data parallelism to the
+    model, and gives ranks that share the model the same batches. ``gather``, ``gather_for_metrics`` and ``reduce``
+    count each batch once. ``save_state`` writes each rank's local shards, and ``load_state`` reads them on any mesh.
 
     Args:
         accelerator: an ``accelerate.Accelerator``, which has prepared nothing.
@@ -124,34 +123,35 @@ def check_accelerator(accelerator: Any) -> None:
         raise ValueError("parallelize_accelerator: call it before accelerator.prepare")
 
 
-#: Stands for ``accelerate.Accelerator``, which is not imported here.
+#: Stands in for ``accelerate.Accelerator``, which is not imported here.
 _Base: Any = object
 
 
 class _Divided(_Base):
-    """Methods of an accelerator whose ranks share models: a base before ``accelerate.Accelerator``."""
+    """Methods of an accelerator whose ranks share models, placed before ``accelerate.Accelerator`` in the class's
+    bases."""
 
     _division: Division
 
     @property
     def num_processes(self) -> int:
-        """How many batches the ranks have at a time."""
+        """Return the number of different batches that the ranks have at a time."""
         return self._division.count
 
     @property
     def process_index(self) -> int:
-        """The number of this rank's batch."""
+        """Return the number of this rank's batch."""
         return self._division.index
 
     def prepare_model(self: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        """Divide the model. Accelerate's own method then prepares it for autocast and compilation alone."""
+        """Divide the model. Accelerate's own method then only prepares autocast and compilation."""
         if device_placement is not False and self.device_placement and not is_divided(model):
             model = model.to(self.device)
         self._division.apply(model)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_data_loader(self: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Give ranks that share a model the same batches, also where workers draw random numbers for them."""
+        """Give ranks that share a model the same batches, even if loader workers draw random numbers."""
         begin = getattr(data_loader, "worker_init_fn", None)
         if isinstance(begin, partial) and "rank" in begin.keywords:
             data_loader.worker_init_fn = partial(
@@ -160,7 +160,7 @@ class _Divided(_Base):
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_scheduler(self: Any, scheduler: Any) -> Any:
-        """Prepare a scheduler, which takes a step for each batch of the ranks."""
+        """Prepare a scheduler to take one step for each batch of the ranks."""
         prepared = super().prepare_scheduler(scheduler)
         if not prepared.split_batches and not isinstance(prepared.scheduler, _Steps):
             prepared.scheduler, prepared.split_batches = _Steps(prepared.scheduler, self.num_processes), True
@@ -168,7 +168,7 @@ class _Divided(_Base):
 
     @contextmanager
     def no_sync(self: Any, model: Any) -> Iterator[None]:
-        """Accumulate gradients inside without communication over data-parallel ranks."""
+        """Accumulate gradients without communication over data-parallel ranks, in a block."""
         model = self.unwrap_model(model)
         if hasattr(model, "no_sync"):
             with model.no_sync():
@@ -184,13 +184,13 @@ class _Divided(_Base):
                 sync(True)
 
     def gather(self: Any, tensor: Any) -> Any:
-        """The values of all batches, once each."""
+        """Return the values of all batches, each batch once."""
         from accelerate.utils import recursively_apply
 
         return recursively_apply(self._division.gather, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The values of all batches, once each, without those that fill the last batch."""
+        """Return the values of all batches, each batch once, without samples that pad the last batch."""
         from accelerate.utils import gather_object, recursively_apply
 
         try:
@@ -209,7 +209,7 @@ class _Divided(_Base):
         return data[: state.remainder] if use_gather_object else recursively_apply(lambda x: x[: state.remainder], data)
 
     def reduce(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or the mean over all batches, once each."""
+        """Return the sum or the mean over all batches, each batch once."""
         from accelerate.utils import recursively_apply
 
         def reduced(x: Any) -> Any:
@@ -219,7 +219,7 @@ class _Divided(_Base):
         return recursively_apply(reduced, tensor, error_on_other_type=True)
 
     def split_between_processes(self: Any, inputs: Any, apply_padding: bool = False) -> Any:
-        """Refused: it would give ranks that share a model other inputs.
+        """Refuse to split inputs if ranks share a model, because these ranks need the same inputs.
 
         Raises:
             ValueError: where ranks share a model.
@@ -232,24 +232,24 @@ class _Divided(_Base):
         )
 
     def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:
-        """Whole weights, on all ranks. All must call it."""
+        """Return full weights on all ranks. All ranks must call it."""
         return full_state_dict(self.unwrap_model(model))
 
     def save_state(self: Any, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save models and optimizers, each rank its own shards, and all else as accelerate does."""
+        """Save local shards of models and optimizers on each rank, and all other state as accelerate does."""
         handle = self.register_save_state_pre_hook(self._save_shards)
         with self._without_optimizers(handle):
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(self: Any, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> Any:
-        """Load the files of `save_state`, which may be those of another mesh."""
+        """Load the files of `save_state`, even from another mesh."""
         handle = self.register_load_state_pre_hook(self._load_shards)
         with self._without_optimizers(handle):
             return super().load_state(input_dir, load_kwargs, **kwargs)
 
     @contextmanager
     def _without_optimizers(self: Any, handle: Any) -> Iterator[None]:
-        """Hide models and optimizers from accelerate, which would save those of one rank."""
+        """Hide models and optimizers from accelerate, which would save those of one rank only."""
         hidden = self._hidden = (self._models, self._optimizers)
         self._models, self._optimizers = [], []
         try:
@@ -273,7 +273,7 @@ class _Divided(_Base):
 
 
 class _Steps:
-    """A scheduler that takes several steps at a time, as accelerate's does: one for each batch of the ranks."""
+    """Scheduler that takes several steps at a time, as accelerate's does: one for each batch of the ranks."""
 
     def __init__(self, scheduler: Any, count: int) -> None:
         self._scheduler, self._count = scheduler, count
@@ -282,7 +282,7 @@ class _Steps:
         return getattr(self._scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Take the steps, as many as the schedule has."""
+        """Take the steps, but no more than the schedule has."""
         total = getattr(self._scheduler, "total_steps", float("inf"))
         for _ in range(self._count):
             if self._scheduler._step_count <= total:

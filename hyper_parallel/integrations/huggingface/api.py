@@ -32,44 +32,46 @@ def parallelize_model(
     balance: bool = True,
     src_data_rank: int | None = 0,
 ) -> Any:
-    """Tensor-parallelise a transformers model in place, by the plan that it brings along.
+    """Tensor-parallelise a transformers model in place, by the model's own plan.
 
     The model keeps its class, its methods (``generate``, ``gradient_checkpointing_enable``) and the keys of its state
-    dict. Inputs, outputs and caches are plain tensors, the same on every rank. Only of the key and value heads in a
-    cache, each rank holds its own. Parameters that the plan does not name stay plain and are the same on every rank. So
-    must random numbers be: the first model on a mesh gives all its ranks the generator state of the first.
+    dict. Inputs, outputs and caches are plain tensors, equal on every rank. But in a cache, each rank holds only its
+    local key and value heads. Parameters that the plan does not name stay plain, and must be equal on every rank.
+    Random numbers must be equal too. The first model on a mesh gives all its ranks the generator state of the first
+    rank.
 
     Args:
-        model: a ``transformers.PreTrainedModel`` on a torch backend, of an architecture with a tensor-parallel plan
-            (``model.tp_plan``) or one that is known here, such as GPT-2, BERT, Whisper, CLIP or Mamba: the page on
-            transformers lists them. LoRA adapters of peft are sharded with the layers that they adapt; a ``PeftModel``
-            is taken too.
-        device_mesh: 1-D mesh; None is the one entered with ``with mesh:``. A dimension ``"cp"`` cuts sequences: alone,
-            or with that of tensor parallelism, as ``mesh["cp", "tp"]``. The model then takes the parts that
-            `shard_sequence` gives, with ``position_ids`` and without ``labels``, and gives the logits of these.
-        plan: changes to the model's plan: names of modules or parameters, with ``*`` for a layer's number, to a style
-            or its name; None takes out the named style.
-        gather_logits: whether the logits are plain and whole on every rank. Otherwise they are DTensors sharded over
-            the vocabulary, for a loss inside of `hyper_parallel.loss_parallel`.
-        gather_heads: for attention heads that the ranks cannot share evenly: True computes such attention in whole on
-            every rank, with projections that are sharded still; False is an error.
-        expert_parallel: whether each rank has some of the experts in whole, by the model's own plan for that
-            (``model.ep_plan``); else a part of every expert. A 1-D mesh of the same root is for ranks with batches of
-            their own: its ranks have whole experts, and send each other tokens (`ExpertParallel`). Where
-            ``device_mesh`` is another dimension than those of that mesh, its ranks have parts of these experts.
-        balance: as for `shard_sequence`, where sequences are cut.
-        src_data_rank: rank of the mesh whose parameters count, those that stay plain included. None takes each rank's
-            own and communicates nothing: they, and the generators' states, must be equal then.
+        model: a ``transformers.PreTrainedModel`` on a torch backend. Its architecture must have a tensor-parallel plan
+            (``model.tp_plan``) or be known here, such as GPT-2, BERT, Whisper, CLIP or Mamba: the page on transformers
+            lists them. LoRA adapters of peft are sharded with the layers that they adapt. A ``PeftModel`` is accepted
+            too.
+        device_mesh: 1-D mesh; None stands for the mesh entered with ``with mesh:``. A dimension ``"cp"`` shards
+            sequences: alone, or together with tensor parallelism, as ``mesh["cp", "tp"]``. The model then takes the
+            parts that `shard_sequence` returns, with ``position_ids`` and without ``labels``, and returns the logits of
+            these parts.
+        plan: changes to the model's plan: names of modules or parameters, with ``*`` for a layer's number, -> a style
+            or its name; None removes the entry.
+        gather_logits: whether the logits are plain full tensors on every rank. Otherwise they are DTensors sharded over
+            the vocabulary, for a loss inside `hyper_parallel.loss_parallel`.
+        gather_heads: for attention heads that the ranks cannot share evenly: with True every rank computes such
+            attention in full, with sharded projections; False raises an error.
+        expert_parallel: whether each rank has some full experts, by the model's own plan (``model.ep_plan``), or a
+            shard of every expert. A 1-D mesh of the same root is for ranks with separate batches: its ranks have full
+            experts, and send tokens to each other (`ExpertParallel`). If ``device_mesh`` is not part of that mesh, its
+            ranks have shards of these experts.
+        balance: as for `shard_sequence`, if sequences are sharded.
+        src_data_rank: rank of the mesh whose parameters all ranks get, including plain ones. None keeps each rank's
+            local values and communicates nothing. Then values, and the generators' states, must be equal on all ranks.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: for a model that is not of transformers, and one that is quantised. ValueError: for a model without a
-            plan, a style that is not known here, heads or experts that the ranks cannot share, adapters that are not
-            known to be right, a key of ``plan`` that names nothing, and all that `parallelize_module` refuses. Nothing
-            has been changed then. Where sequences are cut, for layers that mix positions and are no attention known
-            here; and in a call, for ``labels``, a mask that hides tokens, and parts without positions of their own.
+            plan, an unknown style, heads or experts that the ranks cannot share, unsupported adapters, a key of
+            ``plan`` that matches nothing, and all that `parallelize_module` refuses. Nothing has been changed then.
+            With sharded sequences, for layers that mix positions and are no known attention; and in a call, for
+            ``labels``, a mask that hides tokens, and parts without their own positions.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -141,8 +143,8 @@ def _parallelize(
 
 
 def _refuse_quantised(modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Raise TypeError for weights that are integers with scales next to them. A part of them is not a part of the
-    matrix, and special kernels compute with them."""
+    """Raise TypeError for quantised weights, which are integers with separate scales. A shard of the integers is no
+    shard of the matrix, and special kernels compute with them."""
     platform = mesh.platform
     for path, module in modules.items():
         for name, parameter in platform.named_parameters(module):
@@ -157,7 +159,7 @@ def _refuse_quantised(modules: dict[str, Any], mesh: DeviceMesh) -> None:
 
 
 def _settle_rest(modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Bring the tensors that stay plain to this rank's device."""
+    """Move the tensors that stay plain to this rank's device."""
     platform = mesh.platform
     for module in modules.values():
         for _, parameter in platform.named_parameters(module):

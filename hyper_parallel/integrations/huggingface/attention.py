@@ -1,4 +1,4 @@
-"""Attention heads: which projections each rank can hold a part of, and the sizes that the code of the models reads."""
+"""Attention heads: the projections that can be sharded by heads, and the sizes that the models' code reads."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from hyper_parallel.integrations.huggingface.local import LocalParametersParalle
 
 __all__ = ["fit_heads"]
 
-#: Query heads for each key and value head: the code repeats keys and values as often.
+#: Attribute: number of query heads for each key and value head. The code repeats keys and values so many times.
 _GROUPS = "num_key_value_groups"
-#: Features of the query, and of the key: GPT-2 splits the output of its fused projection by it.
+#: Attribute: features of the query, and of the key. GPT-2 splits the output of its fused projection by it.
 _SPLIT = "split_size"
 
 
 def fit_heads(
     styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh, *, gather_heads: bool
 ) -> list[tuple[Any, str, int]]:
-    """Change the styles of attention projections such that they fit the number of heads.
+    """Change the styles of attention projections to fit the number of heads.
 
     Args:
-        styles: by path; changed in place.
+        styles: styles by path; changed in place.
         modules: all modules of the model, by path.
         mesh: 1-D mesh.
-        gather_heads: whether attention that the ranks cannot share is computed in whole on every rank.
+        gather_heads: whether each rank computes an attention in full, if the ranks cannot share its heads.
 
     Returns:
-        (module, attribute, value) for the sizes that the code of the modules must find to compute with its own heads.
+        (module, attribute, value) for the sizes that the modules' code must read to compute with local heads.
 
     Raises:
-        ValueError: where heads cannot be shared and are not to be gathered; and for a module with fewer key and value
-            heads than ranks whose code this knows nothing about.
+        ValueError: if ranks cannot share the heads and ``gather_heads`` is False. Also for a module with fewer key and
+            value heads than ranks whose code is unknown.
     """
     local_sizes: list[tuple[Any, str, int]] = []
     for path, module in modules.items():
@@ -79,7 +79,7 @@ def fit_heads(
 def _projections(
     path: str, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh
 ) -> dict[str, int]:
-    """Output features of the projections directly below ``path`` that leave each rank its own heads, by path."""
+    """Return output features, by path, of the projections directly below ``path`` that are sharded by heads."""
     found = {}
     for below, style in styles.items():
         if not below or below.rpartition(".")[0] != path or not mesh.platform.is_linear_module(modules[below]):
@@ -90,16 +90,17 @@ def _projections(
 
 
 def _own_sizes(module: Any, attention: Attention, ranks: int) -> list[tuple[Any, str, int]]:
-    """The numbers of heads that the module itself holds. Code such as OPT's views features as that many heads, and lets
-    the length of the sequence follow. So a number for all ranks would give wrong results without an error."""
+    """Return local numbers of heads for the attributes of the module. Code such as OPT's reshapes features to that many
+    heads, and infers the length of the sequence. So the global number would give wrong results without an error."""
     numbers = dict((attention.key_value_heads, attention.heads))
     return [(module, name, max(number // ranks, 1)) for name, number in numbers.items() if name in vars(module)]
 
 
 def _gather(path: str, styles: dict[str, ParallelStyle]) -> None:
-    """Gather the outputs of the projections below ``path``, so that attention between them is that of a single device.
+    """Gather the outputs of the projections below ``path``, so that every rank computes the attention between them in
+    full.
 
-    The projection by rows is in the same module or, as in BERT, in a module next to it.
+    The row-wise projection is in the same module or, as in BERT, in a sibling module.
     """
     rows = [below for below, style in styles.items() if below and isinstance(style, RowwiseParallel)]
     beside = [below for below in rows if below.rpartition(".")[0] == path]
@@ -113,4 +114,4 @@ def _gather(path: str, styles: dict[str, ParallelStyle]) -> None:
         elif isinstance(style, (HeadNormParallel, LatentKeyParallel)):
             del styles[below]
     if isinstance(styles.get(path), LocalParametersParallel):
-        del styles[path]  # parameters of heads, which are whole
+        del styles[path]  # parameters of heads, which are replicated now

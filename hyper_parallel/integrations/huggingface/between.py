@@ -1,4 +1,4 @@
-"""Parameters that the plan does not name and that stand where features are sharded, such as those of activations."""
+"""Parameters that the plan does not name in modules between sharded projections, such as parameters of activations."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ __all__ = ["fit_between"]
 
 
 def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Complete the gradients of modules between a projection by columns and one by rows.
+    """Complete the gradients of modules between a column-wise and a row-wise projection.
 
     A module there whose parameters are single numbers gets a style that reduces their gradients. Each rank computes a
-    part of these. In attention modules, `parallelize_module` handles norms inside heads. Linear layers there read the
-    hidden states, which are whole.
+    summand of these. In attention modules, `parallelize_module` handles norms inside heads. Linear layers there read
+    the hidden states, which are replicated.
 
-    Args:
-        model: whose modules they are.
+    model: the model of these modules.
+        styles: styles by path; changed in place.
         styles: by path; changed in place.
         modules: all modules of the model, by path.
         mesh: 1-D mesh.
 
     Raises:
-        ValueError: for larger parameters that the plan does not name: as plain ones their gradients would be wrong.
+        ValueError: for larger parameters that the plan does not name. As plain parameters they would get wrong
+            gradients.
     """
     platform = mesh.platform
     for above in _with_sharded_features(styles):
@@ -58,7 +59,7 @@ def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str,
 
 
 def _with_sharded_features(styles: dict[str, ParallelStyle]) -> list[str]:
-    """Paths of the modules that directly hold a projection by columns, its features left sharded, and one by rows."""
+    """Return paths of modules that directly hold a column-wise projection with sharded output, and a row-wise one."""
     columns, rows = set(), set()
     for path, style in styles.items():
         if path and isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):

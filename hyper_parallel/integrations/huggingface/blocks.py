@@ -1,7 +1,7 @@
-"""Plans for blocks of transformers, by the class of the block: for models that bring no plan, or a part of one.
+"""Plans for blocks of transformers, by the class of the block, for models without a complete plan.
 
-A block is a module with a forward of its own: attention, an MLP, a mixer, an embedding. A model of several towers (text
-and images) is made of the same blocks. It needs no plan as a whole.
+A block is a module with a forward of its own: attention, an MLP, a mixer, an embedding. A model with several towers
+(text and images) consists of the same blocks, and needs no plan as a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hyper_parallel.integrations.huggingface.mixers import ColumnsOfHeads, Local
 __all__ = ["ARCHITECTURES", "block_plan", "is_known_block"]
 
 BlockPlan = dict[str, str | ParallelStyle]
-#: From the block and the number of ranks to styles by path below the block; "" is the block itself.
+#: Function from the block and the number of ranks to styles by path below the block; "" is the block itself.
 MakePlan = Callable[[Any, int], BlockPlan]
 
 _COLUMNS, _ROWS, _GATHERED = "colwise", "rowwise", "colwise_gather_output"
@@ -38,7 +38,7 @@ def _always(**plan: str) -> MakePlan:
 
 
 def _fused_attention(projection: str, output: str) -> MakePlan:
-    """Query, key and value one after the other in a single weight."""
+    """Return the plan of attention with query, key and value concatenated in a single weight."""
 
     def make(block: Any, ranks: int) -> BlockPlan:
         size = block.head_dim
@@ -51,22 +51,23 @@ def _fused_attention(projection: str, output: str) -> MakePlan:
 
 
 def _packed_mlp(projection: str, output: str) -> MakePlan:
-    """Two equal matrices in a single weight."""
+    """Return the plan of an MLP with two equal matrices in a single weight."""
     return lambda block, ranks: {projection: ColwiseParallel(packed=2), output: RowwiseParallel()}
 
 
 def _gathered_mixer() -> BlockPlan:
-    """The projections sharded still, convolution and scan in whole on every rank."""
+    """Return a plan with sharded projections, where every rank computes convolution and scan in full."""
     return {"in_proj": _GATHERED, "out_proj": "rowwise_split_input"}
 
 
 def _names(block: Any, *names: str) -> list[str]:
-    """Return the given names of parameters that a block has: biases may be absent."""
+    """Return the given parameter names that a block has, because biases may be absent."""
     return [name for name in names if name in dict(block.named_parameters())]
 
 
 def _mamba(block: Any, ranks: int) -> BlockPlan:
-    """One scan for each inner channel. Time step, B and C are made of all channels, and read by those of each rank."""
+    """Return the plan of a mixer with one scan for each inner channel. Time step, B and C depend on all channels, and
+    each rank's channels read them."""
     channels = block.intermediate_size
     if channels % ranks:
         return _gathered_mixer()
@@ -78,7 +79,7 @@ def _mamba(block: Any, ranks: int) -> BlockPlan:
         "x_proj": RowsReadByParts(),
         "out_proj": _ROWS,
     }
-    if hasattr(block, "dt_layernorm"):  # Jamba's, which read all of the output
+    if hasattr(block, "dt_layernorm"):  # Jamba's norms, which read the full output
         plan["x_proj"] = RowwiseParallel()
         plan |= {
             f"{name}_layernorm": NoParallel(local_output_grad_placements=(Partial(),)) for name in ("dt", "b", "c")
@@ -87,7 +88,8 @@ def _mamba(block: Any, ranks: int) -> BlockPlan:
 
 
 def _mamba_2(block: Any, ranks: int) -> BlockPlan:
-    """One scan for each head. Heads of a group share B and C, and the norm is one of each group."""
+    """Return the plan of a mixer with one scan for each head. Heads of a group share B and C, and each group has its
+    own norm."""
     heads, groups = block.num_heads, block.n_groups
     if groups % ranks or heads % ranks:
         return _gathered_mixer()
@@ -104,7 +106,8 @@ def _mamba_2(block: Any, ranks: int) -> BlockPlan:
 
 
 def _doge_attention(block: Any, ranks: int) -> BlockPlan:
-    """Attention with a mask: a layer over the values of all heads gives a number for each key and value head."""
+    """Return the plan of attention with a mask. A layer maps the values of all heads to one number for each key and
+    value head."""
     heads = block.A.shape[0]
     if heads % ranks:
         return {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), _GATHERED), "o_proj": "rowwise_split_input"}
@@ -117,7 +120,7 @@ def _doge_attention(block: Any, ranks: int) -> BlockPlan:
 
 
 def _sinking_attention(block: Any, ranks: int) -> BlockPlan:
-    """Attention with a number for each head that takes a part of the weights."""
+    """Return the plan of attention with a sink for each head: a number that takes a share of the attention weights."""
     return {
         "": LocalParametersParallel({"sinks": Shard(0)}),
         **dict.fromkeys(("q_proj", "k_proj", "v_proj"), _COLUMNS),
@@ -126,7 +129,7 @@ def _sinking_attention(block: Any, ranks: int) -> BlockPlan:
 
 
 def _biased_experts(block: Any, ranks: int) -> BlockPlan:
-    """Experts with biases, whose gate and up alternate."""
+    """Return the plan of experts with biases, whose gate and up features alternate."""
     if block.intermediate_size % ranks:
         raise ValueError(
             f"{type(block).__name__} has {block.intermediate_size} features inside of each expert, which {ranks} ranks "
@@ -151,10 +154,10 @@ _GATED = _fixed("gate_proj up_proj", "down_proj")
 _HEAD = _always(lm_head=_GATHERED)
 _EMBEDDING = _always(embed_tokens="embedding_rowwise")
 
-#: Architectures of blocks here that bring no plan at all, by ``config.model_type``.
+#: Architectures, by ``config.model_type``, that have no plan at all and consist of blocks known here.
 ARCHITECTURES = ("whisper", "vit", "clip", "siglip", "modernbert", "mamba", "mamba2")
 
-#: By the class of a block.
+#: Class of a block -> function that returns its plan.
 _BLOCKS: dict[str, MakePlan] = {
     # Whisper
     "WhisperAttention": _SEPARATE_OUT,
@@ -220,14 +223,14 @@ _BLOCKS: dict[str, MakePlan] = {
 
 
 def block_plan(model: Any, ranks: int) -> BlockPlan:
-    """The plan for all known blocks of a model, by path. ``*`` stands for the number of a layer.
+    """Return the plan for all known blocks of a model, by path. ``*`` stands for the number of a layer.
 
     Args:
-        model: of transformers.
-        ranks: of the mesh of tensor parallelism.
+        model: model of transformers.
+        ranks: number of ranks of tensor parallelism.
 
     Raises:
-        ValueError: for a block that this many ranks cannot share.
+        ValueError: for a block that so many ranks cannot share.
     """
     plan: BlockPlan = {}
     for path, module in model.named_modules():
@@ -240,7 +243,7 @@ def block_plan(model: Any, ranks: int) -> BlockPlan:
 
 
 def is_known_block(module: Any) -> bool:
-    """Return whether a module is a block whose plan is known here. Of its own layers, all that the plan does not name
-    read and give whole features."""
+    """Return whether a module is a block with a plan here. Layers of the block that the plan does not name read and
+    return full features."""
     cls = type(module)
     return cls.__name__ in _BLOCKS and cls.__module__.startswith("transformers.models.")

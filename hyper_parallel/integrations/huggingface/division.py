@@ -1,4 +1,4 @@
-"""The division of a training job over a mesh: who shares a model, and who shares a batch."""
+"""The division of a training job over a mesh: the ranks that share a model, and the ranks that share a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hyper_parallel.integrations.huggingface.lora import adapted_model
 
 __all__ = ["Division", "is_divided", "mesh_of_sizes", "whole_head"]
 
-#: The dimension of a mesh for tensor parallelism. All others are for data parallelism.
+#: The mesh dimension for tensor parallelism. All other dimensions are for data parallelism.
 TENSOR = "tp"
 _WAYS = ("fully_shard", "replicate")
 
@@ -24,25 +24,25 @@ _WAYS = ("fully_shard", "replicate")
 class Division:
     """The division of models and batches over a mesh.
 
-    Ranks that differ in the dimension ``"tp"`` alone share a batch, and each has a part of the model. Over the other
-    dimensions each rank has a batch of its own.
+    Ranks that differ only in the dimension ``"tp"`` share a batch, and each has a shard of the model. Along the other
+    dimensions each rank has a separate batch.
 
     Args:
-        mesh: over all ranks of the world, with names.
+        mesh: mesh over all ranks of the world, with names.
         plan: as for `parallelize_model`.
         data_parallel: ``"fully_shard"`` or ``"replicate"``.
         units: names of the classes of modules that become units of `fully_shard`; None asks the model.
         options: further keywords of `parallelize_model`.
-        what: the caller, for messages.
+        what: name of the caller, for messages.
 
     Attributes:
         tensor: the mesh of tensor parallelism, or None.
-        batches: a 1-D mesh of the ranks with other batches, or None.
-        count: how many batches the ranks have at a time.
-        index: the number of this rank's batch.
+        batches: a 1-D mesh of the ranks with different batches, or None.
+        count: number of different batches that the ranks have at a time.
+        index: number of this rank's batch.
 
     Raises:
-        ValueError: for a mesh without names, of some ranks only, or with a dimension that cuts sequences; for another
+        ValueError: for a mesh without names, of only some ranks, or with a dimension that shards sequences; for another
             ``data_parallel``.
     """
 
@@ -79,10 +79,10 @@ class Division:
         self.index = 0 if self.batches is None else self.batches.get_local_rank()
 
     def apply(self, model: Any) -> None:
-        """Divide a model in place. A model with distributed parameters stays as it is.
+        """Divide a model in place. A model with distributed parameters is not changed.
 
         Raises:
-            ValueError: for a plan that is missing, and all that `parallelize_model` and `fully_shard` refuse.
+            ValueError: for a missing plan, and for all models that `parallelize_model` and `fully_shard` refuse.
         """
         if is_divided(model):
             return
@@ -109,7 +109,8 @@ class Division:
         fully_shard(model, mesh=self._data)
 
     def gather(self, x: Any) -> Any:
-        """The values of all batches, one after the other along dimension 0, once each. The shapes must be equal."""
+        """Return the values of all batches, concatenated along dimension 0, each batch once. The shapes must be
+        equal."""
         if x.ndim == 0:
             x = x.reshape(1)
         if self.batches is None or self.count == 1:
@@ -145,9 +146,9 @@ def is_divided(model: Any) -> bool:
 
 
 def whole_head(model: Any) -> dict[str, None]:
-    """The entries of a plan that TRL asks for: its own forward reads the whole weight of the head.
+    """Return plan entries for a model that TRL has patched: its forward reads the full weight of the head.
 
-    The embeddings follow where they are tied to the head.
+    The embeddings are included if they are tied to the head.
     """
     own = getattr(model.__dict__.get("forward"), "__func__", None)
     if own is None or own.__code__.co_name != "_fused_forward":

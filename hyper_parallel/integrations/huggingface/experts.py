@@ -1,4 +1,4 @@
-"""Stacked experts that compute with plain local tensors: a part of every expert on each rank, or whole experts."""
+"""Stacked experts that compute with plain local tensors: a shard of every expert on each rank, or some full experts."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ __all__ = [
 
 
 class ExpertsParallel(ModuleStyle):
-    """Run experts whose weights are sharded inside each expert: every rank computes a summand of the output.
+    """Run experts whose weights are sharded inside each expert. Every rank computes a summand of the output.
 
-    Forward is the module's own, on this rank's part of the weights and on plain inputs. So it may do things that no
-    sharding rule describes. Examples are choosing tokens by the router's indices, and calling a grouped kernel. One
-    all-reduce in forward, one in backward for each input that needs a gradient.
+    The module's own forward runs, on this rank's shards of the weights and on plain inputs. So it may use operations
+    that no sharding rule describes. Examples are choosing tokens by the router's indices, and calling a grouped kernel.
+    There is one all-reduce in forward, and one in backward for each input that requires a gradient.
 
     Args:
-        placements: placement of each parameter of the module, by name; all must be sharded such that the module's
-            output is a sum over the ranks, as gate and up by columns and down by rows.
+        placements: placement of each parameter of the module, by name. All must be sharded such that the module's
+            output is a sum over the ranks: gate and up column-wise, down row-wise.
 
     Raises:
-        ValueError: when applied, for a module with further parameters: a summand of every rank would count several
-            times.
+        ValueError: when applied, for a module with further parameters, because every rank would add them to its
+            summand.
 
     Source: ``MoeExpertsParallel`` and ``AllReduceParallel`` of Hugging Face transformers.
     """
 
     _mixins: tuple[type, ...] = ()
-    #: Parameters that are replicated, of which each rank adds its share.
+    #: Replicated parameters, of which each rank adds its share.
     shared: tuple[str, ...] = ()
 
     def __init__(self, placements: dict[str, Placement]) -> None:
@@ -60,7 +60,7 @@ class ExpertsParallel(ModuleStyle):
                     )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        # Before the style takes the forward of the class as the one that it runs between its conversions.
+        # It comes before the style saves the class's forward, which runs between its conversions.
         read_local_parameters(module, *self._mixins)
         return super()._apply(module, device_mesh)
 
@@ -72,12 +72,13 @@ class ExpertsParallel(ModuleStyle):
 
 
 class _SharedBias:
-    """Mixin of a module's class: each rank adds its share of ``down_proj_bias``, which all ranks have."""
+    """Mixin of a module's class: each rank adds its share of the replicated ``down_proj_bias``."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the next class's forward with a bias whose sum over the ranks is the parameter.
 
-        The gradient that a rank computes is the parameter's own: every summand of the output has the whole cotangent.
+        Each rank computes the full gradient of the parameter, because every summand of the output has the full
+        cotangent.
         """
         own = vars(self)
         bias = own["down_proj_bias"]
@@ -87,10 +88,10 @@ class _SharedBias:
 
 
 class BiasedExpertsParallel(ExpertsParallel):
-    """`ExpertsParallel` for experts with a bias behind the projection by rows, ``down_proj_bias``: those of gpt-oss.
+    """`ExpertsParallel` for experts with a bias after the row-wise projection, ``down_proj_bias``, as in gpt-oss.
 
     Args:
-        placements: as there. ``down_proj_bias`` is replicated: each rank adds its share of it.
+        placements: as for `ExpertsParallel`. ``down_proj_bias`` is replicated: each rank adds its share of it.
     """
 
     _mixins = (_SharedBias,)
@@ -102,10 +103,10 @@ class BiasedExpertsParallel(ExpertsParallel):
 
 
 class _Connected:
-    """Mixin of a module's class: without a token for its experts, a rank takes part in backward as the others do."""
+    """Mixin of a module's class: a rank without a token for its experts takes part in backward like all ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the class below, whose output depends on inputs and parameters always."""
+        """Run the next class's forward, and let the output always depend on inputs and parameters."""
         y = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not y.requires_grad and get_platform().backward_is_recorded():
             parameters = [getattr(self, name) for name, _ in self.named_parameters(recurse=False)]  # type: ignore[attr-defined]
@@ -116,18 +117,18 @@ class _Connected:
 
 
 class WholeExpertsParallel(ExpertsParallel):
-    """Give each rank some of the experts in whole: it computes their part of the output for all tokens.
+    """Place some full experts on each rank, which computes their summand of the output for all tokens.
 
-    The tokens are the same on every rank, so none is sent: the routes to experts of other ranks are masked, and one
-    all-reduce adds the outputs of the ranks' experts. In backward, one for each input that needs a gradient.
+    The tokens are equal on every rank, so no tokens are sent. Routes to experts of other ranks are masked, and one
+    all-reduce adds the outputs. In backward there is one all-reduce for each input that requires a gradient.
 
     Args:
         placements: placement of each parameter of the module, by name: all ``Shard(0)``.
 
     Raises:
-        ValueError: when applied, for a module that does not count its experts in ``num_experts``, experts that the
-            ranks do not divide, and a parameter that is not sharded by expert; when called, for other inputs than
-            hidden states, the experts' indices and their weights.
+        ValueError: when applied, for a module that does not count its experts in ``num_experts``, a number of experts
+            that the number of ranks does not divide, and a parameter that is not sharded by expert; when called, for
+            inputs other than hidden states, the experts' indices and their weights.
 
     Source: ``AllReduceEP`` of Hugging Face transformers.
     """
@@ -154,7 +155,7 @@ class WholeExpertsParallel(ExpertsParallel):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         super()._apply(module, device_mesh)
         module.num_experts //= device_mesh.size()
-        module._is_expert_parallel = True  # the model's kernels leave out routes to an expert of number num_experts
+        module._is_expert_parallel = True  # the model's kernels skip routes to the expert with number num_experts
         return module
 
     def prepare_inputs(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
@@ -171,17 +172,17 @@ class WholeExpertsParallel(ExpertsParallel):
             )
         index, weight = given[indices[0]], given[weights[0]]
         own = index // module.num_experts == mesh.get_local_rank()
-        # One beyond the last for those of other ranks, whose output counts nothing.
+        # Routes to experts of other ranks get the number after the last expert, whose output is ignored.
         given[indices[0]] = (index % module.num_experts) * own + module.num_experts * ~own
         given[weights[0]] = weight * own
         return tuple(given[i] for i in range(len(args))), {key: given[key] for key in kwargs}
 
     def with_own_tokens(self, top_k: int, **arguments: Any) -> ExpertParallel:
-        """The style for ranks that send each other tokens.
+        """Return the style for ranks that send tokens to each other.
 
         Args:
-            top_k: number of experts of a token, for styles that cannot see it.
-            **arguments: as of `ExpertParallel`.
+            top_k: number of experts of a token, for styles that cannot infer it.
+            **arguments: arguments of `ExpertParallel`.
         """
         return ExpertParallel(**arguments)
 
@@ -191,7 +192,8 @@ def _is_index(x: Any, mesh: DeviceMesh) -> bool:
 
 
 class IdentityExpertsParallel(ModuleStyle):
-    """The style of experts that return their input, inside of others whose outputs the ranks add: each gives its share.
+    """Style of experts that return their input, inside of experts whose outputs the ranks add. Each rank returns its
+    share.
 
     Source: ``MoeIdentityParallel`` of Hugging Face transformers.
     """
@@ -209,18 +211,18 @@ def with_own_tokens(
     over: DeviceMesh,
     top_k: int,
 ) -> dict[str, ParallelStyle]:
-    """Take the whole experts out of ``styles``, and return the styles by which they get tokens of all ranks.
+    """Remove full experts from ``styles``, and return styles with which they receive tokens of all ranks.
 
     Args:
-        styles: by path, of the plan for whole experts; changed in place.
-        inside: by path, of the plan that cuts each expert.
-        mesh: of tensor parallelism.
+        styles: styles by path, of the plan for full experts; changed in place.
+        inside: styles by path, of the plan that shards inside each expert.
+        mesh: mesh of tensor parallelism.
         over: 1-D mesh of the ranks that share the experts.
         top_k: number of experts of a token.
 
     Raises:
-        ValueError: without whole experts; for a mesh of more dimensions, or of another root; and where the ranks of
-            tensor parallelism cannot be told by name.
+        ValueError: if there are no full experts; for a mesh of more dimensions, or of another root; and if the mesh
+            dimension of tensor parallelism has no name.
     """
     whole = {path: style for path, style in styles.items() if isinstance(style, WholeExpertsParallel)}
     if not whole:
@@ -250,7 +252,7 @@ def with_own_tokens(
 
 
 def _read(x: Any, mesh: DeviceMesh) -> Any:
-    """Return a replicated input as a local tensor. Each rank computes a part of its gradient."""
+    """Return a replicated input as a local tensor, whose cotangent is a summand on each rank."""
     platform = mesh.platform
     if not platform.is_tensor(x) or not platform.is_floating_point(x):
         return x

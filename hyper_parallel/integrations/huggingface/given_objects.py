@@ -1,4 +1,4 @@
-"""Objects of other libraries that get further methods: whether they are known, and how they get them."""
+"""Objects of other libraries that get further methods: a check of their class, and the change of their class."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["check_known", "give_methods"]
 
 
 def check_known(given: Any, needed: Sequence[str], caller: str, kind: str, known: str) -> None:
-    """Check that an object is of the expected class, in a release that has all that is replaced.
+    """Check that an object is of the expected class, in a release that has all replaced names.
 
     Args:
-        given: the object.
-        needed: names that it must have.
+        needed: names of the attributes that it must have.
+        caller: name of the function that takes it, for messages.
         caller: the function that takes it, for messages.
-        kind: the expected class with its package and its article, as in ``"a transformers.Trainer"``.
+        known: release that this library was written for.
         known: the release that this library was written for.
 
     Raises:
@@ -33,6 +33,6 @@ def check_known(given: Any, needed: Sequence[str], caller: str, kind: str, known
 
 
 def give_methods(given: Any, methods: type) -> None:
-    """Let the methods of a class come before those of an object's own class, under the name of that."""
+    """Put the methods of a class in front of an object's own class, and keep the name of that class."""
     own = type(given)
     given.__class__ = type(own.__name__, (methods, own), {"__module__": own.__module__})

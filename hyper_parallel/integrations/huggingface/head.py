@@ -1,4 +1,4 @@
-"""The output head: logits gathered or sharded, and weights that it shares with the embedding."""
+"""The output head: gathered or sharded logits, and a weight shared with the embedding."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["fit_head"]
 def fit_head(
     model: Any, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh, *, gather_logits: bool
 ) -> None:
-    """Give embedding and head styles that go together; ``styles`` is changed in place.
+    """Set matching styles of embedding and head; ``styles`` is changed in place.
 
     Raises:
-        ValueError: when the logits are to stay sharded and the model has no head over the vocabulary that is.
+        ValueError: if the logits shall stay sharded and the model has no column-wise head over the vocabulary.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head = getattr(head, "base_layer", head)  # with adapters
@@ -41,8 +41,8 @@ def fit_head(
 def _complete_ties(
     head: str | None, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh
 ) -> None:
-    """Complete the styles of an embedding and a head that share a weight: where the plan shards one, the other is
-    sharded too."""
+    """Complete the styles of an embedding and a head that share a weight. If the plan shards one, the other is sharded
+    too."""
     platform = mesh.platform
     holders: dict[int, list[str]] = {}
     for path, module in modules.items():

@@ -1,4 +1,4 @@
-"""Plans for architectures of transformers that bring none."""
+"""Plans for architectures of transformers that have no plan of their own."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _opt(config: Any) -> NamedPlan:
 
 
 def _falcon(config: Any) -> NamedPlan:
-    # One key and value head for all query heads, or slopes that the model makes for all heads: no rank can compute with
-    # a part of them in the model's own code.
+    # One key and value head for all query heads, or slopes that the model creates for all heads: the model's own code
+    # cannot compute with some of the heads.
     shared = (config.multi_query and not config.new_decoder_architecture) or config.alibi
     return {
         "word_embeddings": "embedding_rowwise",
@@ -78,7 +78,8 @@ def _t5(config: Any) -> NamedPlan:
     }
 
 
-#: By ``config.model_type``: the plan of the base model, from its config; and the path of the head over the vocabulary.
+#: ``config.model_type`` -> function from the config to the plan of the base model; and the path of the head over the
+#: vocabulary.
 _PLANS: dict[str, tuple[Callable[[Any], NamedPlan], str]] = {
     "gpt2": (_gpt2, "lm_head"),
     "opt": (_opt, "lm_head"),
@@ -87,32 +88,32 @@ _PLANS: dict[str, tuple[Callable[[Any], NamedPlan], str]] = {
     "t5": (_t5, "lm_head"),
 }
 
-#: Classes of experts that take all tokens, scaled.
+#: Classes of experts that take all tokens for each expert, scaled.
 _SCALED = ("Llama4TextExperts",)
 
-#: Modules next to projections of features that are sharded, which read and give whole features.
+#: Modules next to projections of sharded features that read and return full features.
 _WHOLE = {"opt": re.compile(r"(.*\.)?layers\.\d+\.(self_attn|final)_layer_norm")}
 
 
 def known_architectures() -> tuple[str, ...]:
-    """Names of the architectures that bring no plan and have one here."""
+    """Return names of architectures that have no plan of their own and have one here."""
     return (*_PLANS, *ARCHITECTURES)
 
 
 def known_plan(model: Any) -> NamedPlan:
-    """The plan for a model's architecture, empty for one that is not known here."""
+    """Return the plan for a model's architecture; empty if the architecture is unknown here."""
     make, head = _PLANS.get(model.config.model_type, (None, ""))
     if make is None:
         return {}
     plan: NamedPlan = {head: "colwise_gather_output"}
-    if model.config.model_type == "bert":  # which holds the bias of the head a second time
+    if model.config.model_type == "bert":  # BERT holds the bias of the head a second time
         plan["cls.predictions"] = LocalParametersParallel({"bias": Shard(0)})
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     return {**{prefix + key: style for key, style in make(model.config).items()}, **plan}
 
 
 def known_expert_plan(model: Any) -> NamedPlan:
-    """The plan for whole experts of an architecture that brings none, empty for one that is not known here."""
+    """Return the plan for full experts of an architecture that has no such plan itself; empty if unknown here."""
     plan: NamedPlan = {}
     for path, module in model.named_modules():
         if type(module).__name__ in _SCALED:
@@ -123,7 +124,7 @@ def known_expert_plan(model: Any) -> NamedPlan:
 
 
 def reads_whole_features(model: Any, path: str) -> bool:
-    """Return whether it is known that a module computes with features that are the same on every rank."""
+    """Return whether a module is known to compute with features that are equal on every rank."""
     if is_known_block(model.get_submodule(path.rpartition(".")[0])):
         return True
     known = _WHOLE.get(model.config.model_type)

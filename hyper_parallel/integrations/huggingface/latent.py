@@ -1,4 +1,4 @@
-"""`LatentKeyParallel`: the projection to the latent keys and values of DeepSeek's attention."""
+"""`LatentKeyParallel`: style of the projection to latent keys and values in DeepSeek's attention."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["LatentKeyParallel"]
 class LatentKeyParallel(ParallelStyle):
     """Reduce the gradient of the rotary part of a latent key, which all heads read.
 
-    The projection stays whole on every rank. Of its output, the latent goes into a projection by columns, where the
-    gradient of its input is reduced. The last features go to this rank's heads as they are. So each rank computes a
-    part of their gradient: one all-reduce in backward.
+    The projection is replicated on every rank. The latent part of its output goes to a column-wise projection, which
+    reduces the gradient of its input. The last features go directly to this rank's heads. So each rank computes a
+    summand of their gradient, and backward has one all-reduce.
 
     Args:
         features: number of the last features.

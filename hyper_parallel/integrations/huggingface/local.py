@@ -1,4 +1,4 @@
-"""Modules whose own code computes with this rank's part of their parameters, as plain tensors."""
+"""Modules whose forward computes with this rank's shards of their parameters, as plain tensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["LocalParametersParallel", "read_local_parameters"]
 
 
 class LocalParametersParallel(ModuleStyle):
-    """Shard parameters that a module itself holds; its forward, inputs and outputs stay as they are.
+    """Shard the parameters that a module itself holds; its forward, inputs and outputs do not change.
 
-    For parameters between sharded features: one number for each attention head. Modules below have styles of their own,
-    or none.
+    It is for parameters between sharded features, such as one number for each attention head. Submodules have separate
+    styles, or none.
 
     Args:
-        placements: placement of each parameter that the module holds, by name.
+        placements: placement of each parameter that the module itself holds, by name.
 
     Raises:
-        ValueError: when applied, for a parameter that is not named: it would be read with parts of others, and its
-            gradient would be a part on every rank.
+        ValueError: when applied, for a parameter that is not named. It would be combined with shards of other
+            parameters, and its gradient would be a summand on every rank.
 
     Source: ``LocalParamsParallel`` of Hugging Face transformers.
     """
@@ -51,21 +51,21 @@ class LocalParametersParallel(ModuleStyle):
 
 
 def read_local_parameters(module: Any, *mixins: type) -> None:
-    """Let the forward of a module see this rank's part of each parameter that the module itself holds. The forwards of
-    ``mixins`` above it see it too.
+    """Let the forward of a module read this rank's shard of each parameter that the module itself holds. The forwards
+    of ``mixins`` read shards too.
 
-    By a class of its own, not a new forward on the object: a copy of the object must run on its own parameters.
+    The module gets a new class, not a new forward on the object. So a copy of the object uses its own parameters.
     """
     cls = type(module)
     module.__class__ = type(cls.__name__, (_LocalParameters, *mixins, cls), {"__module__": cls.__module__})
 
 
 class _LocalParameters:
-    """Mixin of a module's class: forward sees this rank's part of each parameter as a plain tensor."""
+    """Mixin of a module's class whose forward reads this rank's shard of each parameter as a plain tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the next class's forward with this rank's part of each parameter."""
-        # An attribute in the object's own dictionary comes before the parameters, which modules keep elsewhere.
+        """Run the next class's forward with this rank's shard of each parameter."""
+        # An attribute in the object's dictionary takes precedence over a parameter, which modules store elsewhere.
         own = vars(self)
         parameters = self.named_parameters(recurse=False)  # type: ignore[attr-defined]
         local = {name: p.to_local() for name, p in parameters if isinstance(p, DTensor)}

@@ -1,10 +1,10 @@
 """Low-rank adapters (LoRA) of the peft library on layers that a plan shards.
 
-A layer of peft holds the layer that it adapts, ``base_layer``, and adds ``B(A(dropout(x))) * scaling`` to its output.
-The sharded part of A and B follows from the style of the base layer:
+A layer of peft holds the adapted layer, ``base_layer``, and adds ``B(A(dropout(x))) * scaling`` to its output. The
+style of the base layer determines which of A and B is sharded:
 
-* By columns: A stays whole and reads ``x``, which is whole. B is sharded by columns, as the base layer is.
-* By rows: A is sharded by rows, as the base layer is, and its few features are all-reduced. B stays whole.
+* Column-wise: A is replicated and reads the replicated ``x``. B is sharded column-wise, as the base layer is.
+* Row-wise: A is sharded row-wise, as the base layer is, and its few features are all-reduced. B is replicated.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ __all__ = ["adapted_model", "parallelize_adapters", "place_adapters", "without_a
 
 
 class _DropoutParallel(ModuleStyle):
-    """Dropout of features that are sharded: drops the same elements as a single device."""
+    """Dropout of sharded features, which drops the same elements as on a single device."""
 
     input_layouts = output_layouts = (Shard(-1),)
 
 
 def parallelize_adapters(model: Any, device_mesh: DeviceMesh | None = None, *, src_data_rank: int | None = 0) -> Any:
-    """Shard LoRA adapters that were added to a model after `parallelize_model`, as the layers that they adapt.
+    """Shard LoRA adapters that were added to a model after `parallelize_model`, by the layers that they adapt.
 
-    Not needed for adapters that were there before: `parallelize_model` shards them.
+    Adapters that were added before `parallelize_model` are sharded by it.
 
     Args:
-        model: the result of peft for a parallelised model, or the model with adapters in it.
+        model: the result of peft for a parallelised model, or a model that contains adapters.
         device_mesh: the mesh of `parallelize_model`.
-        src_data_rank: rank of the mesh whose adapters count; peft draws them on each rank. None takes each rank's own.
+        src_data_rank: rank of the mesh whose adapters all ranks get, because peft draws them on each rank. None keeps
+            each rank's local values.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: for a model none of whose sharded layers has adapters that are still whole, and adapters that
-            `parallelize_model` refuses. Nothing has been changed then.
+        ValueError: for a model without unsharded adapters on sharded layers, and for adapters that `parallelize_model`
+            refuses. Nothing has been changed then.
 
     Example:
         >>> from torch import nn
@@ -89,12 +90,12 @@ def parallelize_adapters(model: Any, device_mesh: DeviceMesh | None = None, *, s
 
 
 def adapted_model(model: Any) -> Any:
-    """The model of transformers inside of a ``PeftModel``, or ``model``."""
+    """Return the transformers model inside a ``PeftModel``, or ``model`` itself."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def without_adapters(modules: dict[str, Any]) -> dict[str, Any]:
-    """Modules by path as they were before layers got adapters: each base layer at the path of the layer around it."""
+    """Return modules by path without adapters: each base layer is at the path of its wrapper."""
     adapted = {path: module for path, module in modules.items() if _is_wrapper(module)}
     return {
         path: module.base_layer if path in adapted else module
@@ -104,16 +105,16 @@ def without_adapters(modules: dict[str, Any]) -> dict[str, Any]:
 
 
 def place_adapters(styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Move the styles of layers with adapters to their base layers, and give the adapters theirs.
+    """Move the styles of layers with adapters to their base layers, and add styles for the adapters.
 
     Args:
-        styles: by path, of the model `without_adapters`; changed in place.
+        styles: styles by path, for the modules of `without_adapters`; changed in place.
         modules: all modules of the model, by path.
         mesh: 1-D mesh.
 
     Raises:
-        ValueError: for adapters of another kind on a layer that has a style, and a layer whose inputs or outputs are
-            sharded otherwise.
+        ValueError: for unsupported adapters on a layer that has a style, and for a layer whose inputs or outputs are
+            sharded in another way.
     """
     adapted = {path: module for path, module in modules.items() if _is_wrapper(module) and path in styles}
     _refuse_copies(styles, modules)
@@ -131,7 +132,8 @@ def place_adapters(styles: dict[str, ParallelStyle], modules: dict[str, Any], me
 
 
 def _styles_of_adapters(path: str, module: Any, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """Styles of the adapters by path, from the style of the base layer of the ``module`` at ``path``."""
+    """Return styles of the adapters by path. They follow from the style of the base layer of the ``module`` at
+    ``path``."""
     found: dict[str, ParallelStyle] = {}
     for name in module.lora_A:
         if isinstance(style, ColwiseParallel):
@@ -144,17 +146,17 @@ def _styles_of_adapters(path: str, module: Any, style: ParallelStyle) -> dict[st
 
 
 def _style_of(module: Any) -> ParallelStyle | None:
-    """The style that a module got for its parameters."""
+    """Return the style that was applied to a module's parameters, or None."""
     return next((style for style, _ in getattr(module, APPLIED, ()) if isinstance(style, ModuleStyle)), None)
 
 
 def _is_wrapper(module: Any) -> bool:
-    """Return whether a module is one of peft around another: all of them have that as ``base_layer``."""
+    """Return whether a module is a peft wrapper around another module, which all wrappers have as ``base_layer``."""
     return hasattr(module, "base_layer")
 
 
 def _refuse_copies(styles: dict[str, ParallelStyle], modules: dict[str, Any]) -> None:
-    """Raise ValueError where the plan shards a module of which peft trains a copy (``modules_to_save``)."""
+    """Raise ValueError if the plan shards a module of which peft trains a copy (``modules_to_save``)."""
     for path in styles:
         if hasattr(modules.get(path), "modules_to_save"):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""State-space mixers (Mamba, Mamba 2), of which each rank computes some inner channels."""
+"""State-space mixers (Mamba, Mamba 2), whose inner channels are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["ColumnsOfHeads", "LocalMixer", "RowsReadByParts"]
 
 
 class LocalMixer(ModuleStyle):
-    """Run the forward of a mixer on this rank's channels, from its projection by columns to that by rows.
+    """Run the forward of a mixer on this rank's channels, from its column-wise to its row-wise projection.
 
-    Convolution and scan treat each channel, or each head, by itself. So the mixer's own code computes with this rank's
-    part of their parameters, and nothing is sent. Modules below that have styles of their own keep them.
+    Convolution and scan process each channel, or each head, independently. So the mixer's own code computes with this
+    rank's shards of their parameters, without communication. Submodules with separate styles keep these styles.
 
     Args:
-        placements: placement of each parameter that the mixer's code reads, by its name below the mixer.
-        sizes: numbers that the code reads, by the name of the attribute: those of this rank.
+        placements: placement of each parameter that the mixer's code reads, by its name relative to the mixer.
+        sizes: sizes of this rank, by the name of the attribute that the code reads.
 
     Raises:
-        ValueError: when applied, for a parameter that the mixer itself holds and ``placements`` does not name.
+        ValueError: when applied, for a parameter that the mixer itself holds and that is missing in ``placements``.
 
     Source: the sharded mixers of Mamba-2 (Dao and Gu 2024, section 8.1).
     """
@@ -64,11 +64,12 @@ class LocalMixer(ModuleStyle):
 
 
 class _LocalChannels:
-    """Mixin of a mixer's class: forward sees this rank's parts of parameters, below it too, as plain tensors."""
+    """Mixin of a mixer's class whose forward reads this rank's shards of parameters, including submodules', as plain
+    tensors."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the next class's forward with this rank's part of each parameter."""
-        # An attribute in the object's own dictionary comes before the parameters, which modules keep elsewhere.
+        """Run the next class's forward with this rank's shard of each parameter."""
+        # An attribute in the object's dictionary takes precedence over a parameter, which modules store elsewhere.
         below = dict(self.named_modules())  # type: ignore[attr-defined]
         shown: list[tuple[dict[str, Any], str]] = []
         own = vars(self)
@@ -80,8 +81,8 @@ class _LocalChannels:
                 if isinstance(value, DTensor):
                     vars(below[path])[parameter] = value.to_local()
                     shown.append((vars(below[path]), parameter))
-            # In training the code of transformers asks a kernel for all of the mixer, its projections included. That
-            # kernel would know nothing of the sum over the ranks.
+            # In training the code of transformers calls one kernel for the whole mixer, including its projections. That
+            # kernel would not add the summands of the ranks.
             own["training"] = False
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -95,9 +96,9 @@ _BY_HEADS = "a mixer by heads"
 
 
 class ColumnsOfHeads(ColwiseParallel):
-    """`ColwiseParallel` of a weight that is several, which the code takes apart into groups of these.
+    """`ColwiseParallel` of a packed weight whose matrices the code splits off in groups.
 
-    Rules know a packed tensor that is taken apart into each of its matrices. So the code of the mixer is not followed.
+    The rules support a packed tensor that is split into its single matrices. So the code of the mixer is not followed.
     """
 
     program = ColwiseParallel.program
@@ -114,9 +115,9 @@ class ColumnsOfHeads(ColwiseParallel):
 
 
 class RowsReadByParts(RowwiseParallel):
-    """`RowwiseParallel` whose output is the same on all ranks, and read by code that has some channels only.
+    """`RowwiseParallel` whose replicated output is read by code that computes only some channels.
 
-    So each rank computes a part of the gradient of the output: one more all-reduce, in backward.
+    So each rank computes a summand of the cotangent of the output, and backward has one more all-reduce.
     """
 
     partial_output_features = -1

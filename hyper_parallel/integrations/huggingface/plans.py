@@ -1,4 +1,4 @@
-"""The plan of a model: where it comes from, and the styles that its entries stand for."""
+"""The plan of a model: its origin, and the styles of its entries."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hyper_parallel.platform import Platform
 
 __all__ = ["named_plan", "resolve_styles", "supported_names"]
 
-#: How the style of a plan's entry for a parameter (not a module) places it, from the number of its dimensions: the
-#: last two are (out, in), in front of them are experts; one dimension is that of a bias.
+#: Style name of a plan's entry for a parameter -> function from its number of dimensions to its placement. The last two
+#: dimensions are (out, in), and experts come before these. A bias has one dimension.
 _PARAMETERS: dict[str, Callable[[int], Placement]] = {
     "colwise": lambda ndim: Shard(max(ndim - 2, 0)),
     "packed_colwise": lambda ndim: PackedShard(max(ndim - 2, 0), 2),
@@ -37,7 +37,7 @@ _PARAMETERS: dict[str, Callable[[int], Placement]] = {
     "replicate": lambda ndim: Replicate(),
     "grouped_gemm": lambda ndim: Shard(0),
 }
-#: Styles of modules whose parameters have entries of their own, from the placements of these.
+#: Style names of modules whose parameters have separate entries -> function from the placements of these parameters.
 _HOLDERS: dict[str, Callable[[dict[str, Placement]], ParallelStyle]] = {
     "moe_tp_experts": ExpertsParallel,
     "all_reduce": ExpertsParallel,
@@ -45,12 +45,12 @@ _HOLDERS: dict[str, Callable[[dict[str, Placement]], ParallelStyle]] = {
     "ep_scaled_experts": WholeScaledExperts,
     "local_params": LocalParametersParallel,
 }
-#: Style names that no other model has.
+#: Further style names, each used by one model.
 _FURTHER = ("mla_kv_a_proj", "moe_identity_expert")
 
 
 def supported_names() -> tuple[str, ...]:
-    """All names of styles that the plan of a model of transformers may have."""
+    """Return all names of styles that the plan of a transformers model may use."""
     return (*dict.fromkeys((*style_names(), *_PARAMETERS, *_HOLDERS, *_FURTHER)),)
 
 
@@ -61,17 +61,17 @@ def named_plan(
     *,
     expert_parallel: bool = False,
 ) -> NamedPlan:
-    """The model's plan, with the changes of the user. A part that these take out of a larger entry is in it still.
+    """Return the model's plan, with the changes of the user. A removed module can still be part of a larger entry.
 
     Args:
-        model: of transformers.
-        changes: of the user.
+        model: model of transformers.
+        changes: changes of the user.
         mesh: 1-D mesh.
-        expert_parallel: whether experts are sharded by its plan for expert parallelism.
+        expert_parallel: whether experts are sharded by the model's plan for expert parallelism.
 
     Raises:
-        ValueError: for a model that has none and is not known here, unless the user gives one; and for one without
-            such a plan for experts.
+        ValueError: for a model that has no plan and is not known here, unless the user gives one. Also for a model
+            without a plan for expert parallelism.
     """
     plan: NamedPlan = dict(getattr(model, "tp_plan", None) or {})
     if not plan and (plan := known_plan(model)) and model.config.model_type == "gpt2":
@@ -100,12 +100,12 @@ def named_plan(
 def resolve_styles(
     plan: NamedPlan, modules: dict[str, Any], changes: dict[str, Any], mesh: DeviceMesh
 ) -> dict[str, ParallelStyle]:
-    """The styles of all modules that a plan names, by the modules' own paths.
+    """Return the styles of all modules that a plan names, by the modules' paths.
 
-    Entries of the model's plan that name nothing are left out: architectures share them.
+    Entries of the model's plan that match nothing are ignored, because architectures share plans.
 
     Raises:
-        ValueError: for a key of ``changes`` that names nothing, or a style that is not known.
+        ValueError: for a key of ``changes`` that matches nothing, or an unknown style.
     """
     names = [path for path in modules if path]
     names += [
@@ -161,9 +161,9 @@ def resolve_styles(
 def _style(
     name: str, key: str, path: str, modules: dict[str, Any], platform: Platform, *, by_author: bool
 ) -> ParallelStyle:
-    """The style of a name, for the module at ``path``. Where the author of a model calls a projection ``"colwise"``,
-    consecutive features belong together. This holds even where it is several in one: GPT-NeoX has query, key and value
-    alternate head by head."""
+    """Return the style of that name, for the module at ``path``. If a model's author calls a projection ``"colwise"``,
+    consecutive features belong together. This holds even for a fused projection: GPT-NeoX alternates query, key and
+    value head by head."""
     if name == "mla_kv_a_proj":
         return _latent_key(modules[path.rpartition(".")[0]], path)
     if name == "moe_identity_expert":
@@ -193,7 +193,7 @@ def _is_at(key: str, experts: str) -> bool:
 
 
 def _register_conv1d(platform: Platform) -> None:
-    """Make the linear layers of GPT-2 known, whose weights are (in, out)."""
+    """Register the linear layers of GPT-2, whose weights are (in, out)."""
     from transformers.pytorch_utils import Conv1D
 
     platform.register_linear_module(Conv1D, out_dim=1)

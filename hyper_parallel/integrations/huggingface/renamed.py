@@ -1,7 +1,8 @@
-"""Files whose tensors have other names than the model's, or are several where the model has one.
+"""Files whose tensors have other names than the model's, or are several tensors for one of the model.
 
-transformers has a table of both: ``embed_out`` of GPT-NeoX is ``lm_head`` now, and the matrices of all experts are one
-parameter. It applies it to whole tensors as it loads; here it says which part of which file a rank reads.
+transformers has a table of both cases: ``embed_out`` of GPT-NeoX is ``lm_head`` now, and the matrices of all experts
+are one parameter. transformers applies the table to full tensors during loading. This module uses it to find the part
+of each file that a rank reads.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ Tensors = dict[str, StoredTensor]
 
 
 def arrangement(model: Any) -> Callable[[Tensors], Tensors] | None:
-    """The function from the tensors in files, by name, to those of ``model``. None where transformers has no such
-    table."""
+    """Return a function from the tensors in files, by name, to the tensors of ``model``. Return None if transformers
+    has no such table."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -51,10 +52,10 @@ def arrangement(model: Any) -> Callable[[Tensors], Tensors] | None:
 
 
 def _one(name: str, groups: list[list[StoredTensor]], converter: Any) -> StoredTensor:
-    """The tensor of the model that groups of tensors in files are.
+    """Return the tensor of the model that groups of tensors in files form.
 
     Raises:
-        ValueError: where they differ in shape or dtype, or are computed with.
+        ValueError: if they differ in shape or dtype, or are transformed by an unsupported operation.
     """
     operations = list(converter.operations)
     kinds = [type(operation).__name__ for operation in operations]
@@ -96,5 +97,5 @@ def _one(name: str, groups: list[list[StoredTensor]], converter: Any) -> StoredT
 
 
 def _number(name: str) -> list[int]:
-    """Experts in order of their numbers: 10 after 9."""
+    """Return the numbers in a name as a sorting key, so that expert 10 comes after 9."""
     return [int(digits) for digits in re.findall(r"\d+", name)]

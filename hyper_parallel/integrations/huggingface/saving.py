@@ -20,10 +20,10 @@ __all__ = ["full_state_dict", "load_pretrained", "save_pretrained"]
 
 
 def full_state_dict(model: Any) -> dict[str, Any]:
-    """The state dict of a parallelised model with whole plain tensors, for ``save_pretrained``.
+    """Return the state dict of a parallelised model with full plain tensors, for ``save_pretrained``.
 
-    All ranks of the mesh must call it, and each gets all of it: ``model.save_pretrained(path, state_dict=weights)``.
-    Without ``state_dict``, ``save_pretrained`` is an error on the rank that writes.
+    All ranks of the mesh must call it, and each gets the full state dict: ``model.save_pretrained(path,
+    state_dict=weights)``. Without ``state_dict``, ``save_pretrained`` raises an error on the rank that writes.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -49,25 +49,25 @@ def load_pretrained(
     verify: bool | None = None,
     mesh: DeviceMesh | None = None,
 ) -> None:
-    """`hyper_parallel.checkpoint.load_pretrained` for models of transformers, which have buffers besides that no file
-    has, such as frequencies of rotary embeddings: where they are on meta, the model computes them.
+    """Load weights with `hyper_parallel.checkpoint.load_pretrained` into a model of transformers. Such models also have
+    buffers that no file stores, such as frequencies of rotary embeddings. If these are on meta, the model recomputes
+    them.
 
     Names in the files are translated as ``from_pretrained`` does, by transformers' own table. Matrices of experts that
-    are separate tensors there are read into the one parameter of the model: of each, this rank's part.
+    are separate tensors in the files are read into one parameter of the model. Each rank reads its shard of each.
 
     Args:
         model: a ``transformers.PreTrainedModel``, parallelised or not, whose parameters may be on meta.
-        path: of a file in the format of safetensors, or of a directory with ``model.safetensors`` or
-            ``model.safetensors.index.json``.
-        rename: from names in the files to names in the model, in place of transformers' table; None for a name leaves
-            a tensor out.
-        strict: whether the files must have every parameter and persistent buffer of the model, and nothing else.
-        convert_dtypes: whether tensors of another dtype than the model's are converted.
-        verify: whether to compare data with checksums, where the files have some; see there.
-        mesh: whose ranks load; None is all of the world.
+        path: a safetensors file, or a directory with ``model.safetensors`` or ``model.safetensors.index.json``.
+        rename: function from names in the files to names in the model, in place of transformers' table. If it returns
+            None, the tensor is skipped.
+        strict: whether the files must have every parameter and persistent buffer of the model, and no other tensor.
+        convert_dtypes: whether to convert tensors of another dtype than the model's.
+        verify: whether to compare data with checksums, as in `hyper_parallel.checkpoint.load_pretrained`.
+        mesh: mesh of the ranks that load; None stands for all ranks of the world.
 
     Raises:
-        ValueError, CheckpointError: as there, on all ranks.
+        ValueError, CheckpointError: as `hyper_parallel.checkpoint.load_pretrained` raises, on all ranks.
 
     Example:
         >>> import tempfile, torch
@@ -91,7 +91,7 @@ def load_pretrained(
     )
     platform = get_platform()
     for _, x in platform.saved_tensors(model):
-        x._is_hf_initialized = True  # the model's initialisation leaves these as they are
+        x._is_hf_initialized = True  # the model's initialisation skips these tensors
     for _, module in platform.named_modules(model):
         empty = [x for _, x in platform.named_buffers(module) if platform.is_meta(x)]
         for x in empty:
@@ -108,21 +108,21 @@ def save_pretrained(
     checksums: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> Path:
-    """Write weights and configuration of a model for ``from_pretrained``. All ranks of the world call it, or all of
-    ``mesh``. Each writes its own shards, and nothing is gathered.
+    """Write weights and configuration of a model for ``from_pretrained``. All ranks of the world, or of ``mesh``, call
+    it. Each writes its local shards, and nothing is gathered.
 
     Args:
         model: a ``transformers.PreTrainedModel``, parallelised or not.
-        directory: on a file system that all ranks share; it is made. Weights that are there are replaced.
-        max_shard_size: of a file, in bytes, or as ``"5GB"``.
-        checksums: whether the headers say checksums of the data.
-        mesh: whose ranks save; None is all of the world.
+        directory: directory on a file system that all ranks share; it is created. Existing weights are replaced.
+        max_shard_size: maximum size of a file, in bytes, or as ``"5GB"``.
+        checksums: whether the headers store checksums of the data.
+        mesh: mesh of the ranks that save; None stands for all ranks of the world.
 
     Returns:
         ``directory``.
 
     Raises:
-        ValueError, CheckpointError: as `hyper_parallel.checkpoint.save_pretrained`, on all ranks.
+        ValueError, CheckpointError: as `hyper_parallel.checkpoint.save_pretrained` raises, on all ranks.
 
     Example:
         >>> import tempfile

@@ -1,4 +1,4 @@
-"""Experts that take every token for every expert, scaled by the router's score: those of Llama 4."""
+"""Experts that take all tokens for each expert, scaled by the router's score, as in Llama 4."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["ScaledExpertParallel", "WholeScaledExperts"]
 
 
 class WholeScaledExperts(WholeExpertsParallel):
-    """Name the experts of a plan that are called with all tokens for each, scaled.
+    """Placeholder style for experts that are called with all tokens for each expert, scaled by the router's scores.
 
     Raises:
-        ValueError: when applied as it is, without a mesh of the ranks that share the experts.
+        ValueError: when applied directly, without a mesh of the ranks that share the experts.
     """
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
@@ -39,16 +39,16 @@ class WholeScaledExperts(WholeExpertsParallel):
 class ScaledExpertParallel(ExpertParallel):
     """`ExpertParallel` for a module that takes (E * T, d): all T tokens for the first expert, then for the next.
 
-    Each token is scaled by its score, which is zero for an expert that it is not routed to. Such a row of zeros gives
-    zeros. So only the other rows are sent. The module's own forward runs on this rank's experts. They get equal numbers
-    of rows, of which the last ones may be zeros.
+    Each token is scaled by its score, which is zero for an expert that it is not routed to. A row of zeros gives zeros,
+    so only the other rows are sent. The module's own forward runs on this rank's experts. All experts get equal numbers
+    of rows, padded with zeros.
 
     Args:
-        top_k: number of experts of a token, for a dry run, which has no values.
-        **arguments: as there.
+        top_k: number of experts of a token, for a dry run, whose tensors have no values.
+        **arguments: arguments of `ExpertParallel`.
 
     Raises:
-        ValueError: as there; and when called with a DTensor.
+        ValueError: as `ExpertParallel` raises; also when called with a DTensor.
     """
 
     def __init__(self, top_k: int, **arguments: Any) -> None:
@@ -83,7 +83,7 @@ class ScaledExpertParallel(ExpertParallel):
             return _with_zeros(y, platform)[platform.places(back, y)]
 
     def _routed(self, x: Any, count: int, platform: Platform) -> tuple[np.ndarray, np.ndarray]:
-        """The places of the rows that are not zero, and their numbers for each expert."""
+        """Return the places of the nonzero rows, and the number of these rows for each expert."""
         rows = platform.shape_of(x)[0]
         if platform.sends_nothing:
             counts = evenly(rows // count * self.top_k, count)
@@ -93,7 +93,7 @@ class ScaledExpertParallel(ExpertParallel):
 
 
 def _equally(module: Any, forward: Callable[..., Any], rows: Any, numbers: Any, platform: Platform) -> Any:
-    """Run a forward on as many rows for each expert: zeros follow those of experts with fewer."""
+    """Run a forward on equal numbers of rows for each expert, after padding with zeros."""
     total, experts = platform.shape_of(rows)[0], platform.shape_of(numbers)[0]
     counts = evenly(total, experts) if platform.sends_nothing else values_of(numbers, platform)
     most = int(counts.max())
@@ -105,5 +105,5 @@ def _equally(module: Any, forward: Callable[..., Any], rows: Any, numbers: Any, 
 
 
 def _with_zeros(x: Any, platform: Platform) -> Any:
-    """``x`` and a row of zeros."""
+    """Return ``x`` with a row of zeros appended."""
     return platform.cat([x, platform.zeros((1, *platform.shape_of(x)[1:]), platform.detach(x))], 0)

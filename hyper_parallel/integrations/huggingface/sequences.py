@@ -1,4 +1,4 @@
-"""Models of which each rank gets a part of the sequences: attention reaches over the whole of them."""
+"""Models with sharded sequences: each rank gets a part, and attention reads the full sequence."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hyper_parallel.integrations.huggingface.prefill import prefilled
 
 __all__ = ["check_cut", "cut_sequences", "meshes_of"]
 
-#: The name of the attention that models are set to.
+#: The name under which this attention is registered in transformers.
 NAME = "hyper_parallel_sequences"
-#: Kinds of layers whose attention is known here.
+#: Layer types whose attention is supported here.
 _KINDS = ("full_attention", "sliding_attention")
-#: Scalings of rotary embeddings that look at the largest position, which is another one on each rank.
+#: Scalings of rotary embeddings that depend on the largest position, which differs between ranks.
 _BY_LENGTH = ("dynamic", "longrope")
 #: Further arguments of some models' attention, which are refused.
 _FURTHER = ("softcap", "position_bias")
@@ -36,10 +36,10 @@ _MIXING = ("Conv1d", "Conv2d", "RNN", "LSTM", "GRU")
 
 
 class _Cut(NamedTuple):
-    """How attention modules see their sequences.
+    """Sharding of the sequences of attention modules.
 
     Attributes:
-        mesh: that cuts them.
+        mesh: mesh that shards the sequences.
         balance: as for `ContextParallel`.
     """
 
@@ -54,7 +54,7 @@ _EARLIER = WeakTable()
 
 
 def meshes_of(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The mesh of tensor parallelism and that of cut sequences, by the name ``"cp"``."""
+    """Return the mesh of tensor parallelism and the mesh of sharded sequences, which is the dimension ``"cp"``."""
     names = mesh.mesh_dim_names or ()
     if "cp" not in names:
         return mesh, None
@@ -63,10 +63,10 @@ def meshes_of(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
 
 
 def check_cut(model: Any, mesh: DeviceMesh) -> None:
-    """Refuse a model whose sequences cannot be cut. Changes nothing.
+    """Raise ValueError for a model whose sequences cannot be sharded. Changes nothing.
 
     Raises:
-        ValueError: see `parallelize_model`.
+        ValueError: as `parallelize_model` documents.
     """
     remedy = "parallelise it on a mesh without the dimension 'cp'"
     name = type(model).__name__
@@ -106,7 +106,7 @@ def _with_sinks(module: Any) -> bool:
 
 
 def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: int | None) -> None:
-    """Let a model take parts of sequences, as `shard_sequence` gives them."""
+    """Make a model accept parts of sequences, as `shard_sequence` returns them."""
     from transformers import AttentionInterface
 
     platform = mesh.platform
@@ -122,7 +122,7 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
     before = [(config, config._attn_implementation_internal) for config in configs.values()]
     for config, _ in before:
         config._attn_implementation_internal = NAME
-    compared: set[Any] = set()  # shapes of masks; None for none
+    compared: set[Any] = set()  # shapes of masks; None for no mask
 
     def check_labels(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         given = _by_name(module, args, kwargs)
@@ -200,16 +200,17 @@ def _set(before: list[tuple[Any, Any]], name: str | None) -> Iterator[None]:
 
 
 def _by_name(module: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """The arguments of a call of a model."""
+    """Return the arguments of a call of a model, by name."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _checked(given: dict[str, Any], mesh: DeviceMesh, name: str, compared: set[Any]) -> dict[str, Any]:
-    """The arguments of a call, without a mask that hides nothing.
+    """Return the arguments of a call, without the mask, which must hide nothing.
 
     Raises:
-        ValueError: on all ranks, for arguments that have to be of the whole sequence or would be wrong for a part.
+        ValueError: on all ranks, for arguments that must cover the full sequence, or would give wrong results for a
+            part.
     """
     platform = mesh.platform
     positions, mask = given.get("position_ids"), given.get("attention_mask")
@@ -234,7 +235,7 @@ def _checked(given: dict[str, Any], mesh: DeviceMesh, name: str, compared: set[A
             f"and here it has the shape {kind}: shard_sequence leaves it whole"
         )
     compared.add(kind)
-    # All ranks have compared a mask of this shape, so each has the whole one and comes to the same answer.
+    # All ranks have compared a mask of this shape, so each has the same full mask and comes to the same decision.
     if mask is not None and platform.has_values(mask) and not bool(mask.all()):
         raise ValueError(
             f"the attention_mask of {name} hides tokens, which is not possible where sequences are cut: pad at the end "
@@ -255,7 +256,7 @@ def _attention(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Any, None]:
-    """Attention as transformers' interface wants it."""
+    """Compute attention with the signature of transformers' attention interface."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     cut: _Cut | None = _CUTS.get(module.config)

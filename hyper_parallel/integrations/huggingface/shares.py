@@ -1,4 +1,4 @@
-"""The share of a model's parameters that a plan shards, for the log, and a warning where it is small."""
+"""The share of a model's parameters that a plan shards: a log entry, and a warning if it is small."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from hyper_parallel.platform.logs import LOG
 
 __all__ = ["Shares", "say_shares", "shares_of"]
 
-#: Share below which a plan is thought to have forgotten parameters, and names of parameters in a message.
+#: Share below which the plan has probably forgotten parameters, and number of parameter names in a message.
 _SMALL, _NAMED = 0.5, 6
 
 
 class Shares(NamedTuple):
-    """The parameters of a model, tied ones once.
+    """Counts and bytes of a model's parameters, in which tied ones count once.
 
     Attributes:
-        parameters: how many there are.
-        sharded: how many of these are sharded.
-        nbytes: bytes of all.
+        parameters: number of parameters.
+        sharded: number of sharded parameters.
+        nbytes: bytes of all parameters.
         sharded_nbytes: bytes of the sharded ones.
-        whole: names of the others with their bytes, the largest first. ``*`` stands for the number of a layer.
+        whole: names of the unsharded parameters with their bytes, the largest first. ``*`` stands for the number of a
+            layer.
     """
 
     parameters: int
@@ -35,7 +36,7 @@ class Shares(NamedTuple):
 
 
 def shares_of(model: Any) -> Shares:
-    """Count the parameters of a model."""
+    """Return counts and bytes of a model's parameters."""
     count = sharded = nbytes = sharded_nbytes = 0
     whole: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -51,7 +52,7 @@ def shares_of(model: Any) -> Shares:
 
 
 def say_shares(model: Any, mesh: DeviceMesh) -> None:
-    """Log the share of the bytes that is sharded, and the parameters that are not. Warn where it is less than half."""
+    """Log the share of sharded bytes, and the unsharded parameters. Warn if less than half is sharded."""
     if mesh.size() == 1:
         return
     found = shares_of(model)

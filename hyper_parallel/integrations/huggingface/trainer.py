@@ -1,4 +1,5 @@
-"""`parallelize_trainer`: the Trainer of Hugging Face transformers, and its subclasses, for ranks that share a model."""
+"""`parallelize_trainer`: tensor and data parallelism for the Trainer of Hugging Face transformers, and its
+subclasses."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from hyper_parallel.integrations.huggingface.saving import full_state_dict, load
 
 __all__ = ["by_names", "load_weights", "parallelize_trainer"]
 
-#: Releases that this was written for.
+#: Release that this module was written for.
 _KNOWN = "5.24"
-#: Methods of a Trainer that this replaces.
+#: Attributes of a Trainer that this module replaces or uses.
 _NEEDED = (
     *("get_total_train_batch_size", "_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"),
     *("_load_from_checkpoint", "_load_best_model", "accelerator", "model", "args"),
 )
-#: The folder of an optimizer's shards in a checkpoint, and the files of a Trainer that is not divided.
+#: The folder of an optimizer's shards in a checkpoint, and the files of a Trainer without parallelism.
 _FOLDER, _WHOLE, _SCHEDULER = "optimizer", "optimizer.pt", "scheduler.pt"
 _ADAPTERS = "adapter_model.safetensors"
 
@@ -37,11 +38,11 @@ def parallelize_trainer(
     units: Sequence[str] | None = None,
     **options: Any,
 ) -> Any:
-    """Divide the model of a ``transformers.Trainer`` over a mesh, in place. All else of the job stays as it is.
+    """Divide the model of a ``transformers.Trainer`` over a mesh, in place. The rest of the job does not change.
 
     Ranks that share a model get the same batches, and count once in losses, metrics and numbers of tokens. A saved
-    model has whole weights, in files that ``from_pretrained`` reads. A checkpoint has the optimizer's shards, and
-    resumes on any mesh. Subclasses work in the same way, such as ``SFTTrainer`` of TRL.
+    model has full weights, in files that ``from_pretrained`` reads. A checkpoint has the optimizer's shards, and can be
+    resumed on any mesh. Subclasses such as ``SFTTrainer`` of TRL work too.
 
     Args:
         trainer: a ``transformers.Trainer`` that has not trained.
@@ -50,13 +51,13 @@ def parallelize_trainer(
             ``accelerate.ParallelismConfig`` gives a mesh of its sizes. None is the ``parallelism_config`` of the
             Trainer's arguments, if they have one, or the mesh entered with ``with mesh:``.
         plan: as for `parallelize_model`.
-        data_parallel: ``"fully_shard"``, or ``"replicate"`` for whole parameters on each rank.
-        units: names of the classes of modules that become units of `fully_shard`. None takes the layers that the model
-            names, ``_no_split_modules``.
+        data_parallel: ``"fully_shard"``, or ``"replicate"`` for unsharded parameters on each rank.
+        units: names of the module classes that become units of `fully_shard`. None uses the layers that the model names
+            in ``_no_split_modules``.
         options: further keywords of `parallelize_model`, such as ``gather_heads``.
 
     Returns:
-        ``trainer``. Its model is divided by then, unless it had distributed parameters before.
+        ``trainer``. Its model is divided now, unless it had distributed parameters before.
 
     Raises:
         TypeError: for another object. ValueError: for a Trainer with another way of dividing models (``fsdp``,
@@ -79,7 +80,7 @@ def parallelize_trainer(
     trainer.args.parallelism_config = None
     give_methods(trainer, _Divided)
     trainer._division = division
-    # The Trainer has kept the function of the class that the accelerator had.
+    # The Trainer has saved the method of the accelerator's earlier class.
     trainer.gather_function = trainer.accelerator.gather_for_metrics
     return trainer
 
@@ -96,26 +97,27 @@ def _check(trainer: Any) -> None:
     check_accelerator(trainer.accelerator)
 
 
-#: Stands for ``transformers.Trainer``, which is not imported here.
+#: Stands in for ``transformers.Trainer``, which is not imported here.
 _Base: Any = object
 
 
 class _Divided(_Base):
-    """Methods of a Trainer whose ranks share a model: a base before ``transformers.Trainer``."""
+    """Methods of a Trainer whose ranks share a model, placed before ``transformers.Trainer`` in the class's bases."""
 
     _division: Division
 
     def get_total_train_batch_size(self: Any, args: Any) -> int:
-        """Samples of a step: ranks that share a model count once."""
+        """Return the number of samples of a step. Ranks that share a model count once."""
         return self._train_batch_size * args.gradient_accumulation_steps * self._division.count
 
     def floating_point_ops(self: Any, inputs: Any) -> float:
-        """The operations of this rank for a batch: ranks that share a model share them."""
+        """Return the operations of this rank for a batch, which ranks that share a model divide."""
         operations: float = super().floating_point_ops(inputs)
         return operations if self._division.tensor is None else operations / self._division.tensor.size()
 
     def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a batch by its own mean, as one process does. In training the mean is over the tokens of all."""
+        """Evaluate a batch by its local mean, as one process does. In training the mean is over the tokens of all
+        batches."""
         averages = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False
         try:
@@ -129,7 +131,7 @@ class _Divided(_Base):
         super()._save(output_dir, full_state_dict(self.model) if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        """Save the optimizer's shards of each rank, and the scheduler as the Trainer does."""
+        """Save the optimizer's shards of each rank, and the scheduler in the Trainer's format."""
         checkpoint.save({"optimizer": _native(self.optimizer)}, Path(output_dir) / _FOLDER, overwrite=True)
         optimizer, self.optimizer = self.optimizer, _Nothing()
         try:
@@ -141,10 +143,10 @@ class _Divided(_Base):
 
     # ---------------------------------------------------------------------- loading
     def _load_optimizer_and_scheduler(self: Any, checkpoint_folder: str | None) -> None:
-        """Load the optimizer, also from a Trainer that was not divided, and the scheduler."""
+        """Load the optimizer, even from a Trainer without parallelism, and the scheduler."""
         if checkpoint_folder is None:
             return
-        from accelerate.utils.other import load  # it runs no code from files
+        from accelerate.utils.other import load  # executes no code from files
 
         folder = Path(checkpoint_folder)
         if (folder / _FOLDER).is_dir():
@@ -158,37 +160,37 @@ class _Divided(_Base):
             self.lr_scheduler.load_state_dict(load(folder / _SCHEDULER))
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load whole weights, each rank its part."""
+        """Load full weights. Each rank reads its shard."""
         load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_best_model(self: Any) -> None:
-        """Load the weights of the best checkpoint, each rank its part."""
+        """Load the weights of the best checkpoint. Each rank reads its shard."""
         load_weights(self.model, Path(self.state.best_model_checkpoint))
 
 
 class _Nothing:
-    """Stands in for an optimizer that is saved otherwise."""
+    """Stands in for an optimizer that is saved separately."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
 
 def _native(optimizer: Any) -> Any:
-    """The optimizer in accelerate's wrapper."""
+    """Return the optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def load_weights(model: Any, folder: Path) -> None:
-    """Load the weights in a folder of a Trainer, or the adapters, each rank its part.
+    """Load the weights, or the adapters, in a folder of a Trainer. Each rank reads its shard.
 
     Raises:
-        ValueError: for an adapter that the model has not. ValueError, CheckpointError: as `load_pretrained`.
+        ValueError: for an adapter that the model lacks. ValueError, CheckpointError: as `load_pretrained` raises.
     """
     adapters = folder / _ADAPTERS
     if not adapters.is_file():
         load_pretrained(model, folder)
         return
-    # Files have no names of adapters, and the model has.
+    # Names in files lack the name of the adapter, which names in the model contain.
     names = {
         name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): name
         for name, _ in model.named_parameters()
@@ -204,7 +206,7 @@ def load_weights(model: Any, folder: Path) -> None:
 
 
 def by_names(saved: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state dict by the names of parameters in place of their numbers.
+    """Return an optimizer's state dict with names of parameters in place of their numbers.
 
     Raises:
         ValueError: for the state of another number of parameters.
