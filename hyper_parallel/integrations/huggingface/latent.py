@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.tensor_parallel.program.calls import hook_of_style
 from hyper_parallel.core.tensor_parallel.program.convert import read_by_parts
-from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle, hook_of_style, mark_applied
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle, mark_applied
 
 __all__ = ["LatentKeyParallel"]
 

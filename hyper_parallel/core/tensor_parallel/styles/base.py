@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hyper_parallel.core.communication.errors import tell_of_failure
-from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
+from hyper_parallel.core.communication.recorder import LISTENERS, run_in_module
 from hyper_parallel.core.dtensor.api import distribute_parameter, replicate_undistributed
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform, dtensor_class
 from hyper_parallel.core.dtensor.undistributed import check_first_call
@@ -20,6 +20,7 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.plain_code.following import FOLLOWING
 from hyper_parallel.core.rules.logit_shards import part_of_classes
+from hyper_parallel.core.tensor_parallel.program.calls import followed, is_entered
 from hyper_parallel.core.tensor_parallel.program.convert import (
     Slots,
     convert_outputs,
@@ -389,27 +390,6 @@ def mark_applied(module: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:
     """Remember on ``module`` that ``style`` was applied to it over ``mesh``."""
     object.__setattr__(module, APPLIED, (*getattr(module, APPLIED, ()), (style, mesh)))
     mesh.platform.show_styles(module)
-
-
-def hook_of_style(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run(module, ...)`` as a hook that a style registers, and registers again where the module is loaded."""
-
-    def hook(module: Any, *args: Any) -> Any:
-        return run_in_module(path_of(module), followed(run, module), module, *args) if LISTENERS else run(module, *args)
-
-    hook.of_style = True  # type: ignore[attr-defined]
-    return hook
-
-
-def followed(call: Callable[..., Any], module: Any, **how: bool) -> Callable[..., Any]:
-    """``call``, of a module with a style, as a part of a program that is followed, if one is. ``how`` is as for
-    `Following.styled`."""
-    return FOLLOWING[-1].styled(call, module, path_of(module), **how) if FOLLOWING else call
-
-
-def is_entered(module: Any) -> bool:
-    """Return whether listeners and followed programs have yet to hear that the forward of a styled module begins."""
-    return current_module() != path_of(module) or bool(FOLLOWING and not FOLLOWING[-1].is_inside(module))
 
 
 def is_styled(module: Any) -> bool:

@@ -14,6 +14,7 @@ from hyper_parallel.core.layouts.chunking import chunk_sizes, shard_sizes
 from hyper_parallel.core.layouts.layout import get_layout, normalize_placements
 from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.tensor_parallel.program.calls import followed, is_entered
 from hyper_parallel.core.tensor_parallel.program.convert import Slots, as_single
 from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
 from hyper_parallel.core.tensor_parallel.program.expert_calls import ExpertCall, agree_on_routes, read_call
@@ -25,7 +26,7 @@ from hyper_parallel.core.tensor_parallel.program.expert_inputs import (
 )
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, parameter_check, path_of
 from hyper_parallel.core.tensor_parallel.program.same_inputs import compare_input
-from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, followed, is_entered
+from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle
 from hyper_parallel.core.weak_table import WeakTable
 from hyper_parallel.platform.contract.modules import APPLIED
 

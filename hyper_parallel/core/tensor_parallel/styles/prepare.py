@@ -8,6 +8,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.tensor import dtensor_class
 from hyper_parallel.core.layouts.placement_types import Placement, Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.tensor_parallel.program.calls import hook_of_style
 from hyper_parallel.core.tensor_parallel.program.convert import (
     Slots,
     as_named,
@@ -23,7 +24,7 @@ from hyper_parallel.core.tensor_parallel.program.planned_parameters import modul
 from hyper_parallel.core.tensor_parallel.program.programs import describe_conversions
 from hyper_parallel.core.tensor_parallel.program.same_inputs import compare_input
 from hyper_parallel.core.tensor_parallel.program.uneven_shards import COMPARED
-from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle, check_flag, hook_of_style, mark_applied
+from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle, check_flag, mark_applied
 
 _WHOLE = Replicate()
 

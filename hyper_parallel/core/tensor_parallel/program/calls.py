@@ -1,0 +1,33 @@
+"""Calls of styled modules, as listeners and followed programs hear of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
+from hyper_parallel.core.plain_code.following import FOLLOWING
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import path_of
+
+__all__ = ["followed", "hook_of_style", "is_entered"]
+
+
+def hook_of_style(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run(module, ...)`` as a hook that a style registers, and registers again where the module is loaded."""
+
+    def hook(module: Any, *args: Any) -> Any:
+        return run_in_module(path_of(module), followed(run, module), module, *args) if LISTENERS else run(module, *args)
+
+    hook.of_style = True  # type: ignore[attr-defined]
+    return hook
+
+
+def followed(call: Callable[..., Any], module: Any, **how: bool) -> Callable[..., Any]:
+    """``call``, of a module with a style, as a part of a program that is followed, if one is. ``how`` is as for
+    `Following.styled`."""
+    return FOLLOWING[-1].styled(call, module, path_of(module), **how) if FOLLOWING else call
+
+
+def is_entered(module: Any) -> bool:
+    """Return whether listeners and followed programs have yet to hear that the forward of a styled module begins."""
+    return current_module() != path_of(module) or bool(FOLLOWING and not FOLLOWING[-1].is_inside(module))
