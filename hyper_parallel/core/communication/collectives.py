@@ -109,11 +109,8 @@ def all_reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Any:
 
 
 def all_reduce_extreme(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
-    """Return `all_reduce` by ``"max"`` or ``"min"`` as a new tensor, with NaN where any rank has NaN.
-
-    Backends differ in the maximum of a number and NaN. So NaN flags are sent separately from the values, in one
-    message.
-    """
+    """Return `all_reduce` by ``"max"`` or ``"min"`` as a new tensor, with NaN where any rank has NaN. Backends differ in
+    the maximum of a number and NaN, so one message has NaN flags next to the values."""
     platform = mesh.platform
     shape = tuple(platform.shape_of(x))
     if (
@@ -139,10 +136,8 @@ def all_reduce_over(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], op: str 
 
 
 def together(tensors: Sequence[Any], platform: Any, collective: Callable[..., Any], *args: Any) -> list[Any]:
-    """Apply an element-wise ``collective`` to several tensors of one dtype in one message, and return the results.
-
-    ``collective`` is called once, with ``args`` and a new concatenated tensor, which it may overwrite.
-    """
+    """Apply an element-wise ``collective`` to several tensors of one dtype in one message, and return the results. It is
+    called once, with ``args`` and a new concatenated tensor, which it may overwrite."""
     shapes = [platform.shape_of(x) for x in tensors]
     counts = [math.prod(shape) for shape in shapes]
     flat = [x.reshape((count,)) for x, count in zip(tensors, counts, strict=True)]
@@ -219,10 +214,8 @@ def bind_reduce_scatter(
 def bind_all_to_all(
     mesh: DeviceMesh, mesh_dim: int, src_dim: int, dst_dim: int, src_sizes: Sequence[int], dst_sizes: Sequence[int]
 ) -> TensorFunction:
-    """Return ``exchange(x)``, which converts a shard of tensor dimension ``src_dim`` into a shard of ``dst_dim``.
-
-    Rank i holds ``src_sizes[i]`` elements of ``src_dim`` before, and ``dst_sizes[i]`` elements of ``dst_dim`` after.
-    """
+    """Return ``exchange(x)``, which converts a shard of tensor dimension ``src_dim`` into a shard of ``dst_dim``. Rank i
+    holds ``src_sizes[i]`` elements of ``src_dim`` before, and ``dst_sizes[i]`` elements of ``dst_dim`` after."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return _itself
@@ -319,11 +312,8 @@ def broadcast(x: Any, mesh: DeviceMesh, mesh_dim: int, src: int) -> Any:
 
 
 def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[int], src: int) -> Any:
-    """Return this rank's shard of the ``x`` of rank ``src`` of the mesh dimension.
-
-    The shard has ``sizes[rank]`` elements of tensor dimension ``dim``. On the other ranks only shape and dtype of ``x``
-    matter.
-    """
+    """Return this rank's shard of the ``x`` of rank ``src`` of the mesh dimension: ``sizes[rank]`` elements of tensor
+    dimension ``dim``. On the other ranks only shape and dtype of ``x`` matter."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     rank, largest = mesh.get_local_rank(mesh_dim), max(sizes)
 

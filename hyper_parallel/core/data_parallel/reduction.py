@@ -29,16 +29,14 @@ class Block:
     """One parameter of a buffer in the view of data parallelism: a tensor that is sharded into one chunk per rank.
 
     Args:
-        shape: unsharded shape of the plain tensor. With tensor parallelism that is the shape of this rank's local
-            tensor.
+        shape: unsharded shape of the plain tensor; with tensor parallelism, of this rank's local tensor.
         dim: the sharded dimension; None for a parameter that is replicated.
         size: number of ranks that shard.
         rank: index of this rank among them.
 
     Attributes:
         sent: number of columns of the shard in a row of the all-gather; 0 for a replicated parameter.
-        reduced: number of columns in a row of the reduce-scatter. A replicated parameter has room for the summands of
-            all ranks.
+        reduced: number of columns in a row of the reduce-scatter; for a replicated parameter, of all summands.
         in_order: whether the joined rows start with the full tensor, because chunks are along dimension 0.
         room: number of elements of the full tensor, including the padding of `whole_from`.
     """
@@ -51,8 +49,7 @@ class Block:
         self.local_count, largest = math.prod(self.local_shape), math.prod(self._shape_on(0))
         self.sent = 0 if dim is None else largest
         # A replicated parameter must get the same bits on all ranks, but a backend may add each row in another order.
-        # So each rank's summand has columns of its own, to which the reduction adds zeros. Afterwards every rank adds
-        # these columns.
+        # So each rank's summand has its own columns, to which the reduction adds zeros, and every rank adds these.
         self.reduced = size * self.count if dim is None else largest
         self.in_order = dim == 0
         self.room = self.size * self.sent if self.in_order else self.count
@@ -65,8 +62,7 @@ class Block:
 
     @cached_property
     def _parts(self) -> list[tuple[tuple[int, ...], int]]:
-        """Return shape and number of elements on each rank. It is computed on demand, because there may be a million
-        ranks."""
+        """Return shape and number of elements on each rank. They are computed on demand: ranks may be many."""
         shapes = [self._shape_on(rank) for rank in range(self.size)]
         return [(shape, math.prod(shape)) for shape in shapes]
 
@@ -128,8 +124,7 @@ class CustomCollectives:
         all_gather, reduce_scatter: an object with ``allocate(size, *, dtype, device)`` and ``__call__(output_tensor,
             input_tensor, group[, op], async_op=True)``, as in ``torch.distributed.fsdp``; None for the platform's
             collective.
-        all_reduce_hook: function of this rank's row of reduced gradients, which it may change in place; None for no
-            hook.
+        all_reduce_hook: function of this rank's row of reduced gradients, which it may change in place, or None.
     """
 
     def __init__(self) -> None:
@@ -176,8 +171,7 @@ class Bucket:
         blocks: the parameters.
         dtype: dtype in which the gradients are reduced.
         is_computed: whether cotangents come in that dtype.
-        shards: whether the last dimension of ``mesh`` shards. If not, the gradients are all-reduced over that
-            dimension.
+        shards: whether the last dimension of ``mesh`` shards. If not, gradients are all-reduced over it.
 
     Attributes:
         mesh, blocks, shards: the arguments.
@@ -358,8 +352,7 @@ class Buckets:
         self.frozen = [i for i, p in enumerate(parameters) if not p.requires_grad]
         trained = [parameters[i] for i in self.trained]
         self.keys = [id(p) for p in trained]
-        # Use the sizes of even shards: so all ranks create the same buckets, even if tensor parallelism sharded
-        # unevenly.
+        # By sizes of even shards all ranks create the same buckets, even if tensor parallelism sharded unevenly.
         sizes = []
         for p in trained:
             layout = p._layout

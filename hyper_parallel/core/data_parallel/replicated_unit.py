@@ -4,8 +4,7 @@ A call creates the following autograd functions. A root takes the parameters. Fo
 which modules read in place of its parameters. An identity wraps the results (`Results`). Backward runs these functions
 in the reverse order. The views collect the gradients of their bucket. A bucket is sent when it and all earlier buckets
 are complete. The root waits for all buckets, and returns gradients for the parameters. A token, which is a zero tensor,
-leads from each function to the next. So backward reaches the root on every rank, whichever parameters the rank has
-used.
+leads from each function to the next. So backward reaches the root on every rank, whichever parameters it has used.
 
 A call holds no strong reference to the module, so that its graph does not keep the model alive.
 """
@@ -173,8 +172,7 @@ class ReplicatedUnit:
         return call, tensors
 
     def _goes_on(self, last: _Last, known: Buckets, one_loss: bool) -> bool:
-        """Return whether a new call shares the views, and so the all-reduces, of the last call. It does if no backward
-        ran in between."""
+        """Return whether a new call shares views and all-reduces of the last: if no backward ran in between."""
         platform, (call, _, views, _) = self.platform, last
         trained = [known.parameters[i] for i in known.trained]
         return (
@@ -205,8 +203,7 @@ class ReplicatedUnit:
         return anchors, views, tensors
 
     def _as_read(self, known: Buckets, i: int, local: Any, whole: Any) -> Any:
-        """Return a parameter in the form that modules read. A tensor-parallel parameter computes with this rank's part
-        of the batch.
+        """Return a parameter as modules read it. If tensor-parallel, it computes with this rank's part of the batch.
 
         Args:
             known: the parameters.
@@ -272,8 +269,7 @@ class _Call(RecordedCall):
         self.touched = False
 
     def begin(self) -> None:
-        """Start the backward, when cotangents of results arrive. Further calls within the same backward change
-        nothing."""
+        """Start the backward, when cotangents of results arrive. Further calls in this backward change nothing."""
         if self._shared.open is not self:
             self._reset()
             self._shared.open = self
@@ -281,8 +277,7 @@ class _Call(RecordedCall):
     def collect(self, k: int, cotangents: Sequence[Any]) -> None:
         """Add the cotangents of one bucket to its gradients. Each parameter has one cotangent, which is a summand.
 
-        In a distributed batch the same number of full cotangents follow, which are equal on all ranks. Only the first
-        rank adds those.
+        In a distributed batch as many full cotangents follow, equal on all ranks. Only the first rank adds those.
 
         Raises:
             RuntimeError: if gradients of gradients are recorded.

@@ -1,8 +1,7 @@
 """The parameters of one unit of `fully_shard`: their sharded and unsharded state, and where modules find them.
 
 While the unit runs, in forward and in backward, its parameters are unsharded: views of the storage of `FlatBuffer`s.
-Backward frees them when all their cotangents have arrived. With frozen parameters it also waits for the cotangent of
-the input, on platforms that report it.
+Backward frees them when all their cotangents have arrived; with frozen parameters, also that of the input, if known.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ class UnitParameters:
         self._unsummed: list[Any] = []  # `Call.unsummed` of the leaves
 
     def shards(self) -> list[Any]:
-        """Return the parameters, and create buffers if there are none for their dtypes. While an all-gather is pending,
-        return the shards that it gathers. `show` checks later that modules still hold these shards."""
+        """Return the parameters; while an all-gather is pending, its shards, which `show` checks. Create buffers."""
         if self._pending and self._sent is not None:
             return self._sent
         parameters = self.places.parameters()
@@ -248,9 +246,8 @@ class UnitParameters:
                 buffer.drop()
 
     def unshard(self) -> None:
-        """Gather the parameters, and let modules find the unsharded ones until `reshard`. The unit also frees them
-        after its forward or backward. Within its forward or backward this does nothing, because the parameters are
-        unsharded already."""
+        """Gather the parameters, and let modules find the unsharded ones until `reshard`, or until the unit has run.
+        Within its forward or backward this does nothing, because the parameters are unsharded already."""
         if not self.plan.slots or self._put or self._shown:
             return
         platform = self._platform
@@ -280,8 +277,7 @@ class UnitParameters:
         self.free()
 
     def gather(self, keep: bool, parameters: list[Any] | None = None) -> list[Any]:
-        """Return the flat storage of unsharded parameters of each buffer. With ``keep`` it is the storage that `free`
-        frees. ``parameters`` are passed to `start`."""
+        """Return the flat storage of each buffer; with ``keep``, the storage that `free` frees."""
         if self._values is not None and (self._open or self._whole_at is not None):
             return self._values
         values, self._values = self._values, None
@@ -317,8 +313,7 @@ class UnitParameters:
     # ---------------------------------------------------------------------- backward
     @property
     def is_freed(self) -> bool:
-        """Return whether this platform can free unsharded parameters after forward and gather them again for
-        backward."""
+        """Return whether the platform can free unsharded parameters after forward, and gather them for backward."""
         return self._platform.frees_storage
 
     @property
@@ -328,8 +323,7 @@ class UnitParameters:
 
     def runs_in_order(self, call: Call) -> bool:
         """Return whether every reader of an unsharded parameter has run in backward once all cotangents have arrived.
-        Backward runs the last recorded node first. Other devices have their own order, but a node that reads trained
-        parameters gives each a cotangent."""
+        Devices have their own order, but a node that reads trained parameters gives each a cotangent."""
         all_trained = sum(map(len, call.trained)) == len(call.parameters)
         return all_trained and (self._platform.fast or NOTHING_FASTER).backward_in_order
 
@@ -355,8 +349,7 @@ class UnitParameters:
         self.show(leaves, call.parameters)
 
     def is_last_awaited(self) -> bool:
-        """Count the cotangents of one buffer, or of the input; return whether they were the last. After the last one
-        the parameters are not read any more."""
+        """Count the cotangents of one buffer, or of the input; return whether they were the last."""
         self._awaited -= 1
         return self._awaited == 0
 

@@ -43,9 +43,7 @@ class DTensor:
 
     Operations run on this rank's local tensor, with the communication that their sharding rules require. The local
     tensor is part of the framework's autograd graph. The gradient of a DTensor is a DTensor with the same placements,
-    but with `Replicate` for `Partial`.
-
-    Instances come from `from_local`, `distribute_tensor`, the factories and operations, not from the constructor.
+    but with `Replicate` for `Partial`. Instances come from `from_local`, `distribute_tensor`, factories and operations.
 
     Example:
         >>> from hyper_parallel import DTensor, Shard, init_device_mesh
@@ -61,8 +59,7 @@ class DTensor:
     _layout: Any = CurrentLayout()
     #: The tensors that share memory with the instance, after a view of it was created (see `views`).
     _family: Any = None
-    #: Strides that the tensor would have on a single device, if local strides do not determine them. None for a
-    #: contiguous tensor.
+    #: Strides of the tensor on a single device, where local strides do not determine them; None if contiguous.
     _strides: Any = None
     #: Set on the result of an all-gather: (source DTensor, step, gathered data, number of writes to the source,
     #: partial-gradient view or None, version of the instance). Partial-gradient views of the instance are functions of
@@ -74,12 +71,10 @@ class DTensor:
     #: Set on an instance whose gradient stays partial over some mesh dimensions: (mesh dimensions, ``make``).
     #: ``make(mesh_dims)`` returns its local tensor for consumers whose cotangent is partial over ``mesh_dims``.
     _summands: Any = None
-    #: Number of local elements that tie for the extreme value, for an instance whose reduction over other ranks is
-    #: pending.
+    #: Number of local elements that tie for the extreme value, where the reduction over ranks is pending.
     _ties: Any = None
-    #: Set on an instance that represents a parameter of `fully_shard`. Inside `coalesce_gradients`,
-    #: ``_collect(cotangent, mesh, mesh_dims)`` accepts a cotangent that must still be summed over these mesh
-    #: dimensions.
+    #: ``_collect(cotangent, mesh, mesh_dims)`` of a parameter of `fully_shard`, inside `coalesce_gradients`: accepts a
+    #: cotangent that must still be summed over these mesh dimensions.
     _collect: Any = None
     #: Number of in-place writes to the instance that dispatch has run.
     _writes: int = 0
@@ -95,9 +90,8 @@ class DTensor:
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> Any:
-        """Return a DTensor of each rank's local tensor. It is differentiable.
-
-        Without ``run_check`` and ``shape``, it does not communicate, in backward either.
+        """Return a DTensor of each rank's local tensor. It is differentiable. Without ``run_check`` and ``shape`` it
+        does not communicate, in backward either.
 
         Args:
             local_tensor: plain tensor, this rank's shard. It is copied to the mesh's device if necessary.
@@ -256,9 +250,7 @@ class DTensor:
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
         """Return the full tensor, as a plain tensor of the global shape on every rank of the mesh. It is
-        differentiable.
-
-        It gathers sharded dimensions and reduces partial values. All ranks of the mesh must call it.
+        differentiable. It gathers sharded dimensions and reduces partial values. All ranks of the mesh must call it.
 
         Args:
             grad_placements: placements of the gradient of the full tensor, as in `to_local`.
@@ -281,10 +273,8 @@ class DTensor:
 
     @property
     def _local_tensor(self) -> Any:
-        """This rank's shard as a plain tensor that shares its memory, without gradients.
-
-        It is for code that reads torch's attribute of this name. `to_local` is differentiable.
-        """
+        """This rank's shard as a plain tensor that shares its memory, without gradients, for code that reads torch's
+        attribute of this name. `to_local` is differentiable."""
         platform = self._layout.mesh.platform
         with platform.no_dispatch():
             return platform.detach(self)

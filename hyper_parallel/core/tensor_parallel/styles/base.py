@@ -128,32 +128,28 @@ class ParallelStyle(ABC):
 
 #: Methods that say more than the data of a style.
 _CONVERSIONS = ("prepare_input", "prepare_output", "prepare_inputs", "prepare_outputs", "_new_forward")
-#: Errors of a framework for an input that does not fit. Not every exception: torch's checkpointing ends a recomputation
-#: with one of its own, and nothing may be computed after it.
+#: Errors of a framework for an input that does not fit. Torch's checkpointing ends a recomputation with another one.
 _OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
 
 
 class ModuleStyle(ParallelStyle):
     """A style that owns the parameters of its module: one such style a module. The base for a style of your own.
 
-    A style is data: the placements of the parameters, the placements of plain inputs, the inputs that the module needs,
-    and its outputs. From these come the conversions of inputs and outputs, between which the module's own forward runs
-    on DTensors. So does the comparison of plain shards between ranks. So do the checks of the whole plan, shared
-    parameters included, before any parameter is touched. Override a method where the data depend on the module.
+    A style is data: placements of parameters, inputs and outputs. From these come the conversions of inputs and
+    outputs, between which the module's own forward runs on DTensors. The comparison of plain shards between ranks and
+    the checks of a plan use the same data. Override a method if the data depend on the module.
 
     Attributes:
-        placements: placement of parameters that the module itself holds, by name. All others are replicated, and so are
-            those of the modules below it.
-        input_layouts: the placements of plain positional inputs; None for one that stays as it is. A single entry is
-            for the first input, also by keyword. Further inputs pass through untouched.
-        desired_input_layouts: the placements that the module needs; None takes all inputs with their present ones.
-        output_layouts: the placement to which each output is brought, None for one that stays as the module gives it.
-            None in place of all is for a single output that stays placed as it is.
-        use_local_output: give plain local tensors.
-        whole_dims: how many of the last dimensions of its input the module needs whole, if it treats each position
-            along the others by itself. None asks the platform, which knows norms.
-        partial_output_features: of how many of the last features of a plain output each rank computes a part of the
-            gradient; -1 of all.
+        placements: placements of parameters that the module itself holds, by name. Other parameters are replicated.
+        input_layouts: placements of plain positional inputs; None leaves an input unchanged. A single entry is for the
+            first input, also by keyword.
+        desired_input_layouts: placements that the module needs; None keeps the placements of the inputs.
+        output_layouts: placement of each output; None leaves an output unchanged. None for all is for a single output,
+            which keeps its placement.
+        use_local_output: whether outputs are plain local tensors.
+        whole_dims: number of last dimensions that must be unsharded, for a module that treats all other positions
+            independently. None asks the platform, which knows norms.
+        partial_output_features: number of last features of a plain output whose gradients are partial; -1 for all.
 
     Example:
         For a layer that multiplies its features by a parameter ``gain``, of which each rank has some:
@@ -179,9 +175,8 @@ class ModuleStyle(ParallelStyle):
     compares_input: bool = True
 
     def input_placements(self, module: Any, mesh: DeviceMesh) -> tuple[Placement | None, Placement | None]:
-        """The placement of a plain first input, and the one that the module needs, None for that which it has."""
-        desired = self.desired_input_layouts
-        return self.input_layouts[0], None if desired is None else desired[0]
+        """Return the placement of a plain first input, and the placement that the module needs, or None."""
+        return self.input_layouts[0], (self.desired_input_layouts or (None,))[0]
 
     def parameter_placements(self, module: Any, mesh: DeviceMesh) -> Mapping[str, Placement]:
         """The placements of parameters that ``module`` itself holds, by name; all others are replicated."""
@@ -241,16 +236,14 @@ class ModuleStyle(ParallelStyle):
         return convert_outputs(module, output, layouts, self.prepare_output, self, mesh)
 
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
-        """A shorter way for a single input, where style and module determine everything when the style is applied; else
-        None. It must do the same as ``forward``, the module's own, between the conversions."""
+        """Return a shorter way for a single input, or None. It equals ``forward`` between the conversions."""
         program = self._program(module, mesh)
         local = None if program is None else short_way(program, module, forward)
         return None if local is None or program is None else overlapped_first(local, program)
 
     def program(self, module: Any, mesh: DeviceMesh) -> Program | None:
-        """The steps and the operation of ``module``, whose parameters are distributed. The short way runs them, and
-        compilers trace them. None where the data do not say them, as for a module of several inputs. A class that
-        overrides one of the conversions has no program, unless it overrides this too."""
+        """Return steps and operation of ``module``, for the short way and compilers; None for several inputs. A class
+        that overrides a conversion has none, unless it overrides this method too."""
         return program_of(self, module, mesh)
 
     def _program(self, module: Any, mesh: DeviceMesh) -> Program | None:
@@ -301,9 +294,8 @@ class ModuleStyle(ParallelStyle):
             distribute_parameter(module, name, mesh, (placement,), src_data_rank=self.src_data_rank)
 
     def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
-        """Return the function that a call of the module runs in place of ``forward``. For a single input of a known
-        kind that is `local_forward`. Otherwise it is ``forward`` between the conversions, with parameters that are
-        still distributed."""
+        """Return the function that a call of the module runs in place of ``forward``: `local_forward` for a single
+        input of a known kind, else ``forward`` between the conversions."""
         if mesh.get_coordinate() is None:
             return lambda module, *args, **kwargs: mesh.require_member(f"a call of {module_label(module)}")
         check = parameter_check(module, mesh)
