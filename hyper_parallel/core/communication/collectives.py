@@ -109,8 +109,8 @@ def all_reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Any:
 
 
 def all_reduce_extreme(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
-    """Return `all_reduce` by ``"max"`` or ``"min"`` as a new tensor, with NaN where any rank has NaN. Backends differ in
-    the maximum of a number and NaN, so one message has NaN flags next to the values."""
+    """Return `all_reduce` by ``"max"`` or ``"min"`` as a new tensor, with NaN where any rank has NaN. Backends differ
+    in the maximum of a number and NaN, so one message has NaN flags next to the values."""
     platform = mesh.platform
     shape = tuple(platform.shape_of(x))
     if (
@@ -136,8 +136,8 @@ def all_reduce_over(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], op: str 
 
 
 def together(tensors: Sequence[Any], platform: Any, collective: Callable[..., Any], *args: Any) -> list[Any]:
-    """Apply an element-wise ``collective`` to several tensors of one dtype in one message, and return the results. It is
-    called once, with ``args`` and a new concatenated tensor, which it may overwrite."""
+    """Apply an element-wise ``collective`` to several tensors of one dtype in one message, and return the results. It
+    is called once, with ``args`` and a new concatenated tensor, which it may overwrite."""
     shapes = [platform.shape_of(x) for x in tensors]
     counts = [math.prod(shape) for shape in shapes]
     flat = [x.reshape((count,)) for x, count in zip(tensors, counts, strict=True)]
@@ -214,8 +214,8 @@ def bind_reduce_scatter(
 def bind_all_to_all(
     mesh: DeviceMesh, mesh_dim: int, src_dim: int, dst_dim: int, src_sizes: Sequence[int], dst_sizes: Sequence[int]
 ) -> TensorFunction:
-    """Return ``exchange(x)``, which converts a shard of tensor dimension ``src_dim`` into a shard of ``dst_dim``. Rank i
-    holds ``src_sizes[i]`` elements of ``src_dim`` before, and ``dst_sizes[i]`` elements of ``dst_dim`` after."""
+    """Return ``exchange(x)``, which converts a shard of tensor dimension ``src_dim`` into a shard of ``dst_dim``. Rank
+    i holds ``src_sizes[i]`` elements of ``src_dim`` before, and ``dst_sizes[i]`` elements of ``dst_dim`` after."""
     size, platform = mesh.shape[mesh_dim], mesh.platform
     if size == 1:
         return _itself

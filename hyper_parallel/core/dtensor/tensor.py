@@ -273,8 +273,8 @@ class DTensor:
 
     @property
     def _local_tensor(self) -> Any:
-        """This rank's shard as a plain tensor that shares its memory, without gradients, for code that reads torch's
-        attribute of this name. `to_local` is differentiable."""
+        """This rank's shard as a plain tensor that shares its memory, without gradients. It is torch's attribute of
+        this name. `to_local` is differentiable."""
         platform = self._layout.mesh.platform
         with platform.no_dispatch():
             return platform.detach(self)
