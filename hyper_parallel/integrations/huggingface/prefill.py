@@ -67,5 +67,5 @@ def prefilled(given: dict[str, Any], mesh: DeviceMesh, balance: bool, call: Call
         cache.update(*context_parallel_unshard(mesh, both, [2, 2], balance=balance), layer)
     (whole,) = context_parallel_unshard(mesh, [result.last_hidden_state], [1], balance=balance)
     result.last_hidden_state = whole
-    setattr(result, name, cache)
+    result[name] = cache
     return result
