@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def _public() -> list[str]:
-    """The public names that this package defines."""
+    """Return the public names that this package defines."""
     return [name for name, home in HOME_OF.items() if home.startswith(__name__)]
 
 
 def __getattr__(name: str) -> Any:
-    # Resolved when first used: importing the package imports no framework.
+    # Names are resolved when first used, so that importing the package imports no framework.
     if name not in _public():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(HOME_OF[name]), name)

@@ -1,4 +1,4 @@
-"""`parallelize_module`: apply a plan to a model. Mirrors ``torch.distributed.tensor.parallel.api``."""
+"""`parallelize_module`, which applies a plan to a model. Mirrors ``torch.distributed.tensor.parallel.api``."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ def parallelize_module(
 ) -> Any:
     """Parallelise a model in place according to a plan.
 
-    The whole plan is checked before any parameter is touched; inside `check_ranks()` ranks also compare it.
+    The plan is checked completely before any parameter changes. Inside `check_ranks()` ranks also compare their plans.
 
     Args:
         module: model of the selected platform.
-        device_mesh: 1-D mesh; None is the one entered with ``with mesh:``. A plan of styles of your own alone may have
-            several dimensions: `_apply` gets the mesh as it is.
+        device_mesh: 1-D mesh; None takes the mesh that was entered with ``with mesh:``. A mesh with several dimensions
+            is allowed for user-defined styles that do not need a 1-D mesh. Their `_apply` gets it unchanged.
         parallelize_plan: a style for ``module`` itself, or a dict from module paths to styles. Each segment of a path
-            may be a glob pattern: ``"layers.*.attention.w[qkv]"``. ``""`` is ``module`` itself. A style may be given by
-            its name: ``"colwise"``, ``"rowwise"``, ``"colwise_rep"``, ``"sequence_parallel"``, another name that plans
-            of Hugging Face's models use, or one that `register_style` added. Norms inside attention heads that the plan
-            shards (q_norm, k_norm) get `HeadNormParallel` without being named.
-        src_data_rank: rank of the mesh whose parameters and buffers count, in the whole of ``module``: those that the
-            plan places are scattered or broadcast from it, those that stay plain are broadcast in place, together. None
-            takes each rank's own and communicates nothing. Parameters and buffers on the meta device stay there. With a
-            rank, all ranks of the mesh also get the random state of the first, so that dropout between the modules of a
-            plan drops the same on all.
+            may be a glob pattern: ``"layers.*.attention.w[qkv]"``. The path ``""`` is ``module`` itself. A style may be
+            given by its name: ``"colwise"``, ``"rowwise"``, ``"colwise_rep"``, ``"sequence_parallel"``, another name
+            from plans of Hugging Face's models, or a name from `register_style`. Norms inside sharded attention heads
+            (q_norm, k_norm) get `HeadNormParallel` automatically.
+        src_data_rank: rank of the mesh whose parameters and buffers all ranks get. Tensors in the plan are scattered or
+            broadcast from it. All other parameters and buffers of ``module`` are broadcast in place, in one group. All
+            ranks also get the random state of the mesh's first rank, so that dropout between styled modules is equal on
+            all ranks. None keeps the local values of each rank and communicates nothing. Tensors on the meta device
+            stay there.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: for a module of another framework, and a plan that is neither a style nor a dict of styles.
-        ValueError: for a mesh that is not 1-D with a style that needs one, an unknown name of a style, a style that
-            does not fit its module or was applied before, attention heads that the ranks cannot share evenly, a
-            parameter that several modules share and the plan does not place the same way in all, a ``src_data_rank``
-            outside the mesh; inside `strict()` also for a path that matches no module, which otherwise warns and names
+        TypeError: for a module of another framework, or a plan that is neither a style nor a dict of styles.
+        ValueError: for a mesh with several dimensions and a style that needs a 1-D mesh, an unknown style name, a style
+            that does not fit its module or was applied before, attention heads that the ranks cannot share evenly, a
+            parameter that is shared by modules and gets different placements in them, or a ``src_data_rank`` outside
+            the mesh. Inside `strict()` also for a path that matches no module; otherwise that is a warning, which lists
             the nearest paths.
 
     Example:
@@ -118,7 +118,7 @@ def parallelize_module(
 
 
 def _summary(plan: Plan, matches: Sequence[Match]) -> str:
-    """``"parallelize_module: a plan of 2 keys, 8 modules (4 ColwiseParallel, 4 RowwiseParallel)"``."""
+    """Return a summary such as ``"parallelize_module: a plan of 2 keys, 8 modules (8 ColwiseParallel)"``."""
     styles = Counter(type(style).__name__ for _, _, style in matches)
     keys = f"a plan of {len(plan)} key{'s' * (len(plan) != 1)}" if isinstance(plan, dict) else "one style"
     counts = ", ".join(f"{count} {name}" for name, count in styles.items())

@@ -1,8 +1,8 @@
-"""Balance of experts over all tokens of a batch: `tokens_per_expert` and `balance_loss`.
+"""Load balance of experts over all tokens of a batch: `tokens_per_expert` and `balance_loss`.
 
-A loss of balance is no mean of the losses of the ranks. It multiplies the share of an expert in all tokens by its mean
-probability. A product of means is no mean of products. Signs, by which a bias follows the shares, are no sums over
-ranks either. So ranks first add up their numbers.
+A balance loss multiplies the fraction of tokens of an expert by its mean probability. A product of means is not the
+mean of products, so it cannot be averaged over ranks. A router bias that follows the sign of the load needs global
+counts too. So ranks sum their token counts first.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ __all__ = ["balance_loss", "tokens_per_expert"]
 
 
 def tokens_per_expert(indices: Any, num_experts: int, mesh: DeviceMesh) -> Any:
-    """Count the tokens of each expert over the ranks of a mesh, by one all-reduce of ``num_experts + 2`` integers.
+    """Count the tokens of each expert over all ranks of a mesh.
+
+    This takes one all-reduce of ``num_experts + 2`` integers.
 
     Args:
-        indices: plain integer tensor with the experts of this rank's tokens, (T, k) or of any other shape.
+        indices: plain integer tensor with the experts of this rank's tokens: (T, k) or any other shape.
         num_experts: number of experts, the same on all ranks.
-        mesh: over all ranks that have tokens of their own: of data parallelism, and of sequence parallelism.
+        mesh: mesh of all ranks with different tokens: its dimensions are those of data and sequence parallelism.
 
     Returns:
-        A plain int64 tensor (num_experts,) on this rank's device, the same on all ranks.
+        A plain int64 tensor (num_experts,) on the device of this rank, the same on all ranks.
 
     Raises:
-        TypeError: for a tensor that is no plain one of integers.
-        ValueError: on all ranks, for an index outside on any of them.
+        TypeError: for anything but a plain integer tensor.
+        ValueError: on all ranks, if an index is out of range on any rank.
 
     Example:
         >>> import torch
@@ -45,21 +47,25 @@ def tokens_per_expert(indices: Any, num_experts: int, mesh: DeviceMesh) -> Any:
 
 
 def balance_loss(probabilities: Any, indices: Any, mesh: DeviceMesh, *, losses: int | None = None) -> Any:
-    """This rank's share in the loss of balance of the whole batch. That is E times the sum over the experts of their
-    share of the routes times their mean probability: 1 where all is even.
+    """Return this rank's part of the load-balance loss of the global batch.
 
-    The gradients of all ranks together are those of the single device, whatever the numbers of their tokens. The value
-    is that of the single device in the mean over ranks. One all-reduce, and none in backward.
+    For each of E experts, its fraction of the routes is multiplied by its mean probability. The loss is E times the
+    sum of these products. It is 1 if the load is even.
+
+    The sum of the results over the ranks, divided by ``losses``, is the loss of the single device. The same holds for
+    the gradients. Ranks may have different numbers of tokens. Forward has one all-reduce, backward none.
 
     Args:
-        probabilities: plain tensor (T, E) of the router for this rank's tokens.
-        indices: plain integer tensor (T, k) with the experts that they go to.
-        mesh: as for `tokens_per_expert`.
-        losses: of how many losses of ranks the gradients are averages: by default one for each rank of the mesh.
-            Ranks that share a sequence share a loss. So over the flattened ("dp", "tp") give the size of "dp".
+        probabilities: plain tensor (T, E) with the router's probabilities for this rank's tokens.
+        indices: plain integer tensor (T, k) with the experts that these tokens are routed to.
+        mesh: mesh of all ranks with different tokens, as for `tokens_per_expert`.
+        losses: number of losses over which gradients are averaged; default: one for each rank of the mesh. Ranks that
+            share a sequence share a loss: on the flattened ("dp", "tp") give the size of "dp".
 
     Raises:
-        TypeError, ValueError: as `tokens_per_expert`. ValueError also for other shapes.
+        TypeError: for ``indices`` that are not a plain integer tensor.
+        ValueError: for ``probabilities`` that are not a plain 2-D tensor. On all ranks, if an index is out of range on
+            any rank.
 
     Example:
         >>> import torch
@@ -86,14 +92,14 @@ def balance_loss(probabilities: Any, indices: Any, mesh: DeviceMesh, *, losses: 
 
 
 def _counts(indices: Any, num_experts: int, mesh: DeviceMesh, tokens: int = 0) -> tuple[Any, np.ndarray, int]:
-    """The routes to each expert, as a tensor and on the host, and the tokens, of all ranks."""
+    """Return the global numbers of routes to each expert, as a tensor and on the host, and of tokens."""
     platform = mesh.platform
     if isinstance(indices, DTensor) or not platform.is_tensor(indices) or platform.is_floating_point(indices):
         raise TypeError(
             f"the experts of this rank's tokens are a plain tensor of integers, got {type(indices).__name__}: of a "
             "DTensor, of the whole batch, count those of indices.full_tensor() with the framework's bincount"
         )
-    if platform.sends_nothing:  # and has no values
+    if platform.sends_nothing:  # a dry run has no values
         numbers = np.append(evenly(math.prod(platform.shape_of(indices)), num_experts), (0, tokens))
     else:
         found = values_of(indices, platform)

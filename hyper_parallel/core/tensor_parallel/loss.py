@@ -31,41 +31,41 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Cross entropy of plain logits whose classes are sharded over the ranks.
+    """Return the cross entropy of plain logits whose classes are sharded over the ranks.
 
-    The logits are not gathered: two all-reduces of a few numbers a sample in forward, none in backward.
+    The logits are not gathered. Forward has two all-reduces of a few numbers per sample, backward has none.
 
     Args:
-        local_logits: this rank's classes of the logits, of any floating point dtype, shape (N, classes),
-            (N, classes, d1, ...) or (classes,); with ``dim=-1`` (..., classes). Sums are in float32 at least. The
-            gradient is that of the shard.
-        target: the class of each sample, integers of the shape of ``local_logits`` without its classes, the same on
-            all ranks of the mesh; or this rank's classes of the probabilities, of the shape and placement of
+        local_logits: this rank's shard of the logits, of any floating point dtype. The shape is (N, classes),
+            (N, classes, d1, ...) or (classes,), and with ``dim=-1`` (..., classes). Sums are computed in float32 or
+            wider.
+        target: integer class of each sample, the same on all ranks of the mesh. Its shape is that of ``local_logits``
+            without the dimension of the classes. Or this rank's shard of class probabilities, of the shape of
             ``local_logits``.
-        mesh: 1-D mesh over which the classes are sharded, in consecutive parts; take ``mesh["tp"]`` of a larger one.
-        dim: dimension of the classes. Default: as ``cross_entropy`` of the frameworks has it, 1, or 0 of a single
-            sample.
-        vocab_size: number of classes. Default: the classes of this rank times the number of ranks. Give it where the
-            ranks hold different numbers of classes. These must be the shards that `distribute_tensor` makes: 2, 2, 1
-            and 0 for 5 classes over 4 ranks. In the first call for a number of classes the ranks compare their shapes,
-            so that call must happen on all of them.
+        mesh: 1-D mesh over which the classes are sharded, in consecutive shards. Of a larger mesh take a dimension,
+            such as ``mesh["tp"]``.
+        dim: dimension of the classes. Default: 1, or 0 for a single sample, as in the frameworks' ``cross_entropy``.
+        vocab_size: global number of classes. Default: the number of local classes times the number of ranks. Give it if
+            ranks have different numbers of classes. The shards must be those of `distribute_tensor`: 2, 2, 1 and 0 for
+            5 classes over 4 ranks. In the first call for a number of classes ranks compare their shapes, so all ranks
+            must make that call.
         weight: weight of each class, shape (vocab_size,), the same on all ranks.
-        ignore_index: a target that does not count. Not for probabilities.
-        reduction: ``"none"``, ``"mean"`` (divided by the weights of the targets, or for probabilities by the number of
-            samples) or ``"sum"``. It is over the samples that the caller gives: with several data-parallel ranks a
-            mean is that of this rank's samples.
-        label_smoothing: between 0 and 1, the share of the target that is spread over all classes.
+        ignore_index: class whose samples do not contribute. It has no effect on probabilities.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the samples of this call. With data parallelism these are
+            the local samples. A mean is divided by the sum of the targets' weights, or for probabilities by the number
+            of samples.
+        label_smoothing: fraction of the target that is spread over all classes, between 0 and 1.
 
     Returns:
-        A plain tensor, the same on all ranks of the mesh, of the dtype of ``local_logits``: without dimensions, or
-        with ``"none"`` of the shape of the samples.
+        A plain tensor of the dtype of ``local_logits``, the same on all ranks of the mesh. It is a scalar, or with
+        ``"none"`` it has the shape of the samples.
 
     Raises:
-        TypeError: for a DTensor (use the framework's cross entropy), or an object that is no tensor.
+        TypeError: for a DTensor (use the framework's cross entropy), or an object that is not a tensor.
         ValueError: for a mesh with several dimensions, an unknown reduction, ``label_smoothing`` out of range, shapes
-            that do not fit, class weights that need a gradient with targets that are classes.
-        IndexError: for a target that is no class, on CPU; on other devices, where looking would make the host wait,
-            the loss is not a number.
+            that do not fit, or class weights that need a gradient with integer targets.
+        IndexError: for a target out of range, on CPU. On other devices the loss is NaN instead, because the check would
+            synchronise with the host.
 
     Example:
         >>> import torch

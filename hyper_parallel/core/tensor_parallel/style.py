@@ -1,8 +1,7 @@
 """The styles of a parallelisation plan. Mirrors ``torch.distributed.tensor.parallel.style``.
 
-Every style does the same three things. It distributes the module's parameters. It brings the inputs to the layout that
-the module needs. It brings the outputs to the layout that the plan asks for. `ModuleStyle` does them from a style's
-data.
+A style distributes the parameters of a module. It redistributes the inputs to the placements that the module needs,
+and the outputs to those that the plan declares. `ModuleStyle` does this from the placements that a style declares.
 """
 
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, ParallelStyle

@@ -1,1 +1,1 @@
-"""Checks of a plan against a model, before anything is changed, and facts that are found on the way."""
+"""Checks of a plan against a model, which run before `parallelize_module` changes the model."""

@@ -1,4 +1,4 @@
-"""Attention modules as `parallelize_module` sees them: their heads, and the norms inside them."""
+"""Attention modules in the checks of a plan: their numbers of heads, and the norms inside heads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,19 @@ from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
 from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.styles.head_norm import HeadNormParallel
 
-#: (path, module, style): the style that a plan gives one module.
+#: (path, module, style) of a module in a plan.
 Match = tuple[str, Any, ParallelStyle]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The heads of an attention module, as its attributes have them, with the attribute's name."""
+    """The heads of an attention module, read from its attributes or its config.
+
+    Attributes:
+        heads: name of the attribute with the number of query heads, and the number.
+        key_value_heads: the same for key and value heads.
+        size: features of a head, or None if no attribute has it.
+    """
 
     heads: tuple[str, int]
     key_value_heads: tuple[str, int]
@@ -35,8 +41,10 @@ class Attention:
 
     @staticmethod
     def of(module: Any) -> Attention | None:
-        """The attention of a module; None for one that has no such attribute of its own. Further attributes of its
-        config count too."""
+        """Return the attention heads of a module, or None.
+
+        At least one of the attributes must be on the module itself. Its config may have the others.
+        """
         if not any(_number(module, names) for names in (HEADS, KEY_VALUE_HEADS, HEAD_SIZE)):
             return None
         holders = (module, getattr(module, "config", None))
@@ -47,7 +55,7 @@ class Attention:
         return None if heads is None else Attention(heads, key_value or heads, None if size is None else size[1])
 
     def of_projection(self, name: str, features: int) -> tuple[str, int] | None:
-        """The heads that a projection has; None when it is none that is known here (a fused one, for instance)."""
+        """Return the heads of a projection, or None for an unknown kind of projection, such as a fused one."""
         for heads in (self.key_value_heads, self.heads) if KEY_OR_VALUE.match(name) else (self.heads,):
             if self.size is None:
                 return heads if features % heads[1] == 0 else None
@@ -65,7 +73,10 @@ def _number(holder: Any, names: tuple[str, ...]) -> tuple[str, int] | None:
 
 
 def check_projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Raise ValueError where a plan shards heads that the ranks cannot share evenly: local code counts whole heads."""
+    """Raise ValueError if a plan shards heads that the ranks cannot share evenly.
+
+    Code on local tensors needs complete heads.
+    """
     for path, module, style, attention in _projections(matches, modules, mesh):
         features = style.features(module, mesh.platform)
         name = path.rpartition(".")[2]
@@ -76,10 +87,10 @@ def check_projections(matches: list[Match], modules: dict[str, Any], mesh: Devic
 
 
 def head_norms(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> list[Match]:
-    """Styles for the norms inside sharded heads that the plan does not name.
+    """Return matches with `HeadNormParallel` for norms inside sharded heads that the plan does not name.
 
     Raises:
-        ValueError: for a norm over all heads together, which no rank has.
+        ValueError: for a norm over the features of all heads, which are sharded.
     """
     planned = {id(module) for _, module, _ in matches}
     found: dict[str, Match] = {}
@@ -105,7 +116,7 @@ def head_norms(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) 
 def _projections(
     matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
 ) -> Iterator[tuple[str, Any, ColwiseParallel, Attention]]:
-    """The linear layers of attention modules whose output features the plan shards and leaves so."""
+    """Yield the linear layers of attention modules whose outputs stay sharded along the features."""
     for path, module, style in matches:
         if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):
             attention = Attention.of(modules[path.rpartition(".")[0]]) if path else None
@@ -114,7 +125,7 @@ def _projections(
 
 
 def _norms(modules: dict[str, Any], mesh: DeviceMesh) -> Iterator[tuple[str, Any, int]]:
-    """(name, module, size) of those modules all of whose parameters are vectors of one size."""
+    """Yield (name, module, size) of each module without submodules whose parameters are vectors of one size."""
     platform = mesh.platform
     for path, module in modules.items():
         is_alone = len(list(platform.named_modules(module))) == 1

@@ -1,4 +1,4 @@
-"""Layers that take the output of a projection by columns, and that the plan forgot: they get a part of their input."""
+"""Guards for layers without a style that may get the sharded output of a column-parallel layer as their input."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
 
 @dataclass(frozen=True)
 class _Guard:
-    """A hook in front of a layer without a style. The layer takes as many features as ``source`` has on all ranks
-    together.
+    """Forward pre-hook of a layer without a style, which refuses an input with only this rank's features.
+
+    The layer takes as many features as the column-parallel layer ``source`` returns on all ranks together.
 
     Attributes:
-        path: of the layer.
-        source: path of the projection by columns.
-        features: how many both have.
-        dim: the dimension of the input that has the features.
-        styled: styles that this layer could have, for the message; "" where none takes a part.
-        own: how many of them this rank has.
+        path: path of the layer.
+        source: path of the column-parallel layer.
+        features: global number of features.
+        dim: dimension of the features in the input.
+        styled: styles that the layer could have, for the message; "" if no style takes a shard.
+        own: number of this rank's features.
         mesh: description of the mesh.
     """
 
@@ -58,10 +59,11 @@ class _Guard:
 def guard_forgotten_layers(
     matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
 ) -> list[tuple[str, Any, _Guard]]:
-    """(path, module, hook) for the layers that a plan may have forgotten, which is known when they are called. An
-    output that no layer next to it takes may be that of a head, which `logit_shards` remembers.
+    """Return (path, module, hook) for each layer that a plan may have forgotten.
 
-    A plan that gives a row-parallel layer next to each column-parallel one needs no hooks.
+    Only the call of such a layer shows whether its input is sharded. A column-parallel layer with a row-parallel layer
+    next to it needs no hooks. The output of any other may be logits of a head, so `logit_shards` stores its shard of
+    classes.
     """
     platform, guards = mesh.platform, []
     above_rows = {
@@ -86,25 +88,25 @@ def guard_forgotten_layers(
         features = int(getattr(module, kind.weight).shape[dim])
         sizes = shard_sizes(Shard(0), features, mesh.size())
         if max(sizes) == features:
-            continue  # some rank would have all of them, and could not know that the others do not
+            continue  # a rank with all features could not detect that other ranks have none
         own = sizes[mesh.get_local_rank()]
         remember_part_of_classes(module, source, features, own, mesh)
-        for path, taker, along, styled in takes.pop(features, ()):  # guarded once, whichever layer gives them
+        for path, taker, along, styled in takes.pop(features, ()):  # one guard for each layer, for the first source
             guards.append((path, taker, _Guard(path, source, features, along, styled, own, str(mesh))))
     return guards
 
 
-#: Attributes with the number of features that recurrent layers, attention and norms over batches take -> the dimension
-#: of the input that has them. Both frameworks have these names.
+#: Attribute with the number of input features -> dimension of the features in the input. These are attributes of
+#: recurrent layers, attention and batch norms, and have the same names in both frameworks.
 _NUMBERS = {"input_size": -1, "embed_dim": -1, "num_features": 1}
 _STYLED = "RowwiseParallel() (a norm SequenceParallel())"
 _DIMS = {-1: "the last dimension", 1: "dimension 1"}
 
 
 def _taken(module: Any, mesh: DeviceMesh) -> tuple[int, int, str] | None:
-    """Return the number of features that a layer takes, their dimension, and styles for a part of them.
+    """Return the number of a layer's input features, their dimension, and styles that take a shard of them.
 
-    Known are linear layers, norms, recurrent layers and whole attention modules; None for other modules.
+    This knows linear layers, norms, recurrent layers and fused attention modules. The result is None for other modules.
     """
     platform = mesh.platform
     if platform.is_linear_module(module):
@@ -116,7 +118,7 @@ def _taken(module: Any, mesh: DeviceMesh) -> tuple[int, int, str] | None:
         sizes = {tuple(parameter.shape) for _, parameter in platform.named_parameters(module)}
         return (sizes.pop()[0], -1, _STYLED) if len(sizes) == 1 else None
     if not any(True for _ in platform.named_parameters(module)):
-        return None  # a module around layers, which are asked themselves
+        return None  # a container; its layers are examined themselves
     for name, dim in _NUMBERS.items():
         if isinstance(features := getattr(module, name, None), int):
             return features, dim, ""

@@ -1,7 +1,7 @@
-"""Weights that are several matrices in one, where a plan does not say so: query, key and value; gate and up.
+"""Checks for packed weights (query, key and value; gate and up) that a plan shards as one matrix.
 
-Consecutive features, which `ColwiseParallel` gives a rank, are then a part of the queries and none of the values. Local
-code that takes its own output apart computes with other numbers than the single device.
+`ColwiseParallel` gives consecutive features to a rank. On a packed weight these could be queries only, without values.
+Code that splits the local output would then compute with wrong numbers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from hyper_parallel.core.tensor_parallel.styles.weight import linear_sizes
 
 @dataclass(frozen=True)
 class _Projection:
-    """A linear layer whose output features a plan shards and gives to local code.
+    """A column-parallel linear layer whose local output is read by plain code.
 
     Attributes:
-        path, module, style: from the plan.
-        inputs, features: how many features it takes, and gives.
-        taken: numbers of input features of the `RowwiseParallel` layers next to it, each with the first path.
-        alone: whether keys and values have layers of their own, of which this may be one.
+        path, module, style: entry of the plan.
+        inputs: global number of input features.
+        features: global number of output features.
+        taken: number of input features -> path of the first `RowwiseParallel` layer next to it with this number.
+        alone: whether keys and values have separate layers, which may include this one.
     """
 
     path: str
@@ -46,9 +47,11 @@ class _Projection:
 
 
 def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Raise ValueError where a plan cuts a fused weight as if it were one matrix. Raise it also for heads that the
-    ranks cannot share in a weight that is cut part by part. Code that takes another weight apart is found when it runs,
-    see `core.plain_code`."""
+    """Raise ValueError if a plan shards a packed weight as if it were one matrix.
+
+    Raise it also for heads of a packed weight that the ranks cannot share. Packed weights that this does not recognise
+    are found by `core.plain_code`, when code splits their output.
+    """
     latents = Latents(matches, modules, mesh.platform)
     for projection in _projections(matches, modules, mesh):
         attention, style = _attention_above(projection, modules), projection.style
@@ -80,7 +83,7 @@ def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
         if not isinstance(style, ColwiseParallel) or not platform.is_linear_module(module):
             continue
         if style.output_layouts != (Shard(-1),) or not style.use_local_output:
-            continue  # as a DTensor, or gathered, it is taken apart by its global sizes
+            continue  # code splits a DTensor or a gathered output by its global sizes
         parent = path.rpartition(".")[0]
         yield _Projection(
             path,
@@ -93,7 +96,10 @@ def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
 
 
 def _attention_above(projection: _Projection, modules: dict[str, Any]) -> Attention | None:
-    """The attention module that holds a projection; of one that is called as fused ones are, any module above it."""
+    """Return the attention of the parent of a projection, or None.
+
+    For a projection with a fused name, such as ``qkv_proj``, all modules above it are searched.
+    """
     above = projection.path
     while above:
         above = above.rpartition(".")[0]
@@ -104,7 +110,10 @@ def _attention_above(projection: _Projection, modules: dict[str, Any]) -> Attent
 
 
 def _size_of_heads(projection: _Projection, attention: Attention) -> int | None:
-    """Features of one head: as the layer after attention takes them, which is sure, or as the attributes have them."""
+    """Return the features of one head, or None.
+
+    They come from the attributes, unless these contradict the input features of the layer after attention.
+    """
     heads = attention.heads[1]
     widths = list(projection.taken)
     if attention.size is not None and (not widths or heads * attention.size in widths):
@@ -114,7 +123,7 @@ def _size_of_heads(projection: _Projection, attention: Attention) -> int | None:
 
 
 def _has_all_heads(projection: _Projection, attention: Attention, size: int) -> bool:
-    """Return whether the features are those of all query, key and value heads."""
+    """Return whether the output features are those of all query, key and value heads together."""
     if projection.alone:
         return False
     if projection.features in projection.taken and not FUSED.match(projection.name):
@@ -123,7 +132,7 @@ def _has_all_heads(projection: _Projection, attention: Attention, size: int) -> 
 
 
 def _check_parts(projection: _Projection, attention: Attention, size: int, mesh: DeviceMesh) -> None:
-    """Raise ValueError where a part of a packed weight is made of heads that the ranks cannot share."""
+    """Raise ValueError if a matrix of a packed weight has heads that the ranks cannot share."""
     for part in projection.style.parts(projection.module, mesh.platform, projection.path) or ():
         for name, count in (attention.heads, attention.key_value_heads):
             if part == count * size:
@@ -132,7 +141,7 @@ def _check_parts(projection: _Projection, attention: Attention, size: int, mesh:
 
 
 def _check_attention(projection: _Projection, attention: Attention, size: int, mesh: DeviceMesh) -> None:
-    """Raise ValueError unless the plan cuts a query, key and value weight at its heads."""
+    """Raise ValueError unless the plan shards a query, key and value weight by its heads."""
     heads, key_value, style = attention.heads[1], attention.key_value_heads[1], projection.style
     source = f" ({attention.heads[0]})"
     whole = [heads * size, key_value * size, key_value * size]
@@ -140,7 +149,7 @@ def _check_attention(projection: _Projection, attention: Attention, size: int, m
     if parts is not None and sorted(parts) == sorted(whole):
         check_heads(tuple(n // size for n in parts), parts, mesh, projection.path, source=source)
     elif style.packed in (1, (projection.features,)):
-        # Query, key and value alternate: as many groups as there are key and value heads.
+        # Query, key and value alternate, in one group for each key and value head.
         source = f" ({attention.key_value_heads[0]})"
         check_heads(key_value, (projection.features,), mesh, projection.path, source=source)
     else:
@@ -155,7 +164,7 @@ def _check_attention(projection: _Projection, attention: Attention, size: int, m
 
 
 def _check_multiples(projection: _Projection, mesh: DeviceMesh) -> None:
-    """Raise ValueError where the next layer takes a half or a third of the features."""
+    """Raise ValueError if the next layer takes a half or a third of the features, which indicates a packed weight."""
     if projection.features in projection.taken:
         return
     for size, path in projection.taken.items():
@@ -175,7 +184,7 @@ def _check_multiples(projection: _Projection, mesh: DeviceMesh) -> None:
 
 
 def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> None:
-    """Raise ValueError where keys and values of a latent are cut across heads, or a gradient would be a part."""
+    """Raise ValueError if keys and values of a latent are sharded across heads, or a gradient would stay partial."""
     path, style = projection.path, projection.style
     left, row = latent.features - projection.inputs, next(iter(projection.taken.values()))
     if style._is_packed and style.heads is None:

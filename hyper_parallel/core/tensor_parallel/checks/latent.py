@@ -1,8 +1,8 @@
-"""Attention with latent keys and values (DeepSeek's MLA), as a plan cuts it.
+"""Sharding of attention with latent keys and values (DeepSeek's MLA).
 
-A layer that all ranks have whole gives two outputs. One is a latent. The other, its last features, is a rotary part of
-the keys that all heads share. The latent goes into a layer that the plan cuts by heads, which sums the gradient of its
-input. Code that has some heads only reads the rotary part as it is. So each rank computes a part of that gradient.
+The output of a replicated layer has two parts: a latent, and in the last features a rotary part of the keys that all
+heads share. A layer that is sharded by heads takes the latent, and sums the gradient of the latent over ranks. Code
+with only this rank's heads reads the rotary part directly. So the gradient of the rotary part is partial.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Latent", "Latents"]
 
 @dataclass(frozen=True)
 class Latent:
-    """Source of the latent that a projection takes.
+    """The layer whose output contains the latent input of a projection.
 
     Attributes:
-        path: of the layer.
-        features: how many it gives.
-        styles: of the plan, for that layer.
+        path: path of the layer.
+        features: number of its output features.
+        styles: styles of the layer in the plan.
     """
 
     path: str
@@ -38,22 +38,23 @@ class Latent:
 
     @property
     def _says_how_it_is_read(self) -> bool:
-        """Return whether the gradient of the features that local code reads is known to be right."""
+        """Return whether the plan declares the gradient of the features that code with local heads reads."""
         for style in self.styles:
             known = isinstance(style, (NoParallel, WeightParallel))
             if not known or not style.use_local_output or style.output_layouts != (Replicate(),):
-                return True  # a DTensor, or the affair of that style
+                return True  # the output is a DTensor, or the style itself handles its gradient
             if isinstance(style, NoParallel) and style._says_how_it_is_read:
                 return True
         return False
 
 
 class Latents:
-    """The layers of a model that may give latents, each with the layers next to it.
+    """Search for the layers of a model whose output may contain a latent.
 
     Args:
-        matches, modules: of the plan.
-        platform: that of the modules.
+        matches: matches of the plan.
+        modules: modules of the model, by path.
+        platform: platform of the modules.
     """
 
     def __init__(self, matches: Sequence[Any], modules: dict[str, Any], platform: Any) -> None:
@@ -64,14 +65,13 @@ class Latents:
         self._known: dict[str, _Siblings] = {}
 
     def of(self, path: str, inputs: int) -> Latent | None:
-        """Return the layer next to a projection that gives its latent input and more features, which no other layer
-        takes.
+        """Return the layer next to a projection whose output contains the projection's input and more features.
 
-        None where the projection has no such input.
+        No layer may take the full output. The result is None if no layer or several layers fit.
 
         Args:
-            path: of the projection.
-            inputs: how many features it takes.
+            path: path of the projection.
+            inputs: number of its input features.
         """
         parent = path.rpartition(".")[0]
         if parent not in self._known:
@@ -106,10 +106,10 @@ class _Siblings(NamedTuple):
     """The linear layers of one parent module.
 
     Attributes:
-        given: how many features each gives.
-        giving: how many layers give so many.
-        taken: how many features some layer takes.
-        latents: those that every rank has whole, by how many features they take and give.
+        given: path of a layer -> number of output features.
+        giving: number of output features -> number of layers.
+        taken: all numbers of input features.
+        latents: (input features, output features) -> layers whose output is not sharded.
     """
 
     given: dict[str, int]
@@ -119,12 +119,12 @@ class _Siblings(NamedTuple):
 
 
 def _cuts(style: Any) -> bool:
-    """Return whether a rank has a part of the output only."""
+    """Return whether a style shards the output."""
     return isinstance(style, WeightParallel) and style.output_layouts != (Replicate(),)
 
 
 def _is_known(module: Any, platform: Any) -> bool:
-    """Return whether a module is a linear layer with a weight whose shape is known."""
+    """Return whether a module is a linear layer whose weight has a known shape."""
     if not platform.is_linear_module(module):
         return False
     weight = dict(platform.named_parameters(module)).get(platform.kind_of(module).weight)

@@ -1,4 +1,4 @@
-"""Paths of modules: the paths that a pattern names, and the modules below one parent."""
+"""Paths of modules: the paths that match a pattern, and the direct submodules of each parent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _GLOB = re.compile(r"[*?[]")
 
 
 class _Segment:
-    """A place in the tree of segments.
+    """A node in the tree of path segments.
 
     Attributes:
-        below: places by the next segment.
-        numbers: of the paths that end here.
+        below: child nodes, by segment.
+        numbers: indices of the paths that end here.
     """
 
     __slots__ = ("below", "numbers")
@@ -28,10 +28,10 @@ class _Segment:
 
 
 class Paths:
-    """Paths in which those that a pattern names are found without looking at each: a tree of their segments.
+    """Paths in a tree of their segments, where matches of a pattern are found without a scan of all paths.
 
     Args:
-        paths: such as ``"layers.0.up"``.
+        paths: paths such as ``"layers.0.up"``.
 
     Example:
         >>> Paths(["", "up", "layers.0.up", "layers.1.up"]).matching("layers.*.up")
@@ -47,7 +47,7 @@ class Paths:
             at.numbers.append(number)
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the paths that a pattern names, in their order: segment by segment, each may be a glob pattern."""
+        """Return the paths that match a pattern, in order. Each segment of the pattern may be a glob pattern."""
         found = [self._top]
         for segment in _segments(pattern):
             if _GLOB.search(segment):
@@ -58,7 +58,7 @@ class Paths:
 
 
 def by_parent(modules: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Path of a parent -> path of each module directly below it -> that module. The whole model is below nothing."""
+    """Return the direct submodules of each parent: path of the parent -> path of the submodule -> submodule."""
     found: dict[str, dict[str, Any]] = {}
     for path, module in modules.items():
         if path:

@@ -1,4 +1,4 @@
-"""A plan and a model: which module gets which style, and whether all of it fits."""
+"""Resolution of a plan: finds the style of each module, and checks that all styles fit."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from hyper_parallel.core.tensor_parallel.checks.uncalled import check_called
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.styles.style_names import style_by_name
 
-#: How many keys of a plan that match no module are listed, each with the paths that look like it.
+#: Most keys without a matching module that a message lists, each with similar paths.
 LISTED = 20
 
 Plan = ParallelStyle | str | dict[str, ParallelStyle | str]
 
 
 def resolve_plan(plan: Plan, model: Any, mesh: DeviceMesh) -> list[Match]:
-    """(path, module, style) for all that is to be applied, in the order in which it can be. Changes nothing.
+    """Return (path, module, style) for each style of a plan, in the order of application. Change nothing.
 
     Args:
-        plan: as `parallelize_module` takes it.
+        plan: plan, as for `parallelize_module`.
         model: module of the platform.
         mesh: 1-D mesh.
 
     Raises:
-        TypeError, ValueError: for all that does not fit; see `parallelize_module`.
+        TypeError, ValueError: for a plan that does not fit the model, as `parallelize_module` says.
     """
     if isinstance(plan, (ParallelStyle, str)):
         plan = {"": plan}
@@ -53,18 +53,18 @@ def resolve_plan(plan: Plan, model: Any, mesh: DeviceMesh) -> list[Match]:
     check_fused(matches, modules, mesh)
     check_projections(matches, modules, mesh)
     matches += head_norms(matches, modules, mesh)
-    # Inner modules go first: a style that replicates all below its module leaves distributed parameters alone.
+    # Inner modules first: a style that replicates the parameters below its module skips those already distributed.
     matches.sort(key=lambda match: -len(match[0].split(".")) if match[0] else 0)
     _check_ties(matches, modules, mesh)
     return matches
 
 
 def plan_facts(matches: list[Match], model: Any, mesh: DeviceMesh, src_data_rank: int | None) -> dict[str, str]:
-    """Return the facts that must be equal on all ranks for a plan to be applied, by name, for `check_ranks`.
+    """Return facts, by name, that must be equal on all ranks when a plan is applied. `check_ranks` compares them.
 
     Args:
-        matches: from `resolve_plan`.
-        model, mesh, src_data_rank: as `parallelize_module` takes them.
+        matches: result of `resolve_plan`.
+        model, mesh, src_data_rank: as for `parallelize_module`.
     """
     facts = {
         "the model": type(model).__name__,
@@ -80,7 +80,7 @@ def plan_facts(matches: list[Match], model: Any, mesh: DeviceMesh, src_data_rank
 
 
 def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> list[Match]:
-    """Match the names of the plan with modules, in plan order."""
+    """Return the modules that match the keys of the plan, in the order of the plan."""
     matches: list[Match] = []
     without: list[str] = []
     paths = Paths(modules)
@@ -103,13 +103,13 @@ def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> lis
 
 
 def did_you_mean(pattern: str, paths: Iterable[str]) -> str:
-    """The end of a message about a pattern that matches nothing: the paths that look like it."""
+    """Return the end of a message about a pattern without a match: the nearest paths, or ""."""
     near = difflib.get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.4)
     return f"; the nearest paths are {', '.join(map(repr, near))}" if near else ""
 
 
 def _report_no_match(patterns: list[str], modules: dict[str, Any]) -> None:
-    # Near paths of those that are listed alone: to look for them takes long in a large model.
+    # Only listed patterns get a search for near paths, which is slow in a large model.
     first, *others = patterns[:LISTED]
     near = did_you_mean(first, modules)
     near += "".join(f"\nthe plan's {p!r} matches no module{did_you_mean(p, modules)}" for p in others)
@@ -122,7 +122,7 @@ def _report_no_match(patterns: list[str], modules: dict[str, Any]) -> None:
 
 
 def _check_styles(matches: list[Match], mesh: DeviceMesh) -> None:
-    """Raise ValueError for a style that does not fit its module, or another style of it."""
+    """Raise ValueError for a style that does not fit its module, or excludes another style of the module."""
     styles_of: dict[int, list[tuple[str, ParallelStyle]]] = {}
     for path, module, style in matches:
         style.check(module, mesh, path or type(module).__name__)
@@ -135,8 +135,10 @@ def _check_styles(matches: list[Match], mesh: DeviceMesh) -> None:
 
 
 def _check_ties(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Raise ValueError when the plan treats one parameter that several modules share in two ways. Either it places it
-    in two ways, or it distributes it in one module and forgets the other."""
+    """Raise ValueError if modules share a parameter, and the plan treats it differently in them.
+
+    The plan may place the parameter differently, or distribute it in one module and not name the other.
+    """
     platform = mesh.platform
     placement_of: dict[int, tuple[str, ParallelStyle, Placement]] = {}
     covered: set[int] = set()
@@ -171,7 +173,7 @@ def _check_parameters(
     mesh: DeviceMesh,
     placement_of: dict[int, tuple[str, ParallelStyle, Placement]],
 ) -> None:
-    """Compare the placements of one module's parameters with those that they have, or get by another module."""
+    """Raise ValueError if a parameter of a module has, or gets from another module, other placements than here."""
     for name, tensor in (*mesh.platform.named_parameters(module), *mesh.platform.named_buffers(module)):
         refuse_foreign(tensor, mesh.platform, f"{name!r} of {path or type(module).__name__!r}: {style!r}")
     for name, parameter in mesh.platform.named_parameters(module):

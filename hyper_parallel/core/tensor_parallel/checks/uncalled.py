@@ -1,4 +1,4 @@
-"""Layers that their module never calls: `MultiheadAttention` of both frameworks reads the weights itself."""
+"""Layers that their parent never calls: `MultiheadAttention` of both frameworks reads their weights directly."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["check_called"]
 
 
 def check_called(matches: list[Match], modules: dict[str, Any]) -> None:
-    """Refuse a style for a layer that no forward calls.
+    """Refuse a style for a layer whose parent reads its weight without calling the layer.
 
     Raises:
-        ValueError: names the layer, the module around it and two ways out.
+        ValueError: for such a layer. The message names its parent and two remedies.
     """
     for path, module, style in matches:
         above = path.rpartition(".")[0]

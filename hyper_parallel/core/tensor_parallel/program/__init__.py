@@ -1,1 +1,1 @@
-"""Programs of styles: conversions, forwards and comparisons between ranks; nothing here knows a style."""
+"""Building blocks of styles: conversions, forwards and comparisons between ranks. No module here depends on a style."""

@@ -1,4 +1,4 @@
-"""Calls of styled modules, as listeners and followed programs hear of them."""
+"""Wrappers for calls of styled modules, which report the calls to listeners and followed programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["followed", "hook_of_style", "is_entered"]
 
 
 def hook_of_style(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run(module, ...)`` as a hook that a style registers, and registers again where the module is loaded."""
+    """Return ``run(module, ...)`` as a hook of a style, which is registered again when the module is loaded."""
 
     def hook(module: Any, *args: Any) -> Any:
         return run_in_module(path_of(module), followed(run, module), module, *args) if LISTENERS else run(module, *args)
@@ -23,11 +23,13 @@ def hook_of_style(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def followed(call: Callable[..., Any], module: Any, **how: bool) -> Callable[..., Any]:
-    """``call``, of a module with a style, as a part of a program that is followed, if one is. ``how`` is as for
-    `Following.styled`."""
+    """Return ``call`` of a styled module, wrapped by `Following.styled` if a program is followed.
+
+    ``how`` is passed to `Following.styled`.
+    """
     return FOLLOWING[-1].styled(call, module, path_of(module), **how) if FOLLOWING else call
 
 
 def is_entered(module: Any) -> bool:
-    """Return whether listeners and followed programs have yet to hear that the forward of a styled module begins."""
+    """Return whether a styled module's call must still be reported to listeners and followed programs."""
     return current_module() != path_of(module) or bool(FOLLOWING and not FOLLOWING[-1].is_inside(module))

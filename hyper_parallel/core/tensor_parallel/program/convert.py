@@ -1,4 +1,4 @@
-"""Turning the inputs and outputs of a module into distributed tensors and back: the one path that all styles share."""
+"""Conversion of a module's inputs to DTensors and of its outputs back to plain tensors, which all styles share."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hyper_parallel.core.tensor_parallel.program.distributed_batches import Othe
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label
 from hyper_parallel.core.tensor_parallel.program.uneven_shards import COMPARED, HANDED_OUT, compare_shapes
 
-#: A placement for each input or output, None for one that stays as it is.
+#: A placement for each input or output; None leaves a tensor unchanged.
 Slots: TypeAlias = "tuple[Placement | None, ...]"
 
 _WHOLE = (Replicate(),)
-#: MindSpore's limit. Torch has none that is as low, and no layer that a style is for comes near it.
+#: Most dimensions of a tensor: MindSpore's limit. Torch allows more, but no layer with a style uses so many.
 _MOST_DIMS = 8
-#: (layout, placement wanted) -> layout, of earlier redistributions.
+#: (layout of a DTensor, desired placement) -> layout after redistribution, from earlier calls.
 _TARGETS: dict[tuple[Layout, Placement | None], Layout] = Cache(1 << 14, "targets of styles")
 
 
@@ -38,20 +38,20 @@ def to_placement(
     size: int | None = None,
     taker: Any = None,
 ) -> Any:
-    """Make ``x`` a DTensor laid out as ``desired``.
+    """Convert ``x`` to a DTensor with the placement ``desired``.
 
     Args:
-        x: plain tensor, laid out as ``layout``; or a DTensor, whose own placement counts.
+        x: plain tensor with the placement ``layout``, or a DTensor, which has its own placement.
         mesh: 1-D mesh.
         layout: placement of a plain ``x``.
-        desired: placement wanted; None keeps ``layout``.
-        what: names the tensor in messages.
-        size: global size of the dimension that ``layout`` shards, where it is known; otherwise shards are equal.
-        taker: module whose input or output it is; with it, shards of which the size is not known are compared.
+        desired: desired placement; None keeps the placement of ``x``.
+        what: name of the tensor in messages.
+        size: global size of the dimension that ``layout`` shards. None assumes that all shards have one size.
+        taker: module whose input or output ``x`` is. If it is given, ranks compare shards of unknown global size.
 
     Raises:
-        TypeError: when ``x`` is no tensor.
-        ValueError: when ``x`` is distributed over another mesh.
+        TypeError: if ``x`` is not a tensor.
+        ValueError: if ``x`` is distributed over another mesh, or does not have the placement of the plan.
     """
     if isinstance(x, DTensor):
         if x.device_mesh is not mesh:
@@ -93,7 +93,7 @@ def to_placement(
 
 
 def to_known_placement(x: Any, mesh: DeviceMesh, desired: Placement | None) -> DTensor | None:
-    """`to_placement` of a DTensor whose layout came before; else None."""
+    """Return ``x`` redistributed to ``desired`` if its layout was seen before; otherwise None."""
     target = _TARGETS.get((x._layout, desired))
     if target is None or target.mesh is not mesh:
         return None
@@ -110,12 +110,12 @@ def _redistribute(x: Any, desired: Placement, what: str) -> Any:
         _TARGETS[x._layout, desired] = placed._layout
         return placed
     except ValueError as error:
-        differs = isinstance(error, RankMismatchError)  # which names the place, and the ranks
+        differs = isinstance(error, RankMismatchError)  # its message names the ranks already
         raise error if differs else ValueError(f"{what} cannot be placed as the plan says: {error}") from None
 
 
 def to_output(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bool, what: str) -> Any:
-    """Bring an output to ``desired`` and, with ``use_local``, back to a plain local tensor."""
+    """Redistribute an output to ``desired``, and with ``use_local`` return its local tensor."""
     if not isinstance(y, DTensor):
         raise TypeError(f"{what} must be a DTensor here, got {type(y).__name__}")
     if desired is not None:
@@ -127,15 +127,15 @@ def to_output(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bo
 
 
 def read_by_parts(y: Any, mesh: DeviceMesh, features: int = -1) -> Any:
-    """A plain tensor that is the same on all ranks of a 1-D mesh. Each rank computes a part of its gradient.
+    """Return a replicated plain tensor whose gradient is partial: backward sums it over the ranks.
 
     Args:
-        y: the tensor.
+        y: plain tensor, the same on all ranks.
         mesh: 1-D mesh.
-        features: that holds for the last so many features alone; -1 is all of ``y``.
+        features: number of last features with a partial gradient; -1 for all features.
 
     Returns:
-        A plain tensor whose gradient is summed over the ranks.
+        A plain tensor with the values of ``y``.
     """
     if mesh.size() == 1:
         return y
@@ -150,7 +150,7 @@ def read_by_parts(y: Any, mesh: DeviceMesh, features: int = -1) -> Any:
 
 
 def too_few_inputs(module: Any, args: tuple, layouts: Sequence[Any], style: Any) -> ValueError:
-    """The error for a module that was called with fewer positional inputs than its style has layouts."""
+    """Return the error for a module that was called with fewer positional inputs than its style has layouts."""
     return ValueError(
         f"{module_label(module)} was called with {len(args)} positional input(s), {type(style).__name__} has "
         f"{len(layouts)} input_layouts: give the rest positionally, or use input_kwarg_layouts for inputs by keyword"
@@ -165,11 +165,12 @@ def convert_outputs(
     style: Any,
     mesh: DeviceMesh,
 ) -> Any:
-    """The output of a module, or each of several, converted by ``convert(module, y, i, what, mesh)``. An output without
-    a layout stays as it is.
+    """Return the output or outputs of a module, converted by ``convert(module, y, i, what, mesh)``.
+
+    An output without a layout is unchanged.
 
     Raises:
-        ValueError: when there are more or fewer outputs than layouts.
+        ValueError: if the numbers of outputs and layouts differ.
     """
     name, several = module_label(module), isinstance(output, (tuple, list))
     outputs = output if several else (output,)
@@ -188,7 +189,7 @@ def convert_outputs(
 
 
 def as_slots(value: Any, keyword: str, style: str) -> Slots:
-    """A layout keyword as a tuple: a single placement is a tuple of one.
+    """Return the value of a layout keyword as a tuple. A single placement becomes a tuple with one entry.
 
     Raises:
         TypeError: for anything but placements and None.
@@ -201,10 +202,11 @@ def as_slots(value: Any, keyword: str, style: str) -> Slots:
 
 
 def as_single(value: Any, keyword: str, style: str) -> Placement | None:
-    """A layout keyword that takes one placement: itself, or alone in a tuple.
+    """Return the value of a layout keyword that takes one placement, which may be alone in a tuple.
 
     Raises:
-        TypeError: for anything but placements and None. ValueError: for more than one.
+        TypeError: for anything but placements and None.
+        ValueError: for more than one placement.
     """
     slots = as_slots(value, keyword, style)
     if len(slots) != 1:
@@ -213,7 +215,7 @@ def as_single(value: Any, keyword: str, style: str) -> Placement | None:
 
 
 def as_named(value: Any, keyword: str, style: str) -> dict[str, Placement | None]:
-    """A layout keyword that maps names to placements; None is none of them.
+    """Return the value of a layout keyword that maps names to placements. None becomes an empty dict.
 
     Raises:
         TypeError: for anything but a dict of placements and None.
@@ -226,7 +228,7 @@ def as_named(value: Any, keyword: str, style: str) -> dict[str, Placement | None
 
 
 def check_placement(value: Any, keyword: str, style: str) -> None:
-    """Raise TypeError unless ``value`` is a placement, ValueError for one of a dimension that no tensor has."""
+    """Raise TypeError unless ``value`` is a placement, and ValueError for a `Shard` of an impossible dimension."""
     if not isinstance(value, Placement):
         raise TypeError(
             f"{style}({keyword}=...) takes placements such as Shard(0) or Replicate(), got {value!r}"
@@ -237,16 +239,17 @@ def check_placement(value: Any, keyword: str, style: str) -> None:
 
 
 def check_tensor_dim(dim: int, what: str) -> None:
-    """Raise ValueError for a dimension beyond those of any input or output of a module."""
+    """Raise ValueError for a dimension that no tensor can have."""
     if not -_MOST_DIMS <= dim < _MOST_DIMS:
         raise ValueError(f"{what}: tensors have at most {_MOST_DIMS} dimensions; Shard(-1) is the last one")
 
 
 def as_pairs(given: Any, desired: Any, keyword: str, style: str) -> tuple[Slots, Slots]:
-    """A layout keyword and ``desired_<keyword>`` as tuples of one length.
+    """Return a layout keyword and ``desired_<keyword>`` as tuples of equal length.
 
     Raises:
-        TypeError: for anything but placements and None. ValueError: for more entries in one than in the other.
+        TypeError: for anything but placements and None.
+        ValueError: if their lengths differ.
     """
     pair = as_slots(given, keyword, style), as_slots(desired, f"desired_{keyword}", style)
     if len(pair[0]) != len(pair[1]):

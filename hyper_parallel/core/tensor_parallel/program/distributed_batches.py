@@ -1,14 +1,14 @@
-"""Tensor-parallel modules in a batch that is distributed over other dimensions of the mesh: data parallelism.
+"""Inputs of styled modules that are distributed over other mesh dimensions, as batches are with data parallelism.
 
-On the mesh ("dp", "tp"), a DTensor on ``mesh["dp"]`` arrives at a module whose style works on ``mesh["tp"]``: to the
-style, each rank's part of it is a plain tensor. To the style, a DTensor on both dimensions is one on ``mesh["tp"]``,
-and each row of ranks has its own. Results are put together the same way. A plain tensor is this rank's part of a
-DTensor on ``mesh["dp"]``. A DTensor on ``mesh["tp"]`` becomes one on both dimensions. So between styled modules, and in
-the loss, operations see the batch of all ranks.
+Take the mesh ("dp", "tp") and a style on ``mesh["tp"]``. If an input is a DTensor on ``mesh["dp"]``, the style gets its
+local tensor as a plain tensor. If it is a DTensor on both dimensions, the style gets a DTensor on ``mesh["tp"]``.
+Outputs are converted back. A plain output becomes the local tensor of a DTensor on ``mesh["dp"]``. An output DTensor on
+``mesh["tp"]`` becomes a DTensor on both dimensions. So operations between styled modules, and the loss, have the global
+batch.
 
-The cotangent of a value placed `Shard` is the shard of it, on both sides; parameters get this rank's summand. So
-modules with parameters take such batches under data parallelism alone, which adds these up, and says so in
-`SUMMED_OVER`.
+The cotangent of a sharded tensor is sharded in the same way. The gradients of parameters are partial over the other
+dimension. So modules with parameters take distributed batches only under data parallelism, which sums their gradients.
+It sets `SUMMED_OVER`.
 """
 
 from __future__ import annotations
@@ -28,40 +28,39 @@ from hyper_parallel.core.tensor_parallel.program.planned_parameters import modul
 
 __all__ = ["SUMMED_OVER", "OtherMeshError", "convert_part", "run_on_parts"]
 
-#: The mesh over which gradients of the parameters of the modules that run are summed; None where they are not summed.
+#: The mesh over which data parallelism sums the gradients of the running modules; None outside of data parallelism.
 SUMMED_OVER: ContextVar[DeviceMesh | None] = ContextVar("hyper_parallel_summed_over", default=None)
 
 _PART = "part of a batch"
 
 
 class OtherMeshError(ValueError):
-    """An input is distributed over another mesh than the one that the style works on."""
+    """Error for an input that is distributed over another mesh than that of the style."""
 
 
 def run_on_parts(
     run: Callable[..., Any], module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, error: OtherMeshError
 ) -> Any:
-    """``run(module, ...)`` on this rank's part of inputs that are also distributed outside of ``mesh``.
+    """Run a module on this rank's part of inputs that are distributed over mesh dimensions outside of ``mesh``.
 
     Args:
-        run: a call of the module with plain inputs.
+        run: function that calls the module with inputs as the style takes them.
         module: the module.
-        args, kwargs: its inputs. DTensors are on another slice of the mesh that ``mesh`` is a slice of, the same for
-            all, or on that and ``mesh``. The first that is `Shard` along all dimensions of that slice is the batch, of
-            which the results have the dimension too; others may be `Replicate`. Where the first input is replicated, it
-            is cut along its first dimension.
-        mesh: of the style.
-        error: the error that was raised because of an input that is not on it.
+        args, kwargs: inputs of the module. DTensors are on other dimensions of the root mesh, which are the same for
+            all inputs, and possibly on ``mesh`` too. The first input that is `Shard` along all other dimensions is the
+            batch. Further inputs may be `Replicate`. A replicated first input is sharded along its first dimension.
+        mesh: mesh of the style.
+        error: the error that was raised for an input on another mesh.
 
     Returns:
-        The module's result, with a DTensor that is placed as that input in place of each plain tensor, and on both
-        meshes in place of each DTensor on ``mesh``.
+        The module's output. A plain tensor becomes a DTensor with the batch's placements. A DTensor on ``mesh`` becomes
+        a DTensor on the other dimensions and ``mesh``.
 
     Raises:
-        OtherMeshError: ``error``, where no input is placed so, or gradients are not summed.
-        ValueError: where another input or a result does not.
+        OtherMeshError: ``error``, if no input is such a batch, or gradients are not summed over the other dimensions.
+        ValueError: if another input or an output does not belong to the batch.
     """
-    # A recomputation in backward was checked in forward.
+    # A recomputation in backward needs no check: its forward was checked.
     if SUMMED_OVER.get() is None and not mesh.platform.in_backward():
         raise error
     args = _cut(args, mesh)
@@ -92,20 +91,19 @@ def convert_part(
     what: str,
     error: OtherMeshError,
 ) -> Any:
-    """``convert`` of this rank's part of a DTensor that is distributed outside of ``mesh`` too, put together again. Its
-    placements there stay as they are.
+    """Convert a DTensor along ``mesh``, and keep its placements on the mesh dimensions outside of ``mesh``.
 
     Args:
-        x: the DTensor.
-        mesh: of the style.
-        convert: gives a DTensor on ``mesh`` for a plain tensor, or a DTensor there.
-        localize: makes a plain tensor of that; None leaves it.
-        what: names the tensor in messages.
-        error: the error to raise where it is not distributed so.
+        x: DTensor on other mesh dimensions, and possibly on ``mesh`` too.
+        mesh: mesh of the style.
+        convert: function from this rank's part, a plain tensor or a DTensor on ``mesh``, to a DTensor on ``mesh``.
+        localize: function from the result of ``convert`` to a plain tensor; None keeps the DTensor.
+        what: name of the tensor in messages.
+        error: the error to raise if ``x`` is not distributed outside of ``mesh``, or is partial there.
 
     Raises:
         OtherMeshError: ``error``.
-        ValueError: where the plain tensor would have a part of a dimension that is distributed outside of ``mesh``.
+        ValueError: if ``localize`` would make a plain tensor of a dimension that both meshes shard.
     """
     split = _SPLITS[x._layout, mesh]
     if split is None or any(p.is_partial() for p in split.outside.placements):
@@ -126,11 +124,11 @@ def convert_part(
 
 
 class _Split(NamedTuple):
-    """The layout of a DTensor outside of a style's mesh, and its placement on that mesh."""
+    """The layout of a DTensor outside of a style's mesh, and its placement on the style's mesh."""
 
-    #: On the other dimensions. The ranks of the style's mesh share its local part.
+    #: Layout on the other mesh dimensions.
     outside: Layout
-    #: How they share it; None where it is a plain tensor to them.
+    #: Placement of its local tensor on the style's mesh; None for a DTensor that is not on the style's mesh.
     own: Placement | None
 
 
@@ -143,22 +141,22 @@ def _split(key: tuple[Layout, DeviceMesh]) -> _Split | None:
         return None
     at = both.index_of(mesh, 0)
     others = [mesh_dim for mesh_dim in range(both.ndim) if mesh_dim != at]
-    # The layout of each alone: the order of the cuts, which strides say, is compared below.
+    # Layouts without the order of sharding, which `StridedShard` expresses; the order is compared below.
     alone = [Shard(p.dim) if isinstance(p, StridedShard) else p for p in layout.placements]
     outside = get_layout(both.slices.at(tuple(others)), tuple(alone[mesh_dim] for mesh_dim in others), layout.shape)
     try:
         same = nest(outside, mesh, [alone[at]], layout.shape) is layout
-    except ValueError:  # a `PackedShard` that another dimension cuts before
+    except ValueError:  # for a `PackedShard` of a dimension that another mesh dimension shards first
         same = False
     return _Split(outside, alone[at]) if same else None
 
 
-#: (layout of a DTensor, 1-D mesh of a style) -> its layout outside of that mesh, or None where it has none.
+#: (layout of a DTensor, 1-D mesh of a style) -> `_Split`, or None for a DTensor that cannot be split.
 _SPLITS: Table = Table(_split, 1 << 12, "layouts outside of the meshes of styles")
 
 
 def _batch_of(inputs: tuple, mesh: DeviceMesh) -> Layout | None:
-    """The layout of the first input that is sharded along all dimensions outside of ``mesh``; None without."""
+    """Return the outside layout of the first input that is sharded along all dimensions outside ``mesh``, or None."""
     for x in inputs:
         split = _SPLITS[x._layout, mesh] if isinstance(x, DTensor) else None
         if split is not None:
@@ -169,7 +167,10 @@ def _batch_of(inputs: tuple, mesh: DeviceMesh) -> Layout | None:
 
 
 def _cut(args: tuple, mesh: DeviceMesh) -> tuple:
-    """``args``, the first of them sharded where it is replicated: operations leave a batch of one sample so."""
+    """Return ``args``, where a replicated first input is sharded along its first dimension.
+
+    Operations may leave a batch of one sample replicated.
+    """
     x: Any = args[0] if args else None
     split = _SPLITS[x._layout, mesh] if isinstance(x, DTensor) and x._layout.ndim > 1 else None
     if split is None or any(p is not Replicate() for p in split.outside.placements):
@@ -177,14 +178,16 @@ def _cut(args: tuple, mesh: DeviceMesh) -> tuple:
     if split.own is None:
         return (x.redistribute(placements=[Shard(0)] * x.device_mesh.ndim), *args[1:])
     if split.own.is_shard(0):
-        return args  # which this rank's part of the batch would be a part of
+        return args  # the style's mesh shards the first dimension already
     at = x.device_mesh.index_of(mesh, 0)
     return (x.redistribute(placements=[p if i == at else Shard(0) for i, p in enumerate(x.placements)]), *args[1:])
 
 
 def _part_with(batch: Layout, x: DTensor, mesh: DeviceMesh, name: str) -> Any:
-    """This rank's part of an input, as a style on ``mesh`` takes it. A replicated input is used with each rank's part
-    of the batch."""
+    """Return this rank's part of an input, as a style on ``mesh`` takes it.
+
+    Every rank uses all of a replicated input with its shard of the batch.
+    """
     split = _SPLITS[x._layout, mesh]
     if split is None or split.outside.mesh is not batch.mesh or any(p.is_partial() for p in split.outside.placements):
         raise ValueError(
@@ -206,8 +209,8 @@ def _part_with(batch: Layout, x: DTensor, mesh: DeviceMesh, name: str) -> Any:
         summands[at] = x._layout.cotangent.placements[at]
     local, shape = x.to_local(grad_placements=summands), list(outside.local_shape)
     if of_batch:
-        # A sample of zeros instead: not every framework's layers are right without samples, in backward above all. Its
-        # output is dropped, so its cotangents are zeros.
+        # A sample of zeros: some layers of frameworks fail without samples, above all in backward. The output of this
+        # sample is dropped, so its cotangents are zeros.
         platform, dim = mesh.platform, _batch_dim(batch)
         shape[dim] = 1
         added = shape if own is None else get_layout(mesh, (own,), tuple(shape)).local_shape
@@ -217,13 +220,16 @@ def _part_with(batch: Layout, x: DTensor, mesh: DeviceMesh, name: str) -> Any:
 
 
 def _keep_part(x: DTensor, part: Any, mesh: DeviceMesh) -> None:
-    """Cache the ``part`` of ``x`` on ``mesh``. Modules that read the same ``x`` then share one sum of its gradient."""
+    """Cache the ``part`` of ``x`` on ``mesh``, so that modules that read ``x`` share one reduction of its gradient."""
     with mesh.platform.no_dispatch():
         mesh.platform.write_cache(x, (_PART, mesh), part)
 
 
 def _kept_part(x: DTensor, split: _Split, mesh: DeviceMesh) -> Any:
-    """Return the argument of `_keep_part` where both have the same kind of cotangent, or None."""
+    """Return the part that `_keep_part` cached for ``x``, or None.
+
+    The part is used only if ``x`` is sharded outside, and both or neither need a gradient.
+    """
     platform = mesh.platform
     if not all(isinstance(p, Shard) for p in split.outside.placements):
         return None
@@ -233,24 +239,24 @@ def _kept_part(x: DTensor, split: _Split, mesh: DeviceMesh) -> Any:
 
 
 def _on(mesh: DeviceMesh, local: Any, own: Placement | None, shape: Sequence[int]) -> Any:
-    """A plain tensor as it is, or as a DTensor on ``mesh`` where it is a part of one."""
+    """Return ``local``, or with a placement ``own`` a DTensor on ``mesh`` of which it is the local tensor."""
     return local if own is None else DTensor._of_part(local, get_layout(mesh, (own,), shape))
 
 
 def _is_empty(batch: Layout) -> bool:
-    """Return whether this rank, and with it all that are tensor parallel with it, has no sample."""
+    """Return whether this rank has no sample. Then all ranks of its tensor-parallel group have none."""
     return not batch.local_shape[_batch_dim(batch)]
 
 
 def _samples(batch: Layout, mesh: DeviceMesh) -> BatchPart:
-    """Return the samples that the module of a style on ``mesh`` gets."""
+    """Return which samples of the batch a module with a style on ``mesh`` gets on this rank."""
     dim = _batch_dim(batch)
     samples = batch.local_shape[dim]
     return BatchPart(mesh, dim, samples or 1, batch.local_offset[dim] if samples else 0, batch.shape[dim])
 
 
 def _batch_dim(batch: Layout) -> int:
-    """The dimension of the samples."""
+    """Return the tensor dimension of the samples."""
     shard: Any = batch.placements[0]
     dim: int = shard.dim
     return dim
@@ -272,16 +278,16 @@ def _result(y: Any, batch: Layout, mesh: DeviceMesh, name: str) -> Any:
 
 
 def _whole(y: Any, outside: Layout, mesh: DeviceMesh, what: str) -> Any:
-    """The DTensor whose part on a row of ranks is ``y``, a plain tensor or a DTensor on ``mesh``.
+    """Return the DTensor on the mesh of ``outside`` whose local part is ``y``.
 
     Args:
-        y: the part.
-        outside: the layout of another tensor outside of ``mesh``, of which the result has the sharded dimensions.
-        mesh: of the style.
-        what: names it in messages.
+        y: plain tensor, or a DTensor on ``mesh``.
+        outside: layout of another tensor outside of ``mesh``. The result has its placements and sharded sizes.
+        mesh: mesh of the style.
+        what: name of the tensor in messages.
 
     Raises:
-        ValueError: where ``y`` does not have these.
+        ValueError: if a sharded dimension of ``y`` does not have the local size of ``outside``.
     """
     distributed, shape = isinstance(y, DTensor), list(y.shape)
     dims = {p.dim for p in outside.placements if isinstance(p, Shard)}

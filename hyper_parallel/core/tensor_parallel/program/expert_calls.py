@@ -1,7 +1,7 @@
-"""How modules of experts are called, and what ranks tell each other before a token is sent.
+"""Calls of expert modules, and the comparison of calls between ranks before tokens are sent.
 
-Two ways are known. ``module(tokens, counts)`` has the tokens of the first expert first, and the number of each.
-``module(hidden, indices, weights)`` has k experts for each token, and sums what they give by the weights.
+Two forms are known. ``module(tokens, counts)`` takes tokens sorted by expert, and the number of tokens of each expert.
+``module(hidden, indices, weights)`` takes k experts for each token, and returns the weighted sums of their outputs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["EXPERT_SHARES", "ExpertCall", "agree_on_routes", "evenly", "like", "
 
 Key = int | str
 
-#: Shares of the experts in the routes of a dry run: see `hyper_parallel.planning.expert_shares`.
+#: Fractions of the routes that each expert gets in a dry run, set by `hyper_parallel.planning.expert_shares`.
 EXPERT_SHARES: ContextVar[Sequence[float] | None] = ContextVar("hyper_parallel_expert_shares", default=None)
 
-#: What can be wrong with a call on one rank: text with the two numbers that tell of it.
+#: Problems of a call on one rank, by number: texts with places for the two numbers of the problem.
 _WRONG = {
     1: "the experts' indices go from {0} to {1}",
     2: "the numbers of tokens sum to {0}, and there are {1} tokens",
@@ -38,7 +38,7 @@ _WRONG = {
     5: "the arguments are neither (tokens, counts) nor (hidden states, indices, weights)",
     6: "there are indices for {0} tokens, and {1} tokens",
 }
-#: More than there are keys of `_WRONG`.
+#: Greater than the largest key of `_WRONG`.
 _PROBLEMS = 8
 _REMEDY = (
     "give the module (tokens sorted by expert (N, d), tokens for each expert (E,)), or (hidden states (T, d), indices "
@@ -48,15 +48,17 @@ _REMEDY = (
 
 @dataclass
 class ExpertCall:
-    """A call of a module of experts, as this rank makes it.
+    """This rank's call of an expert module.
 
     Attributes:
-        given: the arguments, by place or name.
-        tokens, experts, weights: the keys of the tokens, of counts or indices, and of weights, which may be None.
-        counts: how many of this rank's routes go to each expert.
-        order: of the routes, as `Routes` takes it.
-        copies: how many routes each token has.
-        problem: a key of what can be wrong, 0 for nothing, and two numbers.
+        given: the arguments, by position or name.
+        tokens: key of the tokens in ``given``.
+        experts: key of the counts, or of the indices of experts.
+        weights: key of the weights; None in the form with counts.
+        counts: number of this rank's routes to each expert.
+        order: order of the routes by expert, as `Routes` takes it.
+        copies: number of routes of each token.
+        problem: a key of `_WRONG` (0 for no problem) and the two numbers of its text.
     """
 
     given: dict[Key, Any]
@@ -69,7 +71,7 @@ class ExpertCall:
     problem: tuple[int, int, int] = (0, 0, 0)
 
     def local_arguments(self, x: Any, numbers: Sequence[int], platform: Platform) -> dict[Key, Any]:
-        """The arguments for the experts of this rank, which get these numbers of the rows ``x``."""
+        """Return the arguments for the local experts, which get ``numbers`` of the rows ``x``, in order."""
         given, experts = dict(self.given), self.given[self.experts]
         given[self.tokens] = x
         if self.weights is None:
@@ -82,12 +84,12 @@ class ExpertCall:
 
 
 def read_call(args: tuple, kwargs: dict, count: int, platform: Platform) -> ExpertCall:
-    """Find out what a module of ``count`` experts is called with. No rank communicates.
+    """Find tokens, counts, indices and weights among the arguments of an expert module, without communication.
 
     Args:
-        args, kwargs: the arguments, plain tensors among them.
-        count: number of experts.
-        platform: of the tensors.
+        args, kwargs: arguments of the call; tensors are plain.
+        count: global number of experts.
+        platform: platform of the tensors.
     """
     given: dict[Key, Any] = {**dict(enumerate(args)), **kwargs}
     call, tensors = ExpertCall(given), {key: x for key, x in given.items() if platform.is_tensor(x)}
@@ -135,21 +137,21 @@ def read_call(args: tuple, kwargs: dict, count: int, platform: Platform) -> Expe
 
 
 def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], what: str) -> Routes:
-    """Exchange the numbers of the calls that the ranks of a 1-D mesh make: one small all-gather.
+    """Exchange the route counts of the ranks of a 1-D mesh, by one small all-gather, and return the routes.
 
-    A rank sends its numbers of tokens, and one that tells of its call. Where a call is wrong on a rank, or another one,
-    all ranks exchange the details, and raise.
+    Each rank sends its counts and a checksum of its call. If a call has a problem, or checksums differ, all ranks
+    exchange the details and raise.
 
     Args:
-        call: that of this rank.
-        mesh: along which the experts lie.
-        sizes: how many experts each rank has.
-        what: names the module in messages.
+        call: call of this rank.
+        mesh: mesh over which the experts are sharded.
+        sizes: number of experts on each rank.
+        what: name of the module in messages.
 
     Raises:
-        ValueError: on all ranks, where something is wrong on one.
-        RankMismatchError: on all ranks, where they differ in the tokens' width, dtype, or need of a gradient, or in the
-            number of experts for each token.
+        ValueError: on all ranks, if the call of any rank has a problem.
+        RankMismatchError: on all ranks, if they differ in the tokens' width, dtype or need of a gradient, or in the
+            number of experts of each token.
     """
     platform = mesh.platform
     facts: dict[str, Any] = {}
@@ -180,14 +182,14 @@ def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], wh
 
 
 def _refuse(details: np.ndarray, facts: dict[str, Any], mesh: DeviceMesh, count: int, what: str) -> None:
-    """Raise the error of a call that is wrong on a rank.
+    """Raise the error for a call with a problem on some rank, or for calls that differ.
 
     Args:
-        details: of each rank: the problem with its two numbers, and the digests of the facts.
-        facts: of this rank, by name.
-        mesh: of the ranks.
-        count: number of experts.
-        what: names the module.
+        details: a row for each rank: the problem, its two numbers, and the digests of the rank's facts.
+        facts: facts of this rank, by name.
+        mesh: mesh of the ranks.
+        count: global number of experts.
+        what: name of the module.
     """
     ranks = mesh.ranks_along(0)
     wrong = [
@@ -201,22 +203,23 @@ def _refuse(details: np.ndarray, facts: dict[str, Any], mesh: DeviceMesh, count:
 
 
 def values_of(x: Any, platform: Platform) -> np.ndarray:
-    """The integers of a plain tensor, as a vector."""
+    """Return the integers of a plain tensor on the host, as a vector."""
     wide = platform.host_tensor(np.zeros(1, np.int64)).dtype
     return np.frombuffer(platform.bytes_of(platform.to_dtype(platform.detach(x), wide)), np.int64)
 
 
 def like(values: np.ndarray, x: Any, platform: Platform) -> Any:
-    """These integers as a plain tensor of the dtype of ``x``, on this rank's device."""
+    """Return integers as a plain tensor of the dtype of ``x``, on this rank's device."""
     return platform.to_dtype(platform.to_device(platform.host_tensor(values)), x.dtype)
 
 
 def evenly(rows: int, count: int) -> np.ndarray:
-    """The rows for each expert, for a dry run, which has no values: as many as for the others or one more, or as
-    `EXPERT_SHARES` say.
+    """Return assumed numbers of rows for each expert, for a dry run, where tensors have no values.
+
+    Rows are spread evenly, or by `EXPERT_SHARES`.
 
     Raises:
-        ValueError: for shares of another number of experts.
+        ValueError: if `EXPERT_SHARES` is for another number of experts.
     """
     shares = EXPERT_SHARES.get()
     if shares is None:

@@ -1,7 +1,7 @@
-"""Tokens of each rank's own for a module of experts, and how results are put together.
+"""Conversion of an expert module's arguments to tokens that differ between ranks, and of its results back.
 
-They are parts of DTensors, or of plain tensors that ranks hold in common. Ranks among which each expert is cut need
-the same tokens instead, and add up their results.
+The tokens are shards of DTensors, or of replicated plain tensors. If each expert is itself sharded over some ranks,
+these ranks need the same tokens, and sum their partial results.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Inputs", "parts_of_batch", "parts_of_whole", "whole_for_summands"]
 
 
 class Inputs(NamedTuple):
-    """Arguments with which a module of experts is called.
+    """Plain arguments of an expert module after a conversion.
 
     Attributes:
-        args, kwargs: the arguments, plain.
-        back: function of the plain result for these, which gives that for the caller.
-        mesh: of the DTensors or plain tensors that they were made of.
+        args, kwargs: the arguments.
+        back: function from the module's plain result to the result before the conversion.
+        mesh: mesh of the tensors that were converted.
     """
 
     args: tuple
@@ -41,21 +41,21 @@ class Inputs(NamedTuple):
 def parts_of_batch(
     args: tuple, kwargs: dict, mesh: DeviceMesh, tp: DeviceMesh | None, count: int, name: str
 ) -> Inputs | None:
-    """This rank's parts of arguments that are DTensors; None where all are plain.
+    """Return this rank's shards of arguments that are DTensors, or None if all arguments are plain.
 
-    Along dimensions of data parallelism and of the experts each rank gets a part of the tokens. Along others its tokens
-    are those of its neighbours.
+    Tokens are sharded along the dimensions of data parallelism and of the experts. They are replicated along other mesh
+    dimensions.
 
     Args:
-        args, kwargs: the arguments, of which the tokens come first.
-        mesh: of the style.
-        tp: of tensor parallelism, where the style has that.
-        count: number of experts.
-        name: names the module in messages.
+        args, kwargs: the arguments; the first is the tokens.
+        mesh: mesh of the style.
+        tp: tensor-parallel mesh of the style, or None.
+        count: global number of experts.
+        name: name of the module in messages.
 
     Raises:
-        ValueError: for plain tensors and DTensors at once, and DTensors of several meshes, or of one over whose other
-            ranks no unit sums gradients.
+        ValueError: for a mix of plain tensors and DTensors, DTensors on several meshes, or DTensors on ranks over which
+            no data-parallel unit sums gradients.
     """
     tensors = [x for x in (*args, *kwargs.values()) if mesh.platform.is_tensor(x)]
     layouts = [x._layout for x in tensors if isinstance(x, DTensor)]
@@ -78,12 +78,12 @@ def parts_of_batch(
 
 
 def parts_of_whole(args: tuple, kwargs: dict, mesh: DeviceMesh, count: int) -> Inputs:
-    """This rank's parts of plain arguments that are the same on all ranks, as the result is to be.
+    """Return this rank's shards of replicated plain arguments. The converted result is replicated too.
 
     Args:
-        args, kwargs: the arguments, of which the tokens come first.
-        mesh: of these ranks.
-        count: number of experts.
+        args, kwargs: the arguments; the first is the tokens.
+        mesh: mesh over which the arguments are replicated.
+        count: global number of experts.
     """
 
     def known(x: Any) -> Any:
@@ -100,11 +100,13 @@ def parts_of_whole(args: tuple, kwargs: dict, mesh: DeviceMesh, count: int) -> I
 
 
 def whole_for_summands(args: tuple, kwargs: dict, mesh: DeviceMesh) -> Inputs:
-    """Plain arguments that are the same on all ranks, each of which computes a summand of the result.
+    """Return replicated plain arguments for ranks that each compute a partial result.
+
+    Results are all-reduced in forward, gradients of the arguments in backward.
 
     Args:
         args, kwargs: the arguments.
-        mesh: of these ranks.
+        mesh: mesh over which the arguments are replicated.
     """
     platform = mesh.platform
 
@@ -120,7 +122,7 @@ def whole_for_summands(args: tuple, kwargs: dict, mesh: DeviceMesh) -> Inputs:
 
 
 def _cut(args: tuple, kwargs: dict, tokens: Layout, count: int) -> Inputs:
-    """This rank's parts of DTensors, as the ``tokens`` are to lie, and the function that makes a DTensor of parts."""
+    """Return this rank's shards of DTensors in the placements of ``tokens``; ``back`` makes a DTensor of shards."""
     placements, everywhere = tokens.placements, [Replicate()] * tokens.mesh.ndim
 
     def part(x: Any) -> Any:
@@ -137,12 +139,12 @@ def _cut(args: tuple, kwargs: dict, tokens: Layout, count: int) -> Inputs:
 
 
 def _placement(dim: DeviceMesh, mesh: DeviceMesh, name: str) -> Placement:
-    """How tokens are to lie along a dimension of the mesh of a batch.
+    """Return the placement of tokens along one dimension of the batch's mesh.
 
     Args:
-        dim: the dimension, a mesh.
-        mesh: of the style, over which gradients of experts are summed.
-        name: names the module in messages.
+        dim: 1-D mesh of the dimension.
+        mesh: mesh of the style, over which gradients of experts are summed.
+        name: name of the module in messages.
     """
     summed = SUMMED_OVER.get()
     over = [mesh] if summed is None else [mesh, summed, mesh.slices.union([summed])]
@@ -157,18 +159,18 @@ def _placement(dim: DeviceMesh, mesh: DeviceMesh, name: str) -> Placement:
 
 
 def _own_counts(counts: Any, tokens: Layout) -> Any:
-    """How many of this rank's rows go to each expert.
+    """Return the number of this rank's rows of each expert.
 
     Args:
-        counts: plain tensor of the numbers of all rows, which lie in the order of the experts.
-        tokens: how the rows lie.
+        counts: plain tensor with the global number of rows of each expert. Rows are sorted by expert.
+        tokens: layout of the rows.
     """
     platform = tokens.mesh.platform
     if platform.sends_nothing:
         return counts
     numbers = values_of(counts, platform)
     if (numbers < 0).any():
-        return counts  # which is refused
+        return counts  # `read_call` refuses negative counts
     ends = np.cumsum(numbers)
     first = tokens.local_offset[0]
     last = first + tokens.local_shape[0]

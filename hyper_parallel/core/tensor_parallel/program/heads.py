@@ -1,4 +1,4 @@
-"""Attention heads: whole ones on every rank, fewer key and value heads than ranks, and norms inside a head."""
+"""Attention heads: checks that ranks get complete heads, and fewer key and value heads than ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hyper_parallel.core.tensor_parallel.program.local_forward import layout_of_
 
 
 def as_heads(heads: int | Sequence[int] | None, style: str) -> int | tuple[int, ...] | None:
-    """The keyword ``heads``, checked: a number, one for each part of a packed weight, or None.
+    """Check and return the keyword ``heads``: a number, a number for each matrix of a packed weight, or None.
 
     Raises:
-        TypeError: for anything else. ValueError: for numbers below 1.
+        TypeError: for anything else.
+        ValueError: for numbers below 1.
     """
     if heads is None:
         return None
@@ -28,10 +29,10 @@ def as_heads(heads: int | Sequence[int] | None, style: str) -> int | tuple[int, 
 
 
 def sizes_of_heads(features: int, heads: tuple[int, ...], where: str) -> tuple[int, ...]:
-    """Features of each part of a packed weight whose heads all have one size.
+    """Return the features of each matrix in a packed weight, if all heads have one size.
 
     Raises:
-        ValueError: when the heads do not divide the features.
+        ValueError: if the number of heads does not divide the number of features.
     """
     if features % sum(heads):
         raise ValueError(
@@ -50,15 +51,15 @@ def check_heads(
     may_replicate: bool = False,
     source: str = "",
 ) -> None:
-    """Raise ValueError unless every rank of a 1-D mesh gets whole heads of each part.
+    """Raise ValueError unless every rank of a 1-D mesh gets complete heads of each matrix.
 
     Args:
-        heads: number of heads, of each part.
-        features: features of each part.
-        mesh: the mesh over which they are sharded.
-        where: names the module.
-        may_replicate: whether fewer heads than ranks may be on several ranks each.
-        source: where the number of heads was found, for the message.
+        heads: number of heads, or of the heads of each matrix in a packed weight.
+        features: number of features of each matrix.
+        mesh: mesh over which the heads are sharded.
+        where: name of the module.
+        may_replicate: whether several ranks may share a head if there are fewer heads than ranks.
+        source: origin of the number of heads, for the message.
     """
     ranks = mesh.size()
     for count, size in zip((heads,) if isinstance(heads, int) else heads, features, strict=True):
@@ -78,15 +79,15 @@ def check_heads(
 
 
 def local_heads(y: Any, heads: Any, mesh: DeviceMesh) -> Any:
-    """Return this rank's one head of an output that is the same on every rank: (..., size) of (..., heads * size).
+    """Return this rank's head, (..., size), of a replicated output (..., heads * size).
 
-    The ranks that share a head each contribute a part of its gradient.
+    The gradient of the output is partial: backward sums the contributions of ranks that share a head.
     """
     platform = mesh.platform
     local = y.to_local(grad_placements=[Partial()])
     shape = platform.shape_of(local)
     size = shape[-1] // heads
     own = platform.narrow(local, len(shape) - 1, mesh.get_local_rank() * heads // mesh.size() * size, size)
-    if FOLLOWING:  # as if there were as many heads as ranks
+    if FOLLOWING:  # reported as a shard, as if there were a head for each rank
         FOLLOWING[-1].given(own, layout_of_even_part(own, mesh, Shard(-1)))
     return own

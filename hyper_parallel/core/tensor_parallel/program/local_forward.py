@@ -1,4 +1,4 @@
-"""The shorter way of a module with a single input, of which all is known when its style is applied."""
+"""`LocalForward`: fast paths of a module with a single input, which are built when its style is applied."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from hyper_parallel.core.plain_code.following import FOLLOWING, UNEVEN
 
 @dataclass(frozen=True)
 class LocalForward:
-    """Functions that a module runs in place of its forward, depending on the class of its only input.
+    """Functions that a module with a single input runs in place of its forward.
 
-    Both give NotImplemented, having done nothing, for an input that they do not know. They do so too for a module whose
-    parameters are not those of the plan any more. Others were put in their place, or are computed (a parametrization).
+    Both functions return NotImplemented, without side effects, for an input that they do not support. They also do so
+    if the module's parameters are no longer those of the plan. These may have been replaced, or be computed by a
+    parametrization.
 
     Attributes:
-        plain: ``plain(module, x)`` for a plain tensor, None where the style must look at it.
+        plain: ``plain(module, x)`` for a plain tensor; None if plain tensors need the conversions of the style.
         distributed: ``distributed(module, x)`` for a DTensor.
-        given: the placement that ``plain`` assumes of a plain tensor, where the ranks must compare theirs. They compare
-            shards by their sizes, and replicated tensors by their values.
-        gives: the placement of the output, None for one that a program cannot be followed with: see ``lost``.
-        lost: the reason.
+        given: placement that ``plain`` assumes for a plain tensor, if ranks must compare their tensors; otherwise None.
+            Ranks compare the sizes of shards, and the values of replicated tensors.
+        gives: placement of the output, for followed programs; None if they cannot follow the output.
+        lost: the reason why they cannot.
     """
 
     plain: Callable[[Any, Any], Any] | None
@@ -36,8 +37,7 @@ class LocalForward:
 
 
 def layout_of_even_part(x: Any, mesh: DeviceMesh, placement: Placement) -> Layout:
-    """Return the layout of the tensor of which ``x`` is this rank's part. All ranks of the 1-D ``mesh`` have parts of
-    one size."""
+    """Return the layout of the tensor whose local tensor is ``x``, if all ranks have shards of one size."""
     shape = list(x.shape)
     if isinstance(placement, Shard):
         placement = placement.with_dim(placement.dim % len(shape))
@@ -46,10 +46,10 @@ def layout_of_even_part(x: Any, mesh: DeviceMesh, placement: Placement) -> Layou
 
 
 def tell_output(local: LocalForward, y: Any, whole: tuple[int, ...], mesh: DeviceMesh) -> Any:
-    """Return ``y``, the output of ``local``. Tell a followed program how a plain ``y`` is placed.
+    """Report the placement of a plain output ``y`` to a followed program, and return ``y``.
 
     Args:
-        local: that has run.
+        local: fast path that computed ``y``.
         y: output.
         whole: global shape of the input.
         mesh: 1-D mesh.

@@ -1,4 +1,4 @@
-"""Collectives that are under way while linear layers compute: the switch for it, and the layers that look at it."""
+"""Overlap of collectives with the products of linear layers: `overlap_collectives`, and the forwards that use it."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ from hyper_parallel.platform.contract.programs import KEPT, Program
 _MIB = 1 << 20
 
 
-#: (chunks, least) of the innermost block.
+#: (chunks, least) of the innermost `overlap_collectives` block.
 _ACTIVE: ContextVar[tuple[int, int]] = ContextVar("hyper_parallel_overlap", default=(1, 0))
-#: One entry for each block that is open anywhere: empty nearly always, and quicker to look at than the variable.
+#: An entry for each open block of any thread. It is usually empty, and faster to read than the context variable.
 _OPEN: list[tuple[int, int]] = []
 
 
 @contextmanager
 def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None]:
-    """Inside, the collective of a linear layer overlaps with its product, where it is large enough to be worth it.
+    """Overlap the collectives of linear layers with their products, inside this context.
 
-    It is for linear layers with `RowwiseParallel` (all-reduce, or reduce-scatter with sharded ``output_layouts``). It
-    is also for those with ``ColwiseParallel(input_layouts=Shard(dim))`` (all-gather). Forward and backward are cut into
-    chunks: while one is multiplied, the collective of another is pending. Where one collective went, ``chunks`` go,
-    which move as many bytes in all. A gather that `PrepareModuleInput` does for several layers is not overlapped.
-    Results are equal up to the order of sums in the gradient of the weight. Gradients of gradients are an error.
+    This applies to layers with `RowwiseParallel` (all-reduce, or reduce-scatter with sharded ``output_layouts``). It
+    also applies to ``ColwiseParallel(input_layouts=Shard(dim))`` (all-gather). Forward and backward are split into
+    chunks. While one chunk is multiplied, the collective of another chunk is pending. So ``chunks`` collectives replace
+    one, and move the same number of bytes. An all-gather by `PrepareModuleInput`, which several layers share, is not
+    overlapped. Results are equal up to the order of sums in the gradient of the weight. Gradients of gradients raise an
+    error.
 
-    Worth it where transfers take about as long as the products and products are large; measure it. MindSpore does not
-    start collectives without waiting for them, so the switch does nothing there.
+    Use it where products are large and collectives take about as long as products, and measure the gain. On MindSpore
+    it does nothing, because collectives there are synchronous.
 
     Args:
-        chunks: how many chunks; the next smaller number that divides the dimension where this one does not.
-        least: smallest size of a collective's operand, in elements, below which layers are left as they are.
+        chunks: number of chunks. If it does not divide the dimension, the next smaller divisor is used.
+        least: number of elements of a collective's operand below which layers do not overlap.
 
     Raises:
         ValueError: for fewer than 2 chunks or a negative size.
@@ -70,13 +71,14 @@ def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None
 
 
 def overlapped_first(local: LocalForward, program: Program) -> LocalForward:
-    """``local``, preceded by `Fast.linear_with_collective` where that is asked for, for the inputs that it takes.
+    """Return a `LocalForward` that tries `Fast.linear_with_collective` before ``local``.
 
-    A row-parallel layer multiplies and sums, by an all-reduce or a reduce-scatter. A column-parallel layer whose plain
-    input is a shard of another dimension than the features gathers and multiplies.
+    A row-parallel layer multiplies, then all-reduces or reduce-scatters. A column-parallel layer all-gathers a plain
+    input that is sharded along another dimension than the features, then multiplies.
 
     Args:
-        local: the forward of ``program`` that runs otherwise.
+        local: fast path of ``program`` without overlap.
+        program: program of the module.
     """
     if program.gives == KEPT:
         return local
@@ -86,7 +88,7 @@ def overlapped_first(local: LocalForward, program: Program) -> LocalForward:
     input_layout, output_layout = placement_of(program.given), placement_of(wanted)
     platform, (shard,), size = mesh.platform, of_weight.placements, mesh.size()
     fast = platform.fast or NOTHING_FASTER
-    # All ranks must go one way, and where sizes do not divide they have tensors of different shapes.
+    # All ranks must take the same path, and uneven shards have different shapes on the ranks.
     if size == 1 or type(shard) is not Shard or of_weight.shape[shard.dim] % size:
         return local
     rows = shard.dim == 1
@@ -101,14 +103,14 @@ def overlapped_first(local: LocalForward, program: Program) -> LocalForward:
     run_plain, run_distributed = local.plain, local.distributed
 
     def multiply(module: Any, x: Any, shape: tuple[int, ...]) -> Any:
-        """``shape`` is the global one of the rows before they are scattered or after they are gathered."""
+        """Multiply with the collective overlapped. ``shape`` is the shape before a scatter or after a gather."""
         dim = 0 if collective == "all_reduce" else moved.dim % len(shape)
         elements = math.prod(shape[:-1]) * (features if rows else shape[-1])
         if dim >= len(shape) - 1 or (collective != "all_reduce" and shape[dim] % size):
             return NotImplemented
         chunks, least = _ACTIVE.get()
         if elements < least or CHECKS:
-            chunks = 1  # checks communicate themselves, which must not come between collectives that are under way
+            chunks = 1  # checks communicate, which must not happen between pending collectives
         own = platform.own_parameters(module)
         matrix, bias = own.get("weight"), own.get("bias")
         if getattr(matrix, "_layout", None) is not of_weight or getattr(bias, "_layout", bias) is not of_bias:
@@ -124,7 +126,7 @@ def overlapped_first(local: LocalForward, program: Program) -> LocalForward:
             if y is None:
                 return NotImplemented
             if bias is not None:
-                # A shard of the rows gives a part of the gradient of the bias.
+                # The gradient of the bias is partial, because the output is sharded.
                 bias = partial_grad_view(bias, (0,)) if collective == "reduce_scatter" else bias
                 y = y.add(bias)
             if use_local_output:

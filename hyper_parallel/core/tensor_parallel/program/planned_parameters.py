@@ -1,8 +1,9 @@
-"""Check that a module still holds the parameters that its style distributed.
+"""Check that a module still has the parameters that its style distributed.
 
-Other code may replace a parameter after `parallelize_module`: a state dict that is assigned, a library that wraps
-models. Such a module's forward would take a plain tensor for this rank's part. The short forwards compare the layout of
-each parameter with that of the plan. They leave all else to the general one, which asks here.
+Other code may replace a parameter after `parallelize_module`: a state dict that is assigned, or a library that wraps
+models. The module's forward would then use a full plain tensor as this rank's shard. The fast forwards compare the
+layout of each parameter with that of the plan. If one differs they leave the call to the general forward, which uses
+`parameter_check`.
 """
 
 from __future__ import annotations
@@ -14,55 +15,54 @@ from typing import Any
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-#: Attribute of a module that data parallelism has made a unit of.
+#: Attribute of a module that is a unit of data parallelism.
 UNIT = "_hyper_parallel_unit"
 _PATH = "_hyper_parallel_path"
 _LAYOUTS = "_hyper_parallel_layouts"
 
 
 def name_module(module: Any, path: str) -> None:
-    """Remember on ``module`` its path in the plan, for messages."""
+    """Store the path of ``module`` in the plan on the module, for messages."""
     object.__setattr__(module, _PATH, path)
 
 
 def path_of(module: Any) -> str:
-    """The path of a module where a plan named it, else its class."""
+    """Return the path of a module that a plan names; otherwise the name of its class."""
     return getattr(module, _PATH, "") or type(module).__name__
 
 
 def module_label(module: Any) -> str:
-    """Return the name of a module in messages: its class, and its path where a plan named it."""
+    """Return the name of a module for messages: its class, and its path if a plan names it."""
     path = getattr(module, _PATH, "")
     return f"{type(module).__name__} {path!r}" if path else type(module).__name__
 
 
 def layouts_of(own: Mapping[str, Any]) -> dict[str, Layout | None]:
-    """The layout of each parameter in the table of a module, None for one that is not distributed."""
+    """Return the layout of each parameter in a module's table, or None for a parameter that is not distributed."""
     return {name: getattr(p, "_layout", None) for name, p in own.items()}
 
 
 def remember_layouts(module: Any, mesh: DeviceMesh) -> None:
-    """Remember on ``module`` the layouts that its parameters have now, for `planned_layouts`."""
+    """Store the present layouts of the direct parameters on ``module``, for `planned_layouts`."""
     object.__setattr__(module, _LAYOUTS, layouts_of(mesh.platform.own_parameters(module)))
 
 
 def planned_layouts(module: Any) -> Mapping[str, Layout | None]:
-    """The layouts that the parameters of ``module`` had when its style was applied; none before."""
+    """Return the layouts that the parameters of ``module`` had when its style was applied; empty without a style."""
     return getattr(module, _LAYOUTS, {})
 
 
 def parameter_check(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
-    """``check(module)``, of ``module`` or a copy of it: that its parameters, and those of the modules below it, are
-    distributed as they are now.
+    """Return ``check(module)``, which compares a module's parameters with the present layouts.
 
-    ``check`` raises ValueError for a parameter that is plain, of another mesh or placed otherwise. All ranks that have
-    it raise, before anything is communicated.
+    It takes ``module`` or a copy of it, and includes submodules. It raises ValueError for a parameter that is plain, on
+    another mesh or in other placements. All ranks with such a parameter raise before any communication.
     """
     own_parameters = mesh.platform.own_parameters
     below = []
     for path, submodule in mesh.platform.named_modules(module):
         held = layouts_of(own_parameters(submodule))
-        # Parameters that a style has left plain are its own affair.
+        # Parameters that a style left plain may change freely.
         known = {name: layout for name, layout in held.items() if layout is not None}
         if known:
             below.append((path, attrgetter(path) if path else None, known))
@@ -80,11 +80,11 @@ def parameter_check(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
 
 
 def _check_parameter(p: Any, name: str, planned: Layout, module: Any) -> None:
-    """Raise ValueError unless ``p``, which stands where a parameter of layout ``planned`` was, is placed like it."""
+    """Raise ValueError unless ``p``, which replaced a parameter of layout ``planned``, has its mesh and placements."""
     layout = getattr(p, "_layout", None)
     mesh, placements = planned.mesh, list(planned.placements)
     if layout is not None and layout.mesh is mesh and layout.placements == planned.placements:
-        return  # of another shape
+        return  # only the shape differs
     what = f"parameter {name!r} of {module_label(module)}"
     if layout is not None:
         where = "" if layout.mesh is mesh else f" on {layout.mesh}"

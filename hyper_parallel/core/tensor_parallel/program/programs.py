@@ -1,7 +1,7 @@
-"""Programs of styles: `platform.contract.programs`, made of their data.
+"""Creation of `Program` objects (`platform.contract.programs`) from the placements that styles declare.
 
-Where a layout cannot be said in these terms, a module has none, and stays outside of compiled code. Such are parts of
-parts, and sums.
+Programs know replicated tensors, simple shards, and partial results of operations. A module whose inputs or outputs
+have other placements has no program, and stays outside of compiled code.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ __all__ = ["describe_conversions", "placement_of", "program_of", "share_inputs"]
 
 
 def is_cut(placement: Placement | None) -> bool:
-    """Return whether a placement can be said as a `Cut`."""
+    """Return whether a placement can be expressed as a `Cut`: whether it is `Replicate` or a plain `Shard`."""
     return placement is Replicate() or type(placement) is Shard
 
 
 def cut_of(placement: Any) -> Cut:
-    """The cut of a placement for which `is_cut` is true."""
+    """Return the `Cut` of a placement for which `is_cut` is true: the sharded dimension, or None."""
     dim: Cut = None if placement is Replicate() else placement.dim
     return dim
 
 
 def placement_of(cut: Cut) -> Placement:
-    """The placement of a cut: the inverse of `cut_of`."""
+    """Return the placement of a `Cut`. This is the inverse of `cut_of`."""
     return Replicate() if cut is None else Shard(cut)
 
 
 @dataclass(frozen=True)
 class _Comparing:
-    """A `Comparison`."""
+    """A `Comparison` of the shapes of plain shards between ranks. Equal arguments make equal objects."""
 
     mesh: DeviceMesh
     placement: Placement
@@ -53,15 +53,20 @@ class _Comparing:
 
 
 def comparison(mesh: DeviceMesh, placement: Placement | None, what: str) -> Comparison | None:
-    """The comparison of plain shards between ranks, which messages call ``what`` of their module."""
+    """Return the comparison of plain shards between ranks, or None if ``placement`` does not shard.
+
+    ``what`` is the role of the tensor in messages.
+    """
     if placement is None or not placement.is_shard() or mesh.size() == 1:
         return None
     return _Comparing(mesh, placement, what)
 
 
 def program_of(style: Any, module: Any, mesh: DeviceMesh) -> Program | None:
-    """The program of a module with one input and one output, whose parameters the ``style`` has distributed. None where
-    the data of the style do not say all of it in these terms."""
+    """Return the program of a module with one input and one output, after ``style`` distributed its parameters.
+
+    None if the placements cannot be expressed in a program.
+    """
     platform, layouts, wanted = mesh.platform, planned_layouts(module), style.output_layouts
     count = len(style.input_layouts), 1 if wanted is None else len(wanted), mesh.ndim
     if count != (1, 1, 1) or mesh.get_coordinate() is None:
@@ -96,12 +101,12 @@ def program_of(style: Any, module: Any, mesh: DeviceMesh) -> Program | None:
     )
 
 
-#: The placement that an operation takes its input in, and its facts of the program.
+#: The placement of the input that an operation needs, and the operation's fields of the program.
 _Own: TypeAlias = "tuple[Placement, dict[str, Any]] | None"
 
 
 def _of_weight(module: Any, platform: Platform, layouts: Mapping[str, Layout | None]) -> _Own:
-    """The part of a program that a linear layer or an embedding says by the cut of its weight."""
+    """Return the program fields of a linear layer or an embedding, from the placement of its weight."""
     kind, linear = platform.kind_of(module), platform.is_linear_module(module)
     held: list[Any] = [layouts.get(kind.weight), layouts.get(kind.bias or "")]
     placed: list[Any] = [None if layout is None else layout.placements[0] for layout in held]
@@ -112,7 +117,7 @@ def _of_weight(module: Any, platform: Platform, layouts: Mapping[str, Layout | N
     columns = cut and weight.dim == (kind.out_dim if linear else 1)
     sizes = shard_sizes(weight, held[0].shape[weight.dim], held[0].mesh.size()) if cut else (0,)
     if 0 in sizes or bias not in (None, weight.with_dim(0) if columns else Replicate()):
-        return None  # as in eager mode: kernels for nothing are not to be relied on
+        return None  # as in eager mode: kernels may fail for empty tensors
     return weight.with_dim(-1) if linear and not columns else Replicate(), {
         "gives": -1 if columns else SUMMANDS,
         "input_for_parts": linear and columns,
@@ -123,7 +128,7 @@ def _of_weight(module: Any, platform: Platform, layouts: Mapping[str, Layout | N
 
 
 def _of_parts(style: Any, module: Any, platform: Platform, layouts: Mapping[str, Layout | None], needed: Any) -> _Own:
-    """The part of a program that any other module says."""
+    """Return the program fields of a module that is neither linear nor an embedding."""
     whole = all(layout is None or layout.placements[0] is Replicate() for layout in layouts.values())
     if needed is Replicate():
         return (needed, {"gives": None}) if whole else None
@@ -140,12 +145,15 @@ def describe_conversions(
     use_local_output: bool,
     of_outputs: bool,
 ) -> CompiledInputs | None:
-    """Describe the conversions of a hook.
+    """Return a description of a hook's conversions for compilers, or None for placements that are not a `Cut`.
 
     Args:
-        slots: (position or keyword, placement of a plain one, placement wanted, or None for the present one).
+        slots: (position or keyword, placement of a plain tensor, desired placement) for each tensor. None as desired
+            placement keeps the placement of the plain tensor.
         mesh: 1-D mesh.
-        count, use_local_output, of_outputs: see `CompiledInputs`.
+        count: required number of outputs, or least number of positional inputs.
+        use_local_output: whether the hook returns plain local tensors.
+        of_outputs: whether the hook converts outputs.
     """
     wanted = [(key, given, given if desired is None else desired) for key, given, desired in slots]
     if mesh.get_coordinate() is None or not all(is_cut(given) and is_cut(to) for _, given, to in wanted):
@@ -168,7 +176,7 @@ def describe_conversions(
 
 
 def share_inputs(matches: list[Any], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Tell the backend which modules have several column-parallel linear layers directly below them."""
+    """Report to the backend each module with several column-parallel linear layers as direct submodules."""
     platform, below = mesh.platform, Counter[str]()
     for path, module, style in matches:
         if path and platform.is_linear_module(module) and getattr(style, "reads_for_parts", False):

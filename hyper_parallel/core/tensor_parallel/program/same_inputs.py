@@ -1,8 +1,8 @@
-"""Check that ranks give a model the same inputs, where its plan takes plain inputs for replicated.
+"""Check that all ranks pass the same plain inputs to a model whose plan declares the inputs replicated.
 
-A sampler that counts all ranks gives tensor-parallel ranks other samples: without a comparison they train wrong
-numbers, or end in a collective of unequal sizes. All values inside of a model follow from its inputs. So its first call
-compares the inputs of the module that is called first, and the ids of each embedding: all ranks know which those are.
+A sampler with the world's number of ranks gives different samples to tensor-parallel ranks. Without a comparison they
+would train on wrong numbers, or fail in collectives of different sizes. The first call of a model compares the inputs
+of the first called module, and the ids of each embedding. All other values of the model follow from these inputs.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from hyper_parallel.core.tensor_parallel.program.planned_parameters import modul
 from hyper_parallel.core.tensor_parallel.program.uneven_shards import COMPARED
 from hyper_parallel.core.weak_table import WeakTable
 
-#: model -> by mesh, the path of the module that was called first.
+#: model -> mesh -> path of the module that was called first.
 _FIRST = WeakTable()
 
 
 def compare_input(x: Any, mesh: DeviceMesh, what: str, taker: Any) -> None:
-    """Raise RankMismatchError, on all ranks, where a plain input that is taken for replicated differs between ranks: in
-    the first call of ``taker``, if it is the outermost module. Inside `check_ranks` each call compares already.
+    """Raise RankMismatchError, on all ranks, if a plain replicated input differs between ranks.
+
+    Ranks compare in the first call of ``taker``, if it is the outermost module or an embedding. Inside `check_ranks`
+    other checks compare every call.
 
     Args:
-        x: the input, no DTensor.
+        x: plain input.
         mesh: 1-D mesh.
-        what: names it in messages.
-        taker: the module that takes it.
+        what: name of the input in messages.
+        taker: the module that is called with ``x``.
     """
     mesh.require_member(what)
     compared = taker.__dict__.get(COMPARED, ())
@@ -44,7 +46,7 @@ def compare_input(x: Any, mesh: DeviceMesh, what: str, taker: Any) -> None:
 
 
 def _is_outermost(taker: Any, mesh: DeviceMesh) -> bool:
-    """Return whether ``taker`` is the first module of its model that is called, or an embedding, which is given ids."""
+    """Return whether ``taker`` is the first called module of its model, or an embedding."""
     model = model_of(taker)
     if model is None:
         return True

@@ -1,8 +1,8 @@
-"""The interpreter of programs that runs eagerly on local tensors.
+"""Fast eager path of programs, which computes on local tensors without operator dispatch.
 
-It does the work of the style's conversions and of the operation's dispatch at once. It does so for a plain input and
-for a distributed one that is placed as the operation takes it. Values that these look up in every call are looked up
-once for each shape. It is a function of the module, so that a copy of the module computes with its own parameters.
+It replaces the style's conversions and the dispatch of the operation. It takes plain tensors, and DTensors with the
+placement that the operation needs. Layouts are computed once for each shape and cached. The path takes the module as
+an argument, so a copy of the module computes with its own parameters.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ _WHOLE = Replicate()
 
 
 def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any]) -> LocalForward | None:
-    """The program of a linear layer with a sharded weight, or of a norm on a shard. None for other modules, and for
-    linear layers of a user's class. None too where the input or the output needs a step that this has not.
+    """Return the fast path of a linear layer with a sharded weight, or of a norm on a sharded input.
+
+    None for other modules and linear layers of user-defined classes. None also for conversions without a fast path.
 
     Args:
-        program, module: which.
-        forward: of the class of ``module``.
+        program: program of the module.
+        module: the module.
+        forward: forward of the class of ``module``.
     """
     mesh, platform, gives, wanted = program.mesh, program.mesh.platform, program.gives, program.wanted
     of_weight = program.layouts.get("weight")
@@ -58,10 +60,11 @@ def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any])
     desired = placement_of(wanted) if sums else None  # type: ignore[arg-type]
 
     def output_of(x: Any) -> tuple[Any, Layout] | None:
-        """The step that makes the output of this rank's summand, and the layout of the output.
+        """Return the step from this rank's partial result to the output, and the layout of the output.
 
-        ``x`` is the layout of a distributed input, or the shape of a plain one. None where the program is not for it,
-        or a rank has no elements. Kernels for nothing are not to be relied on, and all ranks must go one way.
+        ``x`` is the layout of a DTensor input, or the shape of a plain input. The result is None for an input that the
+        path does not support, or if a rank's shard is empty. Kernels may fail for empty tensors, and all ranks must
+        take the same path.
         """
         given, shape = isinstance(x, Layout), tuple(x.shape) if isinstance(x, Layout) else tuple(x)
         dims = len(shape) - program.whole_dims
@@ -94,7 +97,7 @@ def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any])
     )  # fmt: skip
     linear, view, view_of_parameter = fast.linear, _input_view(mesh), parameter_view(mesh, 0)
     all_reduce, of_one_rank = summation(mesh, 0).in_place, one_summand(mesh, 0)
-    looks_up = gives != -1 or not local  # features of a plain input need no layout
+    looks_up = gives != -1 or not local  # a plain column-parallel output needs no layout
     normalizes, whole, call = gives == KEPT, desired is _WHOLE, fast.norm_call(module)
 
     def run(module: Any, x: Any) -> Any:
@@ -112,14 +115,14 @@ def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any])
                 return NotImplemented
         with no_dispatch():
             if normalizes:
-                # A shard gives a part of the parameters' gradients, which are all-reduced.
+                # The parameters' gradients are partial, because the input is sharded. They are all-reduced.
                 views = {name: p if p is None else view_of_parameter(p) for name, p in own.items()}
                 y = _run_with(views, forward, module, x, own) if call is None else call(module, x, views)
             elif whole:
                 y, bias = all_reduce(linear(x, own["weight"], None)), own.get("bias")
                 y = y if bias is None else _add(y, bias, platform)
             elif sums:
-                # The bias is in one of the summands, of which every rank gets the whole gradient back.
+                # One rank's partial result includes the bias. Every rank gets the full gradient of the bias.
                 bias = own.get("bias")
                 y = output[0](linear(x, own["weight"], None if bias is None else of_one_rank(bias)))
             else:
@@ -153,14 +156,14 @@ def _whole_shape(shape: tuple[int, ...], dim: int, mesh: DeviceMesh) -> tuple[in
 
 
 def _add(y: Any, bias: Any, platform: Any) -> Any:
-    # Not the operator: Python would ask the class of the distributed bias first.
+    # Not ``y + bias``: Python would call the reflected operator of the bias, whose class is a subclass.
     z = y.add(bias)
-    # Automatic mixed precision computes in another dtype than that of the parameters.
+    # With automatic mixed precision, the dtype of the result differs from that of the parameters.
     return z if z.dtype == y.dtype else y.add(platform.to_dtype(bias, y.dtype))
 
 
 def _run_with(views: dict[str, Any], forward: Callable[[Any, Any], Any], module: Any, x: Any, own: Any) -> Any:
-    """The module's own forward, which finds the views where its parameters are."""
+    """Run the module's forward with ``views`` in place of its parameters."""
     kept = dict(own)
     try:
         own.update(views)
@@ -170,8 +173,11 @@ def _run_with(views: dict[str, Any], forward: Callable[[Any, Any], Any], module:
 
 
 def _input_view(mesh: DeviceMesh) -> Callable[[Any, Any], Any]:
-    """`partial_grad_view` as ``view(x, weight)`` of plain tensors ``x`` that are the same on all ranks of the 1-D
-    ``mesh``: Megatron's f, for linear layers, which share its all-reduce. It may be 2-D, see `Fast.linear_view`."""
+    """Return ``view(x, weight)``, which all-reduces the cotangent of a replicated plain ``x`` over the 1-D ``mesh``.
+
+    This is Megatron's function f. Linear layers that read the same ``x`` share the all-reduce. The view may be 2-D; see
+    `Fast.linear_view`.
+    """
     if mesh.size() == 1:
         return lambda x, weight: x
     platform = mesh.platform

@@ -1,10 +1,10 @@
-"""Comparisons of the sizes of plain shards between ranks, and when they are made.
+"""Comparisons of the sizes of plain shards between ranks.
 
-A plain shard does not know its global size, so the shards of all ranks are taken to be equal. Collectives of unequal
-ones may end the process where nothing can be raised. A module that takes plain shards therefore compares them in its
-first call. A layer may give plain shards of unequal sizes on a mesh, which all ranks know from the layout. From then on
-they compare in every call. A compiled graph compares the plain shards that it takes in its first run. Once shards may
-be unequal, modules that take plain ones leave compiled code.
+A plain shard has no global size, so styles assume that the shards of all ranks have one size. Collectives with
+different sizes may kill the process without an exception. So the first call of a module with plain shards compares
+their sizes. A layer may return plain shards of different sizes on a mesh, which all ranks know from the layout. From
+then on every call on this mesh compares. A compiled graph compares its plain shards in its first run. Once shards may
+have different sizes, modules with plain shards leave compiled code.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Placement, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-#: Attribute of a module: its inputs that were compared.
+#: Attribute of a module: names of the inputs that were compared.
 COMPARED = "_hyper_parallel_compared"
 
 
 def _hand_out(layout: Layout) -> None:
-    """Note that a local tensor of this layout was handed out as a plain one."""
+    """Record on the mesh that plain shards may have different sizes, if they do in ``layout``."""
     mesh, placement = layout.mesh, layout.placements[0]
-    # Of features, which come last, the weight that takes them knows the number.
+    # The next layer's weight has the global number of features, the last dimension, so their shards need no comparison.
     if not isinstance(placement, Shard) or placement.dim == layout.ndim - 1:
         return
     sizes = shard_sizes(placement, layout.shape[placement.dim], mesh.size())
@@ -33,18 +33,21 @@ def _hand_out(layout: Layout) -> None:
         mesh._has_uneven_shards = True
 
 
-#: ``HANDED_OUT[layout]`` is to be read when a local tensor of that layout, on a 1-D mesh, is handed out.
+#: Read ``HANDED_OUT[layout]`` when a local tensor of a layout on a 1-D mesh is returned as a plain tensor.
 HANDED_OUT = Table(_hand_out, 1 << 14, "layouts handed out")
 
 
 def compare_shapes(x: Any, mesh: DeviceMesh, placement: Placement, what: str, taker: Any) -> None:
-    """Raise RankMismatchError, on all ranks, where a plain shard differs in shape from those of the other ranks.
+    """Raise RankMismatchError, on all ranks, if plain shards differ in shape between ranks.
+
+    Ranks compare in the first call of ``taker``, and in every call once shards on ``mesh`` may have different sizes.
 
     Args:
-        x: the plain tensor.
-        mesh, placement: its placement.
-        what: names it in messages.
-        taker: the module that takes it.
+        x: plain shard.
+        mesh: 1-D mesh.
+        placement: placement of the shard.
+        what: name of the tensor in messages.
+        taker: the module that is called with ``x``.
     """
     mesh.require_member(what)
     compared = taker.__dict__.get(COMPARED, ())
@@ -55,8 +58,7 @@ def compare_shapes(x: Any, mesh: DeviceMesh, placement: Placement, what: str, ta
 
 
 def agree_on_shape(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placement, what: str) -> None:
-    """Raise RankMismatchError, on all ranks, where a plain shard has another shape on another rank: see
-    `compare_shapes`."""
+    """Compare the shape of a plain shard between ranks. Raise RankMismatchError, on all ranks, if shapes differ."""
     check_of(mesh).agree(
         "a call",
         row=mesh.ranks_along(0),

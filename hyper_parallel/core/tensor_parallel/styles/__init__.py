@@ -1,1 +1,1 @@
-"""Styles: they say as data, and as forwards made from that, how a plan treats one module."""
+"""Styles: each declares the placements of one module in a plan, and builds the module's forward from them."""

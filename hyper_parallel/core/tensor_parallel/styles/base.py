@@ -53,14 +53,14 @@ _WHOLE = Replicate()
 
 
 class ParallelStyle(ABC):
-    """The way in which one module is parallelised. A style of your own derives from `ModuleStyle`, or defines `_apply`.
+    """Abstract base class of styles. A user-defined style derives from `ModuleStyle`, or defines `_apply`.
 
     Attributes:
-        src_data_rank: rank of the mesh whose parameters count; None communicates nothing.
+        src_data_rank: rank of the mesh whose parameters all ranks get; None uses local values without communication.
     """
 
     src_data_rank: int | None = 0
-    #: Whether the mesh must have one dimension; a class of your own that only defines `_apply` gets any.
+    #: Whether the mesh must be 1-D. A user-defined class that only defines `_apply` gets any mesh.
     along_one_dimension: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ class ParallelStyle(ABC):
         """Parallelise ``module`` in place over a mesh and return it.
 
         Raises:
-            ValueError: for a mesh that is not 1-D where the style needs one, or when `check` finds the style unfit.
+            ValueError: for a mesh with several dimensions where the style needs a 1-D mesh, or if `check` raises it.
         """
         mesh = resolve_mesh(device_mesh, f"{type(self).__name__}.apply")
         bind_platform(mesh.platform)
@@ -87,7 +87,7 @@ class ParallelStyle(ABC):
         return self._apply(module, mesh)
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
-        """Raise ValueError when the style cannot be applied to ``module``; ``where`` names it. Changes nothing."""
+        """Raise ValueError if the style cannot be applied to ``module``. ``where`` names the module in the message."""
         if self.along_one_dimension and device_mesh.ndim != 1:
             raise ValueError(
                 f"{type(self).__name__} on {where!r} needs a 1-D mesh, got one of shape {device_mesh.shape}: pass one "
@@ -98,7 +98,7 @@ class ParallelStyle(ABC):
                 raise ValueError(f"{where!r} has the style {earlier!r} already and cannot get {self!r} as well")
 
     def excludes(self, other: ParallelStyle) -> bool:
-        """Return whether one module cannot have this style and ``other``."""
+        """Return whether a module cannot have both this style and ``other``."""
         return type(self) is type(other)
 
     @abstractmethod
@@ -106,7 +106,7 @@ class ParallelStyle(ABC):
         """Parallelise ``module`` in place and return it."""
 
     def __repr__(self) -> str:
-        """The call that makes the style: the arguments of its constructor that it keeps under their names."""
+        """Return the constructor call, with all arguments that are stored as attributes of the same name."""
         arguments = []
         for name, parameter in inspect.signature(type(self).__init__).parameters.items():
             value = vars(self).get(name)
@@ -115,7 +115,7 @@ class ParallelStyle(ABC):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
     def __str__(self) -> str:
-        """The representation without arguments that have their defaults, for texts that show many styles."""
+        """Return the constructor call without default arguments, for texts that list many styles."""
         arguments = []
         for name, parameter in inspect.signature(type(self).__init__).parameters.items():
             value = vars(self).get(name)
@@ -126,33 +126,33 @@ class ParallelStyle(ABC):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
-#: Methods that say more than the data of a style.
+#: Methods that convert inputs and outputs. A class that overrides one has no program, unless it overrides `program`.
 _CONVERSIONS = ("prepare_input", "prepare_output", "prepare_inputs", "prepare_outputs", "_new_forward")
-#: Errors of a framework for an input that does not fit. Torch's checkpointing ends a recomputation with another one.
+#: Errors that frameworks raise for an unsuitable input. Torch's checkpointing ends a recomputation by another error.
 _OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
 
 
 class ModuleStyle(ParallelStyle):
-    """A style that owns the parameters of its module: one such style a module. The base for a style of your own.
+    """Base class of styles that distribute the parameters of a module. User-defined styles derive from it.
 
-    A style is data: placements of parameters, inputs and outputs. From these come the conversions of inputs and
-    outputs, between which the module's own forward runs on DTensors. The comparison of plain shards between ranks and
-    the checks of a plan use the same data. Override a method if the data depend on the module.
+    A subclass declares the placements of parameters, inputs and outputs. The style converts inputs to DTensors, runs
+    the module's forward on them and converts the outputs. Checks of the plan use the same placements. Override a
+    method where a placement depends on the module. A module can have one style of this kind.
 
     Attributes:
-        placements: placements of parameters that the module itself holds, by name. Other parameters are replicated.
+        placements: placements of the module's direct parameters, by name. All other parameters are replicated.
         input_layouts: placements of plain positional inputs; None leaves an input unchanged. A single entry is for the
-            first input, also by keyword.
+            first input, even if it is passed by keyword.
         desired_input_layouts: placements that the module needs; None keeps the placements of the inputs.
-        output_layouts: placement of each output; None leaves an output unchanged. None for all is for a single output,
-            which keeps its placement.
+        output_layouts: placement of each output; None leaves an output unchanged. None in place of the tuple is for a
+            single output, which keeps its placement.
         use_local_output: whether outputs are plain local tensors.
-        whole_dims: number of last dimensions that must be unsharded, for a module that treats all other positions
-            independently. None asks the platform, which knows norms.
+        whole_dims: number of trailing dimensions that must not be sharded, for a module that computes each position of
+            the other dimensions independently. None uses the platform's number, which is known for norms.
         partial_output_features: number of last features of a plain output whose gradients are partial; -1 for all.
 
     Example:
-        For a layer that multiplies its features by a parameter ``gain``, of which each rank has some:
+        A style for a layer that multiplies its features by a parameter ``gain``; both are sharded:
 
         >>> from hyper_parallel import ModuleStyle, Shard
         >>> class GainParallel(ModuleStyle):
@@ -171,7 +171,7 @@ class ModuleStyle(ParallelStyle):
     use_local_output: bool = True
     whole_dims: int | None = None
     partial_output_features: int = 0
-    #: Whether the ranks compare plain shards that they give the module.
+    #: Whether ranks compare the sizes of plain shards that are passed to the module.
     compares_input: bool = True
 
     def input_placements(self, module: Any, mesh: DeviceMesh) -> tuple[Placement | None, Placement | None]:
@@ -179,16 +179,16 @@ class ModuleStyle(ParallelStyle):
         return self.input_layouts[0], (self.desired_input_layouts or (None,))[0]
 
     def parameter_placements(self, module: Any, mesh: DeviceMesh) -> Mapping[str, Placement]:
-        """The placements of parameters that ``module`` itself holds, by name; all others are replicated."""
+        """Return the placements of the direct parameters of ``module``, by name; all others are replicated."""
         return self.placements
 
     def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
-        """Convert an input that has a layout for the module's forward.
+        """Convert an input with a layout to a DTensor that the module's forward can take.
 
         Args:
             module: the module that is called.
             x: plain tensor or DTensor.
-            i: index of its layouts.
+            i: index of the input's entry in ``input_layouts``.
             what: names the input in messages.
             mesh: 1-D mesh.
         """
@@ -202,7 +202,7 @@ class ModuleStyle(ParallelStyle):
         return read_by_parts(y, mesh, self.partial_output_features) if self.partial_output_features else y
 
     def prepare_inputs(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
-        """The arguments with which the module's forward runs: `prepare_input` of each that has a layout."""
+        """Return the arguments for the module's forward: each input with a layout is converted by `prepare_input`."""
         layouts, name = self.input_layouts, module_label(module)
         if len(layouts) == 1 and layouts[0] is not None:
             what = f"the input of {name}"
@@ -236,14 +236,14 @@ class ModuleStyle(ParallelStyle):
         return convert_outputs(module, output, layouts, self.prepare_output, self, mesh)
 
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
-        """Return a shorter way for a single input, or None. It equals ``forward`` between the conversions."""
+        """Return a faster path for a single input, or None. It computes the conversions and ``forward`` at once."""
         program = self._program(module, mesh)
         local = None if program is None else short_way(program, module, forward)
         return None if local is None or program is None else overlapped_first(local, program)
 
     def program(self, module: Any, mesh: DeviceMesh) -> Program | None:
-        """Return steps and operation of ``module``, for the short way and compilers; None for several inputs. A class
-        that overrides a conversion has none, unless it overrides this method too."""
+        """Return the `Program` of ``module`` for `short_way` and compilers, or None for several inputs. A class that
+        overrides a conversion has no program, unless it overrides this method too."""
         return program_of(self, module, mesh)
 
     def _program(self, module: Any, mesh: DeviceMesh) -> Program | None:
@@ -255,7 +255,7 @@ class ModuleStyle(ParallelStyle):
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
         super().check(module, device_mesh, where)
-        # Classes that users write may have placements of the framework's own.
+        # User-defined classes may declare placements of the framework, such as torch's `Shard`.
         self.input_layouts = own_placements(self.input_layouts)
         self.desired_input_layouts = own_placements(self.desired_input_layouts)
         self.output_layouts = own_placements(self.output_layouts)
@@ -289,13 +289,13 @@ class ModuleStyle(ParallelStyle):
         return module
 
     def distribute(self, module: Any, mesh: DeviceMesh) -> None:
-        """Make DTensors of the parameters that ``module`` itself holds, by `parameter_placements`."""
+        """Distribute the direct parameters of ``module`` in the placements that `parameter_placements` returns."""
         for name, placement in self.parameter_placements(module, mesh).items():
             distribute_parameter(module, name, mesh, (placement,), src_data_rank=self.src_data_rank)
 
     def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
-        """Return the function that a call of the module runs in place of ``forward``: `local_forward` for a single
-        input of a known kind, else ``forward`` between the conversions."""
+        """Return the replacement of the module's ``forward``. It runs `local_forward` for a single input, if there is
+        one that takes the input. Otherwise it converts the inputs, runs ``forward`` and converts the outputs."""
         if mesh.get_coordinate() is None:
             return lambda module, *args, **kwargs: mesh.require_member(f"a call of {module_label(module)}")
         check = parameter_check(module, mesh)
@@ -328,7 +328,7 @@ class ModuleStyle(ParallelStyle):
         if given is not None and run_plain is not None:
 
             def compare(module: Any, x: Any) -> Any:
-                """Compare in the first call, and in all calls once shards are uneven."""
+                """Compare the input between ranks, in the first call, and in every call once shards are uneven."""
                 what = f"the input of {module_label(module)}"
                 if isinstance(given, Shard):
                     compare_shapes(x, mesh, given, what, module)
@@ -352,7 +352,7 @@ class ModuleStyle(ParallelStyle):
                         y = run_local(module, args[0])
                     except Exception as error:
                         if isinstance(error, _OF_AN_INPUT):
-                            # One that does not fit is explained here; this communicates nothing where it fits.
+                            # This explains an unsuitable input. For a suitable input it communicates nothing.
                             self.prepare_inputs(module, args, kwargs, mesh)
                         tell_of_failure(error, f"forward of {module_label(module)}", mesh)
                         raise
@@ -361,14 +361,14 @@ class ModuleStyle(ParallelStyle):
             return convert(module, *args, **kwargs)
 
         def tell_borders(module: Any, *args: Any, **kwargs: Any) -> Any:
-            """Run as always, and say at the borders of plain code what each tensor is."""
+            """Run the module, and report the placements of its input and output to the followed program."""
             if len(args) != 1 or kwargs or type(args[0]) not in by_class or not args[0].shape:
-                return convert(module, *args, **kwargs)  # which says it
+                return convert(module, *args, **kwargs)  # which reports the placements
             x, whole = args[0], args[0].shape
-            if type(x) is plain:  # a plain shard is as large as those of the other ranks, which compare
+            if type(x) is plain:  # the ranks compare that their shards have one size
                 try:
                     layout = layout_of_even_part(x, mesh, self.input_layouts[0])  # type: ignore[arg-type]
-                except ValueError:  # of an input that does not fit: `convert` has the words
+                except ValueError:  # for an unsuitable input; the error of `convert` says more
                     return convert(module, *args, **kwargs)
                 FOLLOWING[-1].taken(x, layout)
                 whole = layout.shape
@@ -390,10 +390,10 @@ def is_styled(module: Any) -> bool:
 
 
 def check_flag(value: Any, keyword: str, style: str) -> bool:
-    """``value`` of a keyword that is True or False.
+    """Return ``value``, the bool that was passed for ``keyword``.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: if ``value`` is not a bool.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{style}({keyword}=...) is True or False, got {value!r}")

@@ -16,27 +16,28 @@ from hyper_parallel.platform.contract.programs import Program
 class ColwiseParallel(WeightParallel):
     """Shard the output features of a linear module, or the features of an embedding.
 
-    Weight (out, in) and bias (out,) of a linear module are sharded on ``out``. The weight (vocabulary, features) of an
-    embedding is sharded on ``features``. No communication in forward, one all-reduce of the input's gradient in
-    backward.
+    The weight (out, in) and bias (out,) of a linear module are sharded on ``out``. The weight (vocabulary, features)
+    of an embedding is sharded on ``features``. With the default layouts forward does not communicate. Backward of a
+    linear module has one all-reduce of the input's gradient.
 
     Args:
-        input_layouts: placement of a plain input; default ``Replicate()``. A DTensor brings its own.
+        input_layouts: placement of a plain input; default ``Replicate()``. A DTensor input has its own placement.
         output_layouts: placement of the output; default ``Shard(-1)``.
-        use_local_output: give the output as a plain local tensor.
-        packed: for a weight that is several matrices in one (query, key and value; gate and up): the output features of
-            each, or the number of equal ones. Each is sharded on its own, and ``Shard(-1)`` as ``output_layouts`` means
-            `PackedShard`: taken apart with ``split`` or ``chunk``, each part is ``Shard(-1)``. ``packed=1`` says that
-            the weight is one matrix though its shape looks like several: for example where query, key and value
-            alternate head by head, so that consecutive features belong together.
-        heads: number of attention heads in the output features: checked, so that every rank gets whole heads. A tuple
-            is for a packed weight, one number for each part, and implies ``packed``.
-        replicate_heads: for keys and values of fewer heads than there are ranks. Every rank keeps the whole weight, and
-            a local output holds the one head that this rank's query heads use: each head is on ``ranks / heads`` ranks.
+        use_local_output: return the output as a plain local tensor.
+        packed: for a weight that stacks several matrices (query, key and value; gate and up). Give the output features
+            of each matrix, or the number of matrices if they have equal sizes. Each matrix is sharded separately, and
+            ``Shard(-1)`` as ``output_layouts`` means `PackedShard`. After ``split`` or ``chunk`` each tensor is
+            ``Shard(-1)``. ``packed=1`` declares one matrix where the shape suggests several. An example is a weight
+            whose query, key and value alternate head by head: consecutive features belong together.
+        heads: number of attention heads in the output features. The style checks that every rank gets complete heads.
+            For a packed weight give a tuple with a number for each matrix; it implies ``packed``.
+        replicate_heads: for keys and values with fewer heads than ranks. Every rank has the full weight. A local output
+            is the one head that this rank's query heads use, and ``ranks / heads`` ranks share a head.
 
     Raises:
-        TypeError: when a layout is no placement, or a number no int. ValueError: for more than one layout, or numbers
-            that contradict each other; when applied, for heads that the ranks cannot share evenly.
+        TypeError: for a layout that is not a placement, or a number that is not an int.
+        ValueError: for more than one layout, or numbers that contradict each other. When the style is applied, for
+            heads that the ranks cannot share evenly.
 
     Example:
         >>> from hyper_parallel import ColwiseParallel, Replicate
@@ -47,7 +48,7 @@ class ColwiseParallel(WeightParallel):
     """
 
     _splits_outputs = True
-    #: Whether the module returns a summand of its input's cotangent.
+    #: Whether the cotangent of the module's input is partial: each rank computes a summand.
     reads_for_parts = True
     _embedding = Shard(1)
     input_layouts = desired_input_layouts = (Replicate(),)

@@ -1,4 +1,4 @@
-"""`ContextParallel`: attention of a module over sequences of which each rank has a part."""
+"""`ContextParallel`: attention over sequences that are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ __all__ = ["ContextParallel"]
 
 
 class ContextParallel(ParallelStyle):
-    """Let the attention of a module reach over the whole sequence, of which each rank gives it a part.
+    """Compute the attention of a module over the full sequence, which is sharded over the ranks.
 
-    The module's tensors are parts of the sequence, in and out, as inside of `context_parallel`. The framework's
-    function of scaled dot-product attention, called in the forward of the module, is over all of them. Parameters stay
-    as they are. Their gradients are each rank's own: put the mesh dimension under `fully_shard` or `replicate`.
+    Inputs and outputs of the module are plain shards of the sequence, as inside `context_parallel`. Calls of the
+    framework's scaled dot-product attention in the module's forward attend to the shards of all ranks. Parameters are
+    unchanged, and their gradients are local to each rank. To reduce the gradients, apply `fully_shard` or `replicate`
+    over a mesh that includes this dimension.
 
-    With tensor parallelism give each mesh dimension its plan: heads first, on ``mesh["tp"]``, then this on
-    ``mesh["cp"]``. Positions are the model's to know: `shard_sequence` makes them.
+    With tensor parallelism use one plan for each mesh dimension. First shard heads on ``mesh["tp"]``, then apply this
+    style on ``mesh["cp"]``. The model must use the positions of its shard, which `shard_sequence` makes.
 
     Args:
-        balance: as for `shard_sequence`: whether a rank holds a piece of the beginning and one of the end.
+        balance: whether a rank has one piece from the start of the sequence and one from its end, as for
+            `shard_sequence`.
         method: ``"gather"``, ``"exchange"`` or ``"ring"``; by default each call chooses.
 
     Raises:
-        TypeError: when ``balance`` is no bool. ValueError: for another method. When the module is called, on all ranks
-            before anything is sent: for parts of no sequence, a mask that is not of the whole sequence, dropout of
-            weights, and a forward without a call of that function.
+        TypeError: if ``balance`` is not a bool.
+        ValueError: for another method. When the module is called, on all ranks before any communication: for inputs
+            that are not shards of a sequence, a mask that does not cover the full sequence, dropout of attention
+            weights, or a forward that never calls scaled dot-product attention.
 
     Example:
         >>> from hyper_parallel import ContextParallel
@@ -64,7 +67,7 @@ class ContextParallel(ParallelStyle):
             if LISTENERS and current_module() != path_of(module):
                 return run_in_module(path_of(module), run, module, *args, **kwargs)
             order = order_on(mesh)
-            if order is not None:  # inside of context_parallel, which knows the length
+            if order is not None:  # inside `context_parallel`, which knows the length of the sequence
                 if order != ranges_on(mesh, sum(sizes_of(order)), self.balance):
                     raise ValueError(
                         f"{name} has the style {self!r}, and is called inside of a context_parallel with another "

@@ -1,4 +1,4 @@
-"""`ExpertParallel`: whole experts on each rank, for tokens of which each rank has its own."""
+"""`ExpertParallel`: experts sharded over the ranks, which exchange the routed tokens."""
 
 from __future__ import annotations
 
@@ -32,43 +32,45 @@ from hyper_parallel.platform.contract.modules import APPLIED
 
 __all__ = ["ExpertParallel", "has_its_gradients"]
 
-#: Module -> the mesh over which gradients of its latest call are summed.
+#: Module -> the mesh over which the gradients of its latest call are summed.
 _SUMMED = WeakTable()
 
 
 class ExpertParallel(ModuleStyle):
-    """Give each rank some of the experts in whole, and send it the tokens of all ranks for these.
+    """Shard stacked experts over the ranks, and send each token to the ranks that have its experts.
 
-    For a module whose parameters have a leading dimension of experts. Each rank calls it with tokens of its own.
-    ``(tokens (N, d), counts (E,))`` are tokens sorted by expert, and the number for each. ``(hidden states (T, d),
-    indices (T, k), weights (T, k))`` has k experts for each token. There the module sums the k outputs by the weights.
+    Every parameter of the module must have a leading dimension of experts, which is sharded. A rank calls the module
+    with its local tokens, in one of two forms. ``module(tokens (N, d), counts (E,))`` takes tokens sorted by expert,
+    and the number of tokens of each expert. ``module(hidden states (T, d), indices (T, k), weights (T, k))`` takes k
+    experts for each token. Its result is the sum of the k outputs, multiplied by the weights.
 
-    The module's own forward runs on this rank's experts, as plain tensors, with the tokens for them. With indices it
-    gets one expert for each row, and weights of one.
+    The module's forward runs on the local experts as plain tensors, with the tokens that were routed to them. In the
+    second form it gets one expert for each row, and weights of one.
 
-    Exactly the routed tokens travel: one exchange there and one back, in forward and in backward, after one small
-    all-gather of their numbers. Ranks may have any number of tokens, and of experts. A rank whose experts get no token
-    computes one of zeros, so that it takes part in backward.
+    Only routed tokens are sent. Forward has one small all-gather of token counts. Forward and backward have two
+    all-to-alls each: tokens to experts, and results back. Ranks may have different numbers of tokens and experts. A
+    rank without routed tokens computes a token of zeros, so that it takes part in backward.
 
     Args:
-        input_layout: how plain tokens of the ranks belong together. None: each rank has a batch and a loss of its own,
-            and gradients of experts are averaged over the ranks of the mesh, as data parallelism averages all others.
-            ``Shard(0)``: they are parts of one tensor with one loss, as in sequence parallelism, and gradients are
-            sums. So they are of DTensors. ``Replicate()``: all ranks have the same tokens, with one loss. Each sends
-            its part of them, and gets the results of all.
-        tp_dim: name of the dimension of tensor parallelism in the mesh of the job. Then ``input_layout`` says how the
-            tokens lie over its ranks alone, which have one loss. The mesh of the style has this dimension too.
-        inside: placements of the parameters by which each expert is cut over ``tp_dim``, which is another dimension
-            than those of the mesh of the style. The experts' outputs then are sums over its ranks.
-        count_attribute: attribute of the module with the number of experts, where it has one. The forward sees the
-            number on this rank.
+        input_layout: relation between the plain tokens of the ranks. None: each rank has its own batch and loss.
+            Gradients of experts are then averaged over the ranks, as data parallelism averages other gradients.
+            ``Shard(0)``: tokens are shards of one tensor with one loss, as in sequence parallelism. Gradients are then
+            summed, as they always are for DTensor inputs. ``Replicate()``: all ranks have the same tokens and one loss.
+            Each rank then sends its shard of the tokens, and gets the results of all tokens.
+        tp_dim: name of the tensor-parallel dimension of the root mesh. ``input_layout`` then is the placement of tokens
+            on this dimension alone, whose ranks share a loss. Without ``inside`` the style's mesh must include it.
+        inside: placements that shard each expert's parameters over ``tp_dim`` as well. The style's mesh must then not
+            include ``tp_dim``. The outputs of the experts are partial over its ranks, and are summed.
+        count_attribute: attribute of the module with the number of experts, if there is one. During forward it is the
+            number of local experts.
 
     Raises:
-        TypeError: when a layout is no placement. ValueError: for another layout, and arguments that do not go together;
-            when applied, for parameters without a common first dimension, modules below with parameters, a dimension
-            ``tp_dim`` that is missing or lies otherwise, and parameters that are not cut ``inside``. When the module is
-            called, on all ranks before a token is sent: for an index outside, counts that do not sum to the number of
-            tokens, other arguments.
+        TypeError: for a layout that is not a placement.
+        ValueError: for an unknown layout, or arguments that contradict each other. When the style is applied: for
+            parameters without a common first dimension, submodules with parameters, a mesh without ``tp_dim`` or one
+            that must not include it, and parameters that ``inside`` does not shard. When the module is called, on all
+            ranks before tokens are sent: for an index out of range, counts that do not sum to the number of tokens, or
+            arguments of neither form.
 
     Example:
         >>> from hyper_parallel import ExpertParallel
@@ -153,10 +155,10 @@ class ExpertParallel(ModuleStyle):
                 )
 
     def _tp(self, mesh: DeviceMesh) -> Any:
-        """The mesh of tensor parallelism, None without that.
+        """Return the 1-D mesh of ``tp_dim``, or None if the style has no ``tp_dim``.
 
         Raises:
-            ValueError: where there is none of that name, or experts lie in another way to it.
+            ValueError: if the root mesh has no such dimension, or the style's mesh wrongly includes or lacks it.
         """
         if self.tp_dim is None:
             return None
@@ -271,8 +273,10 @@ class ExpertParallel(ModuleStyle):
     def _own_tokens(
         self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, tp: Any, count: int, name: str
     ) -> tuple[list[Inputs], int]:
-        """Make the arguments of this rank, the last of the list, from the given ones in a few steps. Count the losses
-        of which gradients of experts are an average."""
+        """Return the steps that make this rank's plain arguments, which are those of the last step.
+
+        The second result is the number of losses. Gradients of experts are averages over the losses.
+        """
         common = mesh if tp is None else tp
         batch = parts_of_batch(args, kwargs, mesh, tp, count, name)
         if batch is not None:
@@ -289,22 +293,22 @@ class ExpertParallel(ModuleStyle):
         steps = [Inputs(args, kwargs, lambda y: y, mesh)] if batch is None else [batch]
         args, kwargs, *_ = steps[-1]
         if self.inside is None and batch is not None and not batch.mesh.is_beside(common):
-            return steps, losses  # parts already
+            return steps, losses  # the tokens are already different on each rank
         if self.input_layout is Replicate() and (
             tensors := [x for x in (*args, *kwargs.values()) if mesh.platform.is_tensor(x)]
         ):
             compare_input(tensors[0], common, f"the input of {name}", module)
             if self.inside is not None:
                 steps.append(whole_for_summands(args, kwargs, common))
-            elif all(len(x.shape) for x in tensors):  # others are refused
+            elif all(len(x.shape) for x in tensors):  # `read_call` refuses tensors without dimensions
                 steps.append(parts_of_whole(args, kwargs, common, count))
         return steps, losses
 
 
 def _summed_over(module: Any, again: bool) -> DeviceMesh | None:
-    """The mesh over which gradients of this call are summed.
+    """Return the mesh over which the gradients of this call are summed, or None.
 
-    A call that is computed again may run outside of the unit that knows the mesh. It then takes that of the first call.
+    A recomputed call (``again``) may run outside of the unit that sets the mesh. It uses the mesh of the first call.
     """
     known = SUMMED_OVER.get()
     mesh: DeviceMesh | None = _SUMMED.get(module) if again and known is None else known
@@ -313,17 +317,17 @@ def _summed_over(module: Any, again: bool) -> DeviceMesh | None:
 
 
 def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
-    """Return whether a module of experts needs no reduction over a data-parallel mesh.
+    """Return whether `ExpertParallel` makes the reduction of a module's gradients over a data-parallel mesh needless.
 
-    Tokens of all ranks of that mesh come to its parameters.
+    This is so where the experts get tokens of all ranks of the mesh.
 
     Args:
         module: any module.
-        mesh: of data parallelism.
-        caller: the function that is applied over it.
+        mesh: data-parallel mesh.
+        caller: name of the function that is applied over ``mesh``, for the message.
 
     Raises:
-        ValueError: where tokens of some of the ranks alone come there.
+        ValueError: if the experts get tokens of only some ranks of ``mesh``.
     """
     if not any(isinstance(style, ExpertParallel) for style, _ in getattr(module, APPLIED, ())):
         return False
@@ -339,7 +343,7 @@ def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
 
 
 def _weighted(y: Any, call: ExpertCall, platform: Any) -> Any:
-    """The sums of the outputs for each token, by the router's weights; in the dtype of the tokens."""
+    """Return the weighted sum of each token's expert outputs, in the dtype of ``y``."""
     _, *rest = platform.shape_of(y)
     weights, dtype = call.given[call.weights], y.dtype  # type: ignore[index]
     count = platform.shape_of(weights)[0]
@@ -348,12 +352,12 @@ def _weighted(y: Any, call: ExpertCall, platform: Any) -> Any:
 
 
 def _local(p: Any, mesh: DeviceMesh, losses: int) -> Any:
-    """A parameter as the forward reads it: this rank's experts, one of zeros where it has none.
+    """Return the local experts of a parameter, or one expert of zeros if this rank has no experts.
 
     Args:
-        p: the DTensor.
-        mesh: of the style.
-        losses: of how many losses of the ranks its gradient is the average.
+        p: the parameter, a DTensor.
+        mesh: mesh of the style.
+        losses: number of losses over which the gradient is averaged.
     """
     platform = mesh.platform
     x = p.to_local(grad_placements=p.placements)

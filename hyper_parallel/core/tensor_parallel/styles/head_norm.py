@@ -14,14 +14,14 @@ from hyper_parallel.platform.contract.programs import Program
 
 
 class HeadNormParallel(ModuleStyle):
-    """Run a norm over the last dimension on attention heads that are sharded: the q_norm and k_norm of a model.
+    """Run a norm over the last dimension on sharded attention heads, such as the q_norm and k_norm of a model.
 
-    Its weight is replicated, and each rank normalises its own heads. The gradients of the weight are reduced over the
-    mesh without any user code. `parallelize_module` gives it to such norms itself where it finds them: next to
-    projections that the plan shards by heads.
+    The weight of the norm is replicated, and each rank normalises its local heads. The gradients of the weight are
+    reduced over the mesh automatically. `parallelize_module` applies this style to norms next to projections that the
+    plan shards by heads.
 
     Args:
-        use_local_output: give a plain local tensor, as the projections do by default.
+        use_local_output: return the output as a plain local tensor, as projections do by default.
 
     Example:
         >>> from hyper_parallel import HeadNormParallel
@@ -43,8 +43,8 @@ class HeadNormParallel(ModuleStyle):
         return program_of(self, module, mesh)
 
     def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
-        # A plain input is whole in the last dimension. Which of the others counts as the sharded one does not matter,
-        # nor whether the ranks' parts of it are equal: so they are not compared.
+        # The last dimension of a plain input is unsharded. The norm gives the same result whichever other dimension is
+        # sharded, and for shards of any size. So ranks do not compare the sizes of their shards.
         usual = given = self.input_layouts[i]
         if FOLLOWING:
             given = FOLLOWING[-1].cut_of(x, mesh, mesh.platform.normalized_dims(module) or 1, usual) or usual

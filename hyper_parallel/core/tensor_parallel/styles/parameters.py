@@ -1,4 +1,4 @@
-"""`ParameterParallel`: parameters that belong to no linear layer, such as the stacked weights of experts."""
+"""`ParameterParallel`: placements for parameters outside of linear layers, such as the stacked weights of experts."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_f
 
 
 class ParameterParallel(ModuleStyle):
-    """Shard parameters that a module holds by name; the module computes with distributed tensors.
+    """Distribute parameters of a module by name, and run its forward on DTensors.
 
-    The forward of the module stays as it is: its operations on the parameters and the inputs bring the communication
-    that their placements need. Parameters that are not named are replicated.
+    The module's forward is unchanged. Its operations do the communication that the placements of parameters and inputs
+    need. All other parameters of the module are replicated.
 
     Args:
         placements: placement of each parameter, by its name in the module.
-        input_layouts: placement of each plain positional input, None for one that stays as it is; a single placement is
-            for the first input. Inputs beyond pass through untouched.
-        output_layouts: placement wanted for the output, or for each of several outputs, None for one that stays.
-        use_local_output: give plain local tensors.
+        input_layouts: placement of each plain positional input; None leaves an input unchanged. A single placement is
+            for the first input. Inputs beyond these are passed on unchanged.
+        output_layouts: desired placement of the output, or of each output; None leaves an output unchanged.
+        use_local_output: return outputs as plain local tensors.
 
     Raises:
-        TypeError: when a placement is none. ValueError: for no parameter; when applied, for a name that the module does
-            not have and a placement that does not fit; when the module is called with fewer inputs than there are
-            layouts.
+        TypeError: for a placement that is not a `Placement`.
+        ValueError: if ``placements`` is empty. When the style is applied, for an unknown parameter name, or a placement
+            that does not fit the parameter. When the module is called, for fewer inputs than layouts.
 
     Example:
         >>> from hyper_parallel import PackedShard, ParameterParallel, Shard

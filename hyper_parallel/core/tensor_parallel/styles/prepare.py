@@ -1,4 +1,4 @@
-"""Styles that only bring inputs and outputs to other layouts."""
+"""Styles that redistribute the inputs and outputs of a module, and leave its parameters alone."""
 
 from __future__ import annotations
 
@@ -30,19 +30,21 @@ _WHOLE = Replicate()
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Bring the inputs of a module to the layouts it needs, by one collective for all that consume them inside.
+    """Redistribute the inputs of a module before its forward.
+
+    Each input is redistributed once, so the layers inside the module share its collective.
 
     Args:
-        input_layouts: placement of each plain positional input, None for one that stays as it is.
-        desired_input_layouts: placement wanted for each.
-        input_kwarg_layouts: the same for inputs given by keyword; only those named are converted.
-        desired_input_kwarg_layouts: placement wanted for each.
-        use_local_output: give the module plain local tensors.
+        input_layouts: placement of each plain positional input; None leaves an input unchanged.
+        desired_input_layouts: placement that the module needs for each positional input.
+        input_kwarg_layouts: placements of plain keyword inputs, by name. Other keyword inputs are unchanged.
+        desired_input_kwarg_layouts: placements that the module needs for the same keyword inputs.
+        use_local_output: pass plain local tensors to the module.
 
     Raises:
-        TypeError: when a layout is no placement.
-        ValueError: at construction, when layouts and desired layouts do not match; when the module is called, for
-            fewer positional inputs than there are layouts.
+        TypeError: for a layout that is not a placement.
+        ValueError: at construction, if layouts and desired layouts are for different inputs. When the module is called,
+            for fewer positional inputs than layouts.
 
     Example:
         >>> from hyper_parallel import PrepareModuleInput, Replicate, Shard
@@ -83,7 +85,7 @@ class PrepareModuleInput(ParallelStyle):
         desired: dict[Any, Placement | None] = (
             dict(enumerate(self.desired_input_layouts)) | self.desired_input_kwarg_layouts
         )
-        #: (index or name, layout, desired layout) of the inputs that have one.
+        #: (index or name, layout, desired layout) of each input with a layout.
         self._slots = tuple((key, layout, desired[key]) for key, layout in given.items() if layout is not None)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
@@ -109,7 +111,7 @@ class PrepareModuleInput(ParallelStyle):
             x = named.get(key) if inputs is named else inputs[key]
             if x is None:
                 continue
-            # The result of before, without a detour: this hook runs in front of most collectives of a model.
+            # Fast path through the cached target layout: this hook runs in front of most collectives of a model.
             y = to_known_placement(x, mesh, desired) if type(x) is distributed else None
             if y is None:
                 what = f"input {key!r} of {module_label(module)}"
@@ -126,17 +128,17 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Bring the outputs of a module to the layouts that the code after it needs.
+    """Redistribute the outputs of a module for the code that follows.
 
     Args:
-        output_layouts: placement of each plain output, None for one that stays as it is.
-        desired_output_layouts: placement wanted for each.
-        use_local_output: give plain local tensors.
+        output_layouts: placement of each plain output; None leaves an output unchanged.
+        desired_output_layouts: desired placement of each output.
+        use_local_output: return plain local tensors.
 
     Raises:
-        TypeError: when a layout is no placement.
-        ValueError: at construction, when layouts and desired layouts do not match; when the module is called, for
-            another number of outputs.
+        TypeError: for a layout that is not a placement.
+        ValueError: at construction, if the numbers of layouts and desired layouts differ. When the module is called,
+            if the numbers of outputs and layouts differ.
 
     Example:
         >>> from hyper_parallel import PrepareModuleOutput, Replicate, Shard
@@ -186,15 +188,16 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """`PrepareModuleInput` and `PrepareModuleOutput` in one.
+    """Redistribute the inputs and the outputs of a module: `PrepareModuleInput` and `PrepareModuleOutput` in one style.
 
     Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: as there.
-        use_local_input: give the module plain local tensors.
-        output_layouts, desired_output_layouts, use_local_output: as there.
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: as for
+            `PrepareModuleInput`.
+        use_local_input: pass plain local tensors to the module.
+        output_layouts, desired_output_layouts, use_local_output: as for `PrepareModuleOutput`.
 
     Raises:
-        TypeError, ValueError: as there.
+        TypeError, ValueError: as the two styles do.
 
     Example:
         >>> from hyper_parallel import PrepareModuleInputOutput, Replicate, Shard
@@ -258,14 +261,13 @@ def _prepared_beside(
     local: bool,
     error: OtherMeshError,
 ) -> Any:
-    """Convert an input or output that is distributed outside of ``mesh`` and stays so.
+    """Redistribute an input or output along ``mesh``, and keep its placements on the other mesh dimensions.
 
     Args:
-        x: the DTensor.
-        mesh, given, desired, what, taker: as `to_placement` takes them.
-        local: give a DTensor that is distributed on other dimensions than that of ``mesh`` alone: plain tensors to the
-            style.
-        error: the error to raise where it is not distributed so.
+        x: DTensor on other mesh dimensions than the one of ``mesh``, and possibly on ``mesh`` too.
+        mesh, given, desired, what, taker: as for `to_placement`.
+        local: return a DTensor on the other mesh dimensions alone; its local tensor is that of ``mesh`` too.
+        error: the error to raise for a DTensor that has no layout of this kind.
     """
     return convert_part(
         x,

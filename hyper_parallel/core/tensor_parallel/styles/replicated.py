@@ -1,4 +1,4 @@
-"""`NoParallel`."""
+"""`NoParallel`: modules that are replicated between sharded modules."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from hyper_parallel.core.tensor_parallel.styles.weight import linear_sizes
 
 
 class NoParallel(ModuleStyle):
-    """Replicate a module and all below it on the mesh, with the layouts of input and output explicit.
+    """Replicate a module and its submodules on the mesh, and declare the placements of its input and output.
 
-    It is for modules that every rank computes in the same way between sharded modules, such as an expert router. Its
-    parameters are distributed tensors as theirs are, so that one optimizer step and one gradient norm cover all.
+    Use it for modules that every rank computes in full between sharded modules, such as an expert router. Its
+    parameters become replicated DTensors. So one optimizer step and one gradient norm cover all parameters of the
+    model.
 
-    A plain output must be read in the same way on all ranks, or by modules with styles. Code that has only some heads
-    or experts may read it. Then each rank computes a part of its gradient, and the style must be told, to sum the
-    parts.
+    By default, the gradient of a plain output must be the same on all ranks. That holds where modules with styles read
+    the output, or code that is the same on all ranks. Code that has only this rank's heads or experts computes a
+    partial gradient. Declare this with ``local_output_grad_placements`` or ``partial_features``, and the style sums
+    the gradient over the ranks.
 
     Args:
-        input_layout: placement of a plain first input; default ``Replicate()``. It is gathered where it is sharded.
+        input_layout: placement of a plain first input; default ``Replicate()``. A sharded input is all-gathered.
         output_layout: placement of the output; default ``Replicate()``.
-        use_local_output: give the output as a plain local tensor.
-        local_output_grad_placements: placement of the gradient that comes back to a plain output, ``(Partial(),)``
-            where code that has some heads or experts only reads it; default ``(Replicate(),)``.
-        partial_features: the same for the last so many features of a plain output alone, as the rotary part of the keys
-            in attention with latent keys and values; 0 says that there are none.
+        use_local_output: return the output as a plain local tensor.
+        local_output_grad_placements: placement of the gradient of a plain output; default ``(Replicate(),)``. Give
+            ``(Partial(),)`` where the output is read by code that has only this rank's heads or experts.
+        partial_features: number of last features of a plain output with a partial gradient; 0 for none. In attention
+            with latent keys and values, these features are the rotary part of the keys.
 
     Raises:
-        TypeError: when a layout is no placement, or a number no int. ValueError: for more than one, other placements of
-            the gradient, both ways to say how the output is read, or an output that is not plain and whole.
+        TypeError: for a layout that is not a placement, or a number that is not an int.
+        ValueError: for more than one layout, another placement of the gradient, or both ``partial_features`` and
+            ``local_output_grad_placements``. Also for a partial gradient of an output that is not plain and replicated.
 
     Example:
         >>> from hyper_parallel import NoParallel
@@ -88,12 +91,12 @@ class NoParallel(ModuleStyle):
 
     @property
     def _says_how_it_is_read(self) -> bool:
-        """Return whether the plan says how code between the layers reads the output."""
+        """Return whether the plan declares the placement of the gradient of a plain output."""
         return self.partial_features is not None or self.local_output_grad_placements is not None
 
     @property
     def partial_output_features(self) -> int:  # type: ignore[override]
-        """See `ModuleStyle`."""
+        """Return the number of last features of a plain output whose gradients are partial; -1 for all."""
         return -1 if self.local_output_grad_placements == (Partial(),) else self.partial_features or 0
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:

@@ -1,4 +1,7 @@
-"""`RowwiseParallel`. With the output sharded along the sequence: Korthikanti et al. 2022."""
+"""`RowwiseParallel`: the row-parallel layer of Megatron (Shoeybi et al. 2019).
+
+An output that is sharded along the sequence is described by Korthikanti et al. 2022.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,24 @@ from hyper_parallel.core.tensor_parallel.styles.weight import WeightParallel
 class RowwiseParallel(WeightParallel):
     """Shard the input features of a linear module, or the vocabulary of an embedding.
 
-    The weight (out, in) of a linear module is sharded on ``in``, its bias replicated. The weight (vocabulary, features)
-    of an embedding is sharded on ``vocabulary``. Each rank computes a summand of the output: one all-reduce in forward
-    (or a reduce-scatter, with a sharded ``output_layouts``), none in backward.
+    The weight (out, in) of a linear module is sharded on ``in``, and its bias is replicated. The weight (vocabulary,
+    features) of an embedding is sharded on ``vocabulary``. Each rank computes a partial output. Forward has one
+    all-reduce, or one reduce-scatter with a sharded ``output_layouts``. The all-reduce needs no communication in
+    backward.
 
     Args:
-        input_layouts: placement of a plain input; default ``Shard(-1)``. A DTensor brings its own.
+        input_layouts: placement of a plain input; default ``Shard(-1)``. A DTensor input has its own placement.
         output_layouts: placement of the output; default ``Replicate()``.
-        use_local_output: give the output as a plain local tensor.
-        packed: for a weight whose input features are several groups one after the other: the size of each group, or the
-            number of equal ones. Each is sharded on its own, and ``Shard(-1)`` as ``input_layouts`` then means
-            `PackedShard`.
-        heads: number of attention heads in the input features: checked, so that every rank gets whole heads.
+        use_local_output: return the output as a plain local tensor.
+        packed: for a weight whose input features are several consecutive groups. Give the size of each group, or the
+            number of groups if they have equal sizes. Each group is sharded separately, and ``Shard(-1)`` as
+            ``input_layouts`` means `PackedShard`.
+        heads: number of attention heads in the input features. The style checks that every rank gets complete heads.
 
     Raises:
-        TypeError: when a layout is no placement, or a number no int. ValueError: for more than one layout, or numbers
-            that contradict each other; when applied, for heads that the ranks cannot share evenly.
+        TypeError: for a layout that is not a placement, or a number that is not an int.
+        ValueError: for more than one layout, or numbers that contradict each other. When the style is applied, for
+            heads that the ranks cannot share evenly.
 
     Example:
         >>> from hyper_parallel import RowwiseParallel, Shard

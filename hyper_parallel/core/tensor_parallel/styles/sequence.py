@@ -1,4 +1,4 @@
-"""`SequenceParallel`: norms and dropout on a shard of the sequence."""
+"""`SequenceParallel`: norms and dropout on an input that is sharded along the sequence."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_f
 
 
 class SequenceParallel(ModuleStyle):
-    """Run a module whose parameters are replicated on an input that is sharded along the sequence.
+    """Run a module, such as a norm or dropout, on an input that is sharded along the sequence.
 
-    For norms and dropout. The gradients of the parameters are reduced over the mesh without any user code.
+    The parameters of the module are replicated. Their gradients are reduced over the mesh automatically. The output is
+    sharded like the input.
 
     Args:
-        sequence_dim: tensor dimension that is sharded.
-        use_local_output: give the output as a plain local tensor.
+        sequence_dim: tensor dimension of the sequence, which is sharded.
+        use_local_output: return the output as a plain local tensor.
 
     Raises:
-        TypeError: when ``sequence_dim`` is no int. ValueError: for a dimension that no tensor has.
+        TypeError: if ``sequence_dim`` is not an int.
+        ValueError: for a dimension that no tensor has.
 
     Example:
         >>> from hyper_parallel import SequenceParallel

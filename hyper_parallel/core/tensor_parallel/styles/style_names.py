@@ -1,4 +1,4 @@
-"""Styles by name, as the plans of Hugging Face's models (``base_model_tp_plan``) spell them."""
+"""Names of styles in plans, as in the plans of Hugging Face's models (``base_model_tp_plan``)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "packed_colwise": lambda: ColwiseParallel(packed=2),
     "packed_rowwise": lambda: RowwiseParallel(packed=2),
-    # Each pair is one style under its name before and since transformers 5.
+    # transformers 5 renamed these two styles; both names are known.
     "colwise_rep": _colwise_gathered,
     "colwise_gather_output": _colwise_gathered,
     "rowwise_rep": _rowwise_whole_input,
     "rowwise_split_input": _rowwise_whole_input,
     "embedding_rowwise": _rowwise_whole_input,
     "embedding_colwise": _colwise_gathered,
-    # Weights as plain local tensors, there; here parameters are distributed tensors always.
+    # In transformers these have plain local weights; here parameters are always DTensors.
     "local_colwise": ColwiseParallel,
     "local_rowwise": RowwiseParallel,
     "local_packed_rowwise": lambda: RowwiseParallel(packed=2),
@@ -46,14 +46,14 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def style_by_name(name: str, where: str) -> ParallelStyle:
-    """A new style.
+    """Return a new style by its name.
 
     Args:
-        name: ``"colwise"``, ``"rowwise"``, ...: see `style_names`.
-        where: the plan's key, for the message.
+        name: one of `style_names`, such as ``"colwise"`` or ``"rowwise"``.
+        where: key of the plan, for the message.
 
     Raises:
-        ValueError: for an unknown name; the nearest ones are named.
+        ValueError: for an unknown name; the message lists the nearest known names.
     """
     make = _STYLES.get(name)
     if make is None:
@@ -64,7 +64,7 @@ def style_by_name(name: str, where: str) -> ParallelStyle:
 
 
 def style_names() -> tuple[str, ...]:
-    """All names that a plan may use.
+    """Return all names of styles that a plan may use.
 
     Example:
         >>> "colwise_rep" in style_names()
@@ -74,15 +74,15 @@ def style_names() -> tuple[str, ...]:
 
 
 def register_style(name: str, factory: Callable[[], ParallelStyle]) -> None:
-    """Let plans name a style of your own.
+    """Register a name for a user-defined style, for use in plans.
 
     Args:
-        name: the name; one that exists is replaced.
-        factory: a class or a function without arguments; it is called, and gives a style, for each module that a plan
-            gives the name.
+        name: the name. An existing name is replaced.
+        factory: a class or function that takes no arguments and returns a style. It is called for each key of a plan
+            with this name.
 
     Raises:
-        TypeError: when ``name`` is no string or ``factory`` cannot be called.
+        TypeError: if ``name`` is not a string or ``factory`` is not callable.
 
     Example:
         >>> from hyper_parallel import Shard, ColwiseParallel, register_style

@@ -1,4 +1,4 @@
-"""Code that `ColwiseParallel` and `RowwiseParallel` share: each shards one dimension of a weight."""
+"""Base class of `ColwiseParallel` and `RowwiseParallel`, which shard one dimension of a weight."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hyper_parallel.platform.contract.programs import Program
 
 
 class WeightParallel(ModuleStyle):
-    """Base of `ColwiseParallel` and `RowwiseParallel`."""
+    """Base class of styles that shard one dimension of the weight of a linear module or an embedding."""
 
-    #: Whether the output features of a linear module are sharded (else the input features).
+    #: Whether the output features of a linear module are sharded; otherwise its input features are sharded.
     _splits_outputs: ClassVar[bool]
-    #: How the weight of an embedding is sharded.
+    #: Placement of an embedding's weight.
     _embedding: ClassVar[Placement]
-    #: The default layouts are also those that a linear module needs and gives; an embedding needs whole ids.
+    #: Default layouts, which are also those that a linear module needs and returns. An embedding needs replicated ids.
     input_layouts: tuple[Placement]
     desired_input_layouts: tuple[Placement]
     output_layouts: tuple[Placement]
@@ -106,7 +106,7 @@ class WeightParallel(ModuleStyle):
             and isinstance(layout, Shard)
             and layout.dim in (-1, len(x.shape) - 1)
         ):
-            # The weight knows the number of features, so uneven shards of them need no word from the user.
+            # The weight has the global number of features, so the sizes of uneven shards are known.
             size, _ = linear_sizes(module, mesh.platform)
         return to_placement(x, mesh, layout, needed, what, size, module)
 
@@ -114,23 +114,23 @@ class WeightParallel(ModuleStyle):
         return None if self._keeps_whole(mesh) else program_of(self, module, mesh)
 
     def _keeps_whole(self, mesh: DeviceMesh) -> bool:
-        """Return whether there are fewer heads than ranks, so that every rank keeps the whole weight."""
+        """Return whether the weight is replicated because there are fewer heads than ranks."""
         return self.replicate_heads and isinstance(self.heads, int) and self.heads < mesh.size()
 
     @property
     def _is_packed(self) -> bool:
-        """Return whether the weight is cut part by part. A weight with a single part is cut like any other."""
+        """Return whether the weight stacks several matrices, which are sharded separately."""
         return isinstance(self.heads, tuple) or self.packed not in (None, 1)
 
     def _split_dim(self, kind: ModuleKind) -> int:
         return kind.out_dim if self._splits_outputs else 1 - kind.out_dim
 
     def features(self, module: Any, platform: Platform) -> int:
-        """The number of features that are split."""
+        """Return the global size of the sharded dimension of a linear module's weight."""
         return _weight_shape(module, platform)[self._split_dim(platform.kind_of(module))]
 
     def parts(self, module: Any, platform: Platform, where: str | None = None) -> tuple[int, ...] | None:
-        """Features of each matrix in a packed weight, None for a weight that is one matrix."""
+        """Return the features of each matrix in a packed weight, or None for a weight that is one matrix."""
         if not self._is_packed:
             return None
         features = self.features(module, platform)
@@ -146,16 +146,16 @@ class WeightParallel(ModuleStyle):
 
 
 def linear_sizes(module: Any, platform: Platform) -> tuple[int, int]:
-    """The number of features that a linear module takes, and of those that it gives, on all ranks together."""
+    """Return the global numbers of input and output features of a linear module."""
     shape, out_dim = _weight_shape(module, platform), platform.kind_of(module).out_dim
     return shape[1 - out_dim], shape[out_dim]
 
 
 def _weight_shape(module: Any, platform: Platform) -> tuple[int, ...]:
-    """Global shape of the weight, without computing one that is computed.
+    """Return the global shape of the weight. This does not run the computation of a parametrized weight.
 
     Raises:
-        ValueError: for a weight that was computed already when the style was applied.
+        ValueError: for a weight that was already no parameter when the style was applied.
     """
     name = platform.kind_of(module).weight
     held = platform.own_parameters(module).get(name)
@@ -173,7 +173,7 @@ def _no_weight(module: Any, platform: Platform) -> str:
 
 
 def _instead(module: Any, platform: Platform, where: str) -> str:
-    """Return styles for a module that is no layer with one weight."""
+    """Return a remedy for the error message: styles for a module that is neither linear nor an embedding."""
     called = [] if is_fused_attention(module) else platform.named_modules(module)
     below = next((path for path, layer in called if path and platform.is_linear_module(layer)), None)
     if below is not None:
@@ -188,5 +188,5 @@ def _instead(module: Any, platform: Platform, where: str) -> str:
 
 
 def is_fused_attention(module: Any) -> bool:
-    """Return whether a module multiplies with the weights of its layers itself, as `MultiheadAttention` does."""
+    """Return whether a module reads the weights of its layers without calling them, as `MultiheadAttention` does."""
     return all(hasattr(module, name) for name in ("in_proj_weight", "out_proj", "embed_dim"))
