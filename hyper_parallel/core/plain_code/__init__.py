@@ -1,1 +1,1 @@
-"""Following plain code between styled modules: what each plain tensor stands for, judged by the rules."""
+"""Checks of code on plain tensors between styled modules: how each tensor is placed, by the sharding rules."""

@@ -1,4 +1,4 @@
-"""`check_plain_code`: follow a program between the styled modules of a plan."""
+"""`check_plain_code`: check the code between the styled modules of a plan."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["check_plain_code"]
 
 @contextmanager
 def check_plain_code(model: Any) -> Iterator[Following]:
-    """Inside, the plain code of a parallelised model is followed, and its loss as well. The report names
-    operations that compute something else on a part than on the whole. Gradients count too.
+    """Check operations on plain tensors inside this context, in a parallelised model and its loss.
 
-    Each operation between styled modules is asked of the sharding rules. Nothing is communicated for it, and no values
-    are compared, so all ranks find the same. Numbers do not change. Operations become slower.
+    The report lists operations whose result or gradient on local tensors differs from that on unsharded tensors. The
+    sharding rules judge each operation between styled modules. This needs no communication and compares no values, so
+    all ranks have the same report. Results do not change, but operations are slower.
 
     Args:
-        model: a module to which `parallelize_module` was applied, or one that contains such modules.
+        model: a module to which `parallelize_module` was applied, or a module that contains one.
 
     Returns:
-        The report, which is complete at the end of the context: ``print`` shows it, ``findings`` has each finding with
-        the line of the program, the path of the module, the fact and the remedy. It is true where nothing was found.
-        ``unknown`` names operations that could not be followed: of these nothing is said.
+        The report, which is complete at the end of the context. ``print`` shows it, and it is true without findings.
+        Each entry of ``findings`` has the line of the program, the path of the module, the fact and the remedy.
+        ``unknown`` lists operations that could not be followed; the report says nothing about these.
 
     Raises:
-        TypeError: when ``model`` is no module, or for a platform that cannot follow programs.
+        TypeError: if ``model`` is not a module, or the platform cannot follow programs.
 
     Example:
         >>> import torch
@@ -41,7 +41,7 @@ def check_plain_code(model: Any) -> Iterator[Following]:
         >>> checked.findings  # one rank has all
         []
 
-    Source: the checker of types for plain SPMD code of torchtitan, which wants annotations where this has plans.
+    Source: torchtitan's type checker for plain SPMD code, which uses annotations instead of plans.
     """
     platform = platform_of(model)
     if not isinstance(model, platform.Module):

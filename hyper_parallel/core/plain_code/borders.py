@@ -1,4 +1,4 @@
-"""Borders of plain code: inputs of styled modules, and outputs of the model, against the plan."""
+"""Checks where plain code ends: inputs of styled modules and outputs of the model, compared with the plan."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hyper_parallel.platform.contract.modules import APPLIED
 
 
 def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bool, computed: bool) -> Problem | None:
-    """The problem of a plain tensor that is taken for ``layout``, None where there is none.
+    """Return the problem of a plain tensor that is converted to a DTensor of ``layout``, or None.
 
     Args:
-        mark: of the tensor.
-        layout: as the style or the program takes it.
+        mark: mark of the tensor.
+        layout: layout that the style or the program declares for the tensor.
         shape: local shape.
-        trains: whether a gradient goes to it.
-        computed: whether operations have computed it. The caller of the program knows its inputs.
+        trains: whether the tensor requires a gradient.
+        computed: whether an operation computed the tensor. Inputs of the program are assumed to be right.
     """
     wanted = f"is taken for {', '.join(map(str, layout.placements))}"
     ranks = layout.mesh.shape
@@ -42,20 +42,20 @@ def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bo
             continue
         if mark.merged or have is not want:
             remedy = f"Say with input_layouts={have!r} how it lies, or bring it to {want!r} before"
-            # Rows in another order are right where each is computed alone, as a router does.
+            # Rows in another order are right where each row is computed independently, as in a router.
             return Problem("input", f"{describe(mark, shape)} {wanted}", remedy, certain=have is not want)
     return None
 
 
 def keeps_parts(module: Any, ways: tuple[Mark | None, ...], layout: Layout) -> bool:
-    """Return whether a style of ``module`` gives parts as it takes them, and the last dimension is whole.
+    """Return whether a style of ``module`` keeps the placement of its input, and the last dimension is unsharded.
 
-    Styles of norms do so. They may name another dimension, in ``layout``, than the one that is cut.
+    This holds for styles of norms. Their ``layout`` may shard another dimension than the input's marks.
 
     Args:
-        module: with styles.
+        module: module with styles.
         ways: marks of its input.
-        layout: of the input, as the style takes it.
+        layout: layout of the input that the style declares.
     """
     if not any(getattr(style, "output_layouts", ()) is None for style, _ in getattr(module, APPLIED, ())):
         return False
@@ -66,7 +66,7 @@ def keeps_parts(module: Any, ways: tuple[Mark | None, ...], layout: Layout) -> b
 
 
 def output_problem(ways: Ways, shape: tuple[int, ...], source: str) -> Problem | None:
-    """The problem of an output of the model that may stand for ``ways``, and comes from the module ``source``."""
+    """Return the problem of a model output with the marks ``ways`` from the module ``source``, or None."""
     if not isinstance(ways, tuple) or any(m is None or not (m.sharded or partial_dims(m.layout)) for m in ways):
         return None
     of = f", which comes from {source!r}," if source else ""
@@ -79,12 +79,12 @@ def output_problem(ways: Ways, shape: tuple[int, ...], source: str) -> Problem |
 
 @dataclass
 class Rows:
-    """The rows that a styled module takes, in an order of their own: those of each sample that are on this rank.
+    """Input rows of a styled module that are not consecutive in the global tensor: this rank's rows of each sample.
 
     Attributes:
-        count: how many there are on all ranks.
-        merged: see `Mark.merged`.
-        problem: the module takes them as consecutive ones. None where that does not matter.
+        count: global number of rows.
+        merged: as in `Mark.merged`.
+        problem: the problem of a module that takes the rows as consecutive rows; None if it does not.
     """
 
     count: int
@@ -93,7 +93,7 @@ class Rows:
 
 
 def merged_rows(x: Any) -> Rows | None:
-    """Return the rows of ``x``, None where they are in the order of the whole tensor."""
+    """Return the rows of ``x``, or None if they are consecutive rows of the global tensor."""
     ways = () if x is None else ways_of(x)
     mark = ways[0] if isinstance(ways, tuple) and len(ways) == 1 else None
     if mark is None or not mark.merged or mark.layout.placements != (Shard(0),):

@@ -1,4 +1,4 @@
-"""Where a program is followed, and where it is not: contexts around a step, and inside of it."""
+"""Contexts that follow a program, or suspend following."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["follow", "looking", "platform_of", "unmarked"]
 
 @contextmanager
 def follow(model: Any, platform: Platform) -> Iterator[Following]:
-    """Inside, the program is followed.
+    """Follow the program inside this context.
 
     Raises:
-        TypeError: for a backend that cannot do so.
+        TypeError: if the backend cannot follow programs.
     """
     following = Following(model, platform)
-    del model  # a context that a failed call leaves open keeps no model alive
+    del model  # a failed call may leave this context open, which must not keep the model alive
     handed_over = platform.follow(following)
     if handed_over is None:
         raise TypeError(f"the platform {platform.name!r} cannot follow plain code: its `follow` returns None")
     FOLLOWING.append(following)
-    LISTENERS.append(_hear_nothing)  # where there are listeners, styles ask whether a program is followed
+    LISTENERS.append(_hear_nothing)  # styles look for a followed program only if there are listeners
     try:
         with handed_over:
             yield following
@@ -39,7 +39,7 @@ def follow(model: Any, platform: Platform) -> Iterator[Following]:
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Inside, operations are the library's own, such as those that read values for a report: none is followed."""
+    """Suspend following inside this context, for operations of the library, such as reads of values for a report."""
     following = FOLLOWING[-1] if FOLLOWING and FOLLOWING[-1].is_here else None
     if following is not None:
         following.paused += 1
@@ -52,9 +52,9 @@ def looking() -> Iterator[None]:
 
 @contextmanager
 def unmarked() -> Iterator[None]:
-    """Inside, DTensors give plain tensors that the program cuts itself, such as parts of a sequence: none is marked.
+    """Leave plain tensors from DTensors unmarked, for programs that shard tensors themselves, such as sequences.
 
-    The gradients of parameters are then summands of ranks, which the program adds up as those of data parallelism.
+    The gradients of parameters are then partial, and the program reduces them as in data parallelism.
     """
     following = FOLLOWING[-1] if FOLLOWING and FOLLOWING[-1].is_here else None
     if following is None:
@@ -68,7 +68,7 @@ def unmarked() -> Iterator[None]:
 
 
 def platform_of(model: Any) -> Platform:
-    """The platform on which styles were applied to a module or one below it, else the selected one."""
+    """Return the platform of the styles that were applied to a module or its submodules, else the selected platform."""
     platform = get_platform()
     if isinstance(model, platform.Module):
         for _, module in platform.named_modules(model):
@@ -78,4 +78,4 @@ def platform_of(model: Any) -> Platform:
 
 
 def _hear_nothing(event: CollectiveEvent) -> None:
-    """Stand in the list of listeners."""
+    """Ignore the event: this listener only makes the list of listeners not empty."""

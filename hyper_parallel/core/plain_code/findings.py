@@ -1,4 +1,4 @@
-"""Findings: an operation of plain code that is not what one device computes, with the line of the program."""
+"""Findings: operations on plain tensors that differ from the single-device model, with their line in the program."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Folder of this package: frames in it, and in the framework, are none of the program.
+#: Folder of this library. Frames in it, and in the framework, do not belong to the program.
 _OWN = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A finding without its place, as it is kept for all equal calls.
+    """A finding without its place in the program, which is cached for all equal calls.
 
     Attributes:
-        kind: ``"whole"``: a dimension that is cut must be whole. ``"sum"``: a sum over ranks comes too late.
-            ``"count"``: a replicated tensor would count once for each rank. ``"mixed"``: a part meets a tensor that is
-            cut otherwise. ``"gradient"``: the gradient of a tensor is one summand a rank, and nothing adds these up.
-            ``"input"``, ``"output"``: a module takes, or the model gives, another part than the plan says.
+        kind: ``"whole"``: a sharded dimension must be unsharded. ``"sum"``: a partial tensor must be reduced first.
+            ``"count"``: a replicated tensor would be added once for each rank. ``"mixed"``: operands are sharded
+            differently. ``"gradient"``: the gradient of a tensor is partial, and is never reduced. ``"input"``,
+            ``"output"``: the input of a module, or the output of the model, has another placement than in the plan.
         text: the fact, as a sentence about the operation.
-        remedy: what to write.
-        certain: whether layouts say so. Otherwise the tensor has no mark, and the program may know better.
+        remedy: the change that corrects the program.
+        certain: whether it follows from layouts. Otherwise a placement was assumed, and the program may be right.
     """
 
     kind: str
@@ -33,14 +33,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Finding:
-    """A place of a program where its numbers, or its gradients, depart from those of one device.
+    """A line of a program whose values or gradients differ from those of the single-device model.
 
     Attributes:
-        kind: see `Problem`.
+        kind: kind of the problem, as in `Problem`.
         where: file and line of the program.
         module: path of the innermost module whose forward is on the call stack; empty outside of the model.
         operation: name of the operation.
-        text, remedy, certain: see `Problem`.
+        text, remedy, certain: as in `Problem`.
     """
 
     kind: str
@@ -57,10 +57,10 @@ class Finding:
 
 
 def place_in_program(paths: dict[int, str], framework: str) -> tuple[str, str]:
-    """File and line of the innermost frame of the program, and the path of the innermost module that runs.
+    """Return the file and line of the program's innermost frame, and the path of the innermost running module.
 
     Args:
-        paths: id of a module -> its path.
+        paths: id of a module -> path of the module.
         framework: folder of the framework.
     """
     frame: Any = sys._getframe(1)
@@ -77,13 +77,13 @@ def place_in_program(paths: dict[int, str], framework: str) -> tuple[str, str]:
 
 
 def folder_of(cls: type) -> str:
-    """The folder of the package of a class."""
+    """Return the folder of the top-level package that defines a class."""
     package = sys.modules[cls.__module__.partition(".")[0]]
     return str(Path(str(package.__file__)).parent)
 
 
 def _is_of_program(file: str, framework: str) -> bool:
-    """Return whether lines of ``file`` belong to the program. Models of other libraries do, too."""
+    """Return whether ``file`` belongs to the program. Models of other libraries are part of the program."""
     if file.startswith(_OWN):
         return "/testing/" in file and "/testing/adapters/" not in file
     return not file.startswith(("<", framework))

@@ -1,10 +1,9 @@
-"""Following the first call of a parallelised model, unless ``HYPER_PARALLEL_CHECK=0`` forbids it.
+"""Check of the first call of a parallelised model, unless ``HYPER_PARALLEL_CHECK=0``.
 
-Only the first call pays, and the first one that records gradients: then the hooks around calls are taken away. A
-finding that a styled module or the output was computed with is an error, where layouts say so. All ranks find the same,
-since layouts and the program alone decide. A value that nothing else is computed with, such as a number for a log, is a
-warning: one rank may have computed it alone. So is a finding about a tensor without a mark, which may be a part by the
-program's own doing.
+The model's calls are followed until the first call that records gradients; then the hooks are removed. A certain
+finding that affects a styled module or the output raises ValueError. All ranks have the same findings, because these
+depend on layouts and the program only. Other findings are warnings. One rank alone may compute a value that the model
+does not use, such as a number for a log. A tensor without a mark may be a shard that the program made itself.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from hyper_parallel.platform.contract import Platform
 
 __all__ = ["VARIABLE", "follow_first_call", "without_first_calls"]
 
-#: The environment variable: "0" follows no calls.
+#: The environment variable; "0" turns the check off.
 VARIABLE = "HYPER_PARALLEL_CHECK"
-#: module -> `_Calls`.
+#: module -> its `_Calls`.
 _CALLS = WeakTable()
 _OFF: ContextVar[bool] = ContextVar("hyper_parallel_without_first_calls", default=False)
 
 
 @contextmanager
 def without_first_calls() -> Iterator[None]:
-    """Inside, models are parallelised whose first calls are not followed."""
+    """Parallelise models inside this context without a check of their first calls."""
     token = _OFF.set(True)
     try:
         yield
@@ -44,8 +43,10 @@ def without_first_calls() -> Iterator[None]:
 
 
 def follow_first_call(module: Any, mesh: DeviceMesh) -> None:
-    """Follow the first call of ``module``, to which a plan was applied. One rank has nothing to follow, and a dry run
-    follows itself."""
+    """Follow the first call of ``module``, to which a plan was applied.
+
+    A mesh of one rank needs no check. A dry run follows the model itself.
+    """
     if _OFF.get() or os.environ.get(VARIABLE) == "0" or mesh.size() == 1 or mesh.get_coordinate() is None:
         return
     if not mesh.platform.sends_nothing and _CALLS.get(module) is None:
@@ -53,31 +54,31 @@ def follow_first_call(module: Any, mesh: DeviceMesh) -> None:
 
 
 class _Calls:
-    """The calls of a module, until one has been followed that recorded gradients."""
+    """Hooks around the calls of a module, which are removed after the first call that recorded gradients."""
 
     def __init__(self, module: Any, platform: Platform) -> None:
         self._platform = platform
         self._following: Following | None = None
         self._stack = ExitStack()
-        #: A parameter that is trained, after a call without gradients.
+        #: Weak reference to a trained parameter, once a call was followed.
         self._trained: Callable[[], Any] | None = None
         self._done = self._records = False
         self._take_away = platform.around_calls(module, self._before, self._after)
 
     def _before(self, module: Any) -> None:
-        self._stack.close()  # where hooks do not see calls that fail, the call before may have left it open
+        self._stack.close()  # a failed call leaves the context open if the backend has no hook for failures
         self._following = None
         if self._done or (self._trained is not None and not self._records_now(self._trained())):
             return
         trained = self._trained_parameter(module)
         self._records = trained is None or self._records_now(trained)
-        if FOLLOWING:  # a model around this one, or another thread
+        if FOLLOWING:  # a model that contains this one, or another thread, is followed
             self._records = self._records and FOLLOWING[-1].is_here
             return
         self._trained = None if trained is None else weakref.ref(trained)
         try:
             following = self._stack.enter_context(follow(module, self._platform))
-        except TypeError:  # a backend that cannot, and code that is compiled
+        except TypeError:  # the backend cannot follow programs, or the code is compiled
             return
         calls = weakref.ref(self)  # an open context must not keep its module alive
         following.on_reached = lambda: calls()._refuse(following)  # type: ignore[union-attr]
@@ -86,7 +87,7 @@ class _Calls:
     def _after(self, module: Any, output: Any) -> None:
         following, self._following = self._following, None
         self._stack.close()
-        if output is None:  # of a call that has failed, too
+        if output is None:  # also after a failed call
             return
         if self._records or self._done:
             self._done = True
@@ -100,8 +101,10 @@ class _Calls:
             warnings.warn(_text(following), stacklevel=2)
 
     def _refuse(self, following: Following) -> None:
-        """Raise ValueError for findings that the model goes on with: on all ranks at the same place, before the module
-        that takes such a tensor communicates."""
+        """Raise ValueError for `reached` findings.
+
+        All ranks raise at the same place, before the module that takes the affected tensor communicates.
+        """
         if not is_strict() and not any(finding.certain for finding in following.reached):
             return
         self._done = True

@@ -1,7 +1,7 @@
-"""Following a program: every operation on plain tensors with marks is judged, between the styled modules of a plan.
+"""`Following`, which judges the operations of a program on marked plain tensors, between styled modules.
 
-A tensor gets its first marks where a DTensor becomes plain. They are compared with the plan where a plain tensor
-becomes a DTensor. These borders are in `DTensor.to_local` and `DTensor.from_local`, so no style says anything twice.
+A tensor gets its first mark when a DTensor is converted to it. Marks are compared with the plan when a plain tensor is
+converted to a DTensor. `DTensor.to_local` and `DTensor.from_local` report these conversions, so styles need not.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from hyper_parallel.platform.watching import tensors_in
 
 __all__ = ["FOLLOWING", "UNEVEN", "Following"]
 
-#: The reason for losing a part whose size differs from rank to rank.
+#: The reason for not following a shard whose size differs between ranks.
 UNEVEN = "parts of unequal size"
 _VERDICTS: Cache = Cache(1 << 14, "verdicts on plain code")
-#: The programs that are followed, the innermost last; it is the one that counts.
+#: The followed programs, innermost last. Only the innermost program gets reports.
 FOLLOWING: list[Following] = []
 
 
 class Following:
-    """A program that is followed. ``str`` and ``print`` show the report; it is true where nothing was found.
+    """A followed program and its report. ``print`` shows the report. It is true if there are no findings.
 
-    The backend hands over operations, DTensors hand over the borders of plain code.
+    The backend reports operations. DTensors report conversions from and to plain tensors.
 
     Attributes:
-        findings: in the order in which they were met, each once.
-        unknown: operations that could not be followed, by name -> how often.
-        notes: facts that are no findings -> how often.
-        asked: number of operations that were judged.
-        paused: how many styled modules the program is inside of.
-        on_reached: is called when there are `reached` findings, before a styled module communicates; None is nothing.
+        findings: the findings in order of discovery, without duplicates.
+        unknown: name of an operation that could not be followed -> number of calls.
+        notes: fact that is not a finding -> number of times.
+        asked: number of judged operations.
+        paused: number of styled modules whose calls are running.
+        on_reached: function to call if there are `reached` findings, before a styled module communicates; or None.
     """
 
     def __init__(self, model: Any, platform: Platform) -> None:
@@ -70,13 +70,13 @@ class Following:
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings, in the order in which they were met."""
+        """Return the findings in order of discovery."""
         return list(self._found)
 
     @property
     def reached(self) -> list[Finding]:
-        """The findings that a styled module, or the output of the model, was computed with. The values of others were
-        used for nothing that the program gives on, such as a number for a log."""
+        """Return the findings that affect a styled module or the output of the model. Other findings affect values
+        that the model does not use, such as a number for a log."""
         return [finding for finding in self._found if finding in self._reached]
 
     @property
@@ -89,9 +89,9 @@ class Following:
 
     # ------------------------------------------------------------------------------------------------ operations
     def operation(self, op: Any, func: Any, args: tuple, kwargs: dict, call: Callable[[], Any]) -> Any:
-        """See `Follower.operation`."""
+        """Run an operation, judge it and mark its results. This implements `Follower.operation`."""
         platform, title = self._platform, name_of(func)
-        if platform.in_backward():  # a forward that is computed again
+        if platform.in_backward():  # a recomputed forward
             return call()
         bound = None if op is None else _bound(op, func, args, kwargs)
         if bound is None:
@@ -107,7 +107,7 @@ class Following:
         target = operands[0] if op.in_place else result
         results = list(tensors_in(target, platform.Tensor))
         if not op.in_place:
-            # A call may give its operand back, which has its marks.
+            # An operation may return its operand, which keeps its marks.
             results = [] if any(y is x for y in results for x in operands) else results
         if not results:
             if OPERATIONS[op.name].gathers:
@@ -123,7 +123,7 @@ class Following:
             else None
             for x, needs in zip(operands, trains, strict=True)
         )
-        if op.name == "cat":  # torch joins an empty tensor of one dimension to any: caches begin so
+        if op.name == "cat":  # torch joins an empty 1-D tensor to any tensor, and caches start as empty tensors
             kept = [i for i, x in enumerate(described) if x is None or x.shape != (0,)]
             described, operands = tuple(described[i] for i in kept), tuple(operands[i] for i in kept)
         mesh = self._mesh_of(described)
@@ -146,25 +146,25 @@ class Following:
         return result
 
     def _verdict(self, call: Call, mesh: DeviceMesh) -> Verdict:
-        """The judge's answer, which is the same for calls that differ in values alone."""
+        """Return the verdict on a call. Verdicts are cached, because they do not depend on the values of tensors."""
         scalars = tuple(None if self._platform.is_tensor(x) else x for x in call.values)
         key: Any = (call.name, call.title, call.operands, call.shapes, call.in_place, mesh)
         try:
             found = _VERDICTS.get((key, call.static, scalars))
             key = (key, call.static, scalars)
-        except TypeError:  # static arguments of element-wise operations are any objects, and do not count
+        except TypeError:  # unhashable static arguments of element-wise operations do not affect the verdict
             found = _VERDICTS.get(key)
         if found is None:
             try:
                 found = _VERDICTS[key] = judge(call, mesh)
             except Exception:
-                if self.on_reached is None:  # else it is a first call, which the program has not asked to follow
+                if self.on_reached is None:  # otherwise this is a first call, whose check the user did not request
                     raise
                 found = Verdict(results=(Lost(f"{call.title}, which could not be judged"),) * len(call.shapes))
         return found
 
     def _mesh_of(self, operands: tuple[Operand | None, ...]) -> DeviceMesh | None:
-        """The mesh of the marks of operands, None where all are the same on all ranks."""
+        """Return the mesh of the operands' marks, or None if all operands are replicated."""
         for x in operands:
             if x is None or x.ways is WHOLE:
                 continue
@@ -183,7 +183,7 @@ class Following:
                 self._platform.write_mark(x, None)
 
     def _mark_base(self, view: Any, source: str, findings: tuple[Finding, ...]) -> None:
-        """Mark the tensor of which a view was written to."""
+        """Mark the base tensor of a view that was written to."""
         platform = self._platform
         base, ways = platform.base_of(view), ways_of(view)
         if base is None or (ways == WHOLE and not findings) or held(base) is not None:
@@ -195,8 +195,8 @@ class Following:
         self._mark((base,), (found,), source, findings)
 
     def _lose(self, result: Any, args: tuple, kwargs: dict, title: str) -> None:
-        """Note that the results of an operation are not followed. One that gives no tensor, or an argument back, is
-        none, unless it writes to that."""
+        """Mark the results of an unknown operation as not followed. A returned argument keeps its mark, unless the
+        operation writes to it."""
         given = list(tensors_in((args, kwargs), self._platform.Tensor))
         writes = kwargs.get("out") is not None or title.rstrip("_") + "_" == title
         results = [y for y in tensors_in(result, self._platform.Tensor) if writes or not any(y is x for x in given)]
@@ -211,7 +211,7 @@ class Following:
         self._mark(results, (lost,) * len(results), "", findings)
 
     def _communicated(self, args: tuple, kwargs: dict, title: str) -> None:
-        """The program has communicated by itself: it combines parts, and the findings about them were none."""
+        """Withdraw the findings about the arguments of a collective. The program itself combines the shards."""
         self.unknown[title] = self.unknown.get(title, 0) + 1
         for x in tensors_in((args, kwargs), self._platform.Tensor):
             found = held(x)
@@ -229,8 +229,8 @@ class Following:
 
     # ------------------------------------------------------------------------------------------------ borders
     def given(self, x: Any, layout: Layout, summed: tuple[int, ...] = ()) -> None:
-        """A DTensor of ``layout`` became the plain tensor ``x``. Along the mesh dimensions ``summed`` its gradient is
-        taken as one summand a rank."""
+        """Mark ``x``, a plain tensor that was made from a DTensor of ``layout``. Its gradient is partial along the
+        mesh dimensions ``summed``."""
         if not self.is_here:
             return
         self._mesh = layout.mesh
@@ -241,14 +241,14 @@ class Following:
         if mark is None or self._own_samples or self._platform.in_backward():
             return
         if is_even(layout):
-            # Of one head of one token, the placement that the style says is one of several that are possible.
+            # For one head of one token, the placement of the style is only one of several possible placements.
             ways = self._kept or (self._ways if mark in self._ways else (mark,))
             self._platform.write_mark(x, Held(ways, self._styled, stated=True))
         else:
             self.lose(x, UNEVEN, layout.mesh)
 
     def joined(self, x: Any, pieces: Sequence[Any], dim: int) -> None:
-        """A style joined ``pieces`` to ``x`` along ``dim``, each with marks of its own."""
+        """Mark ``x``, which a style made by joining ``pieces`` with different marks along ``dim``."""
         if not self.is_here:
             return
         dim %= len(x.shape)
@@ -256,7 +256,7 @@ class Following:
         self._platform.write_mark(x, Held(found, self._styled, stated=True))
 
     def lose(self, x: Any, why: str, mesh: DeviceMesh) -> None:
-        """Note that code with ``x``, a part on ``mesh``, is not followed from here on: ``why`` is for the report."""
+        """Mark ``x``, a shard on ``mesh``, as not followed. ``why`` is the reason in the report."""
         if not self.is_here:
             return
         self._mesh = mesh
@@ -266,10 +266,10 @@ class Following:
         self._platform.write_mark(x, Held(Lost(why), self._styled, stated=True))
 
     def cut_of(self, x: Any, mesh: DeviceMesh, whole: int, usual: Shard) -> Shard | None:
-        """Return the placement of a plain tensor that is known to be a part on the 1-D ``mesh``, else None.
+        """Return the placement of a plain tensor that is known to be a shard on the 1-D ``mesh``, else None.
 
-        A cut of one of the last ``whole`` dimensions gives None too. Of several that are possible, as where a rank has
-        one head of one token, it is the ``usual`` one.
+        The result is None too for a shard of one of the last ``whole`` dimensions. Several placements are possible
+        for one head of one token; then the ``usual`` one is preferred.
         """
         ways, found = ways_of(x), []
         for mark in ways if isinstance(ways, tuple) else ():
@@ -281,7 +281,7 @@ class Following:
         return min(found, key=lambda placement: placement.dim != first, default=None)
 
     def taken(self, x: Any, layout: Layout) -> None:
-        """A plain tensor became a DTensor of ``layout``: it must be that."""
+        """Check that a plain tensor, which becomes a DTensor of ``layout``, has this layout."""
         if not self.is_here or self._platform.in_backward():
             return
         self.reach(x)
@@ -297,14 +297,14 @@ class Following:
             if first.certain and keeps_parts(self._inside, ways, layout):
                 first, self._kept = replace(first, certain=False), ways
             if self._rows is not None and not first.certain:
-                self._rows.problem = first  # no problem if the module gives its rows in the same order
+                self._rows.problem = first  # no problem if the module returns its rows in the same order
                 return
             self._reached.add(self._find(first, "from_local"))
             if self.on_reached is not None:
                 self.on_reached()
 
     def gives(self, output: Any) -> None:
-        """The model gives ``output``: a part or a summand of the whole is a finding, unless a style itself gave it."""
+        """Check the ``output`` of the model. A shard or a partial tensor is a finding, unless a style returned it."""
         for y in tensors_in(output, self._platform.Tensor):
             self.reach(y)
             found = held(y)
@@ -315,7 +315,7 @@ class Following:
                 self._reached.add(self._find(problem, "the model's output"))
 
     def reach(self, values: Any) -> None:
-        """Note that the program goes on with tensors, which findings may have computed."""
+        """Record that a styled module or the caller gets tensors. Findings that affect them become `reached`."""
         for x in tensors_in(values, self._platform.Tensor):
             found = held(x)
             if found is not None:
@@ -324,15 +324,15 @@ class Following:
             self.on_reached()
 
     def is_inside(self, module: Any) -> bool:
-        """Return whether ``module`` is the innermost styled module that runs."""
+        """Return whether ``module`` is the innermost running styled module, or the caller is in another thread."""
         return self._inside is module or not self.is_here
 
     def styled(
         self, call: Callable[..., Any], module: Any, name: str, *, own_samples: bool = False
     ) -> Callable[..., Any]:
-        """``call`` of a styled module: nothing inside is asked, and its outputs come from the module, by its ``name``.
+        """Return ``call`` of a styled module, inside which nothing is judged. Messages call the module ``name``.
 
-        With ``own_samples`` ranks have samples of their own there, as data-parallel ranks have: no part of one tensor.
+        With ``own_samples`` each rank has different samples inside, as in data parallelism, and tensors get no marks.
         """
         if not self.is_here:
             return call
@@ -358,7 +358,7 @@ class Following:
 
     # ------------------------------------------------------------------------------------------------ the report
     def as_dict(self) -> dict[str, Any]:
-        """The report for JSON."""
+        """Return the report as a dict for JSON."""
         return {
             "right": bool(self),
             "findings": [{**vars(f), "used": f in self._reached, "times": n} for f, n in self._found.items()],
@@ -368,7 +368,7 @@ class Following:
         }
 
     def lines(self) -> list[str]:
-        """The findings, a line each: those of equal modules at one line of the program stand once."""
+        """Return a line of text for each finding. Equal findings in several modules share a line."""
         equal: dict[tuple[str, str, str, str], list[Finding]] = {}
         for f in self._found:
             equal.setdefault((f.kind, f.where, f.text, f.remedy), []).append(f)
@@ -391,8 +391,8 @@ class Following:
 
 
 def _bound(op: Any, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any] | None:
-    """Operands and static arguments of a call, None for arguments that its row does not cover. The operation itself
-    has the best words for an error."""
+    """Return the operands and static arguments of a call, or None for arguments that its row does not cover. The
+    operation itself raises the best error."""
     try:
         operands, static = bind_of(op)(func, args, kwargs)
     except Exception:

@@ -1,8 +1,8 @@
-"""The judge: whether an operation on plain tensors computes locally what one device computes, by its rule.
+"""Judgement of an operation on plain local tensors: whether its result is that of one device, by its sharding rule.
 
-It asks the rule with the global shapes of the operands. The solver says which layouts the operation needs. Where the
-solver would move data, the local result is another one than that of one device. The judge communicates nothing and
-reads no values: all ranks come to the same verdict.
+The rule gets the global shapes of the operands, and the solver finds the layouts that the operation needs. If the
+solver would redistribute an operand, the local result is wrong. The judge neither communicates nor reads values, so all
+ranks have the same verdict.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from hyper_parallel.core.plain_code.views import RESHAPES, of_whole, piece_of_pa
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.op_sharding import LocalCall
 
-#: Operations with an index. One without a mark may be this rank's own, as that of a router's tokens. So may rows be in
-#: an order of their own. A finding with such tensors is not certain.
+#: Operations with an index tensor. Without a mark, the index may still differ between ranks, as that of a router's
+#: tokens does. A finding with such an index is not certain.
 _INDEXED = ("gather", "getitem", "index_select")
-#: Combinations of marks that are tried for one operation.
+#: Most combinations of marks that are tried for one operation.
 _MOST_WAYS = 64
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of the judge to one operation.
+    """The verdict on one operation.
 
     Attributes:
-        problems: the operation computes something else than on one device. Nothing is known of its results.
-        gradients: its result is right, and the gradient of an operand is not.
-        results: the marks of each result.
-        notes: facts that are no findings: names of assumptions.
+        problems: problems of the result, which differs from that of one device. The results then have no marks.
+        gradients: problems of an operand's gradient. The result itself is right.
+        results: marks of each result.
+        notes: assumptions that are not findings.
     """
 
     problems: tuple[Problem, ...] = ()
@@ -60,12 +60,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an operation takes.
+    """An operand of an operation.
 
     Attributes:
         shape: local shape.
-        ways: its marks.
-        trains: whether a gradient goes to it.
+        ways: possible marks of the operand.
+        trains: whether it requires a gradient.
         is_parameter: whether it is a parameter of a module.
     """
 
@@ -77,17 +77,17 @@ class Operand:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation, as the judge sees it.
+    """A call of an operation, for the judge.
 
     Attributes:
-        name: the canonical operation.
-        title: name of the native operation, for messages.
+        name: canonical name of the operation.
+        title: native name of the operation, for messages.
         static: static arguments.
-        operands: None for one that is no tensor.
+        operands: descriptions of the operands; None for an operand that is not a tensor.
         shapes: local shapes of the results.
-        in_place: whether it writes over the first operand.
+        in_place: whether the operation writes to its first operand.
         values: the operands themselves, for rules that replace the local call.
-        result: of the native operation.
+        result: result of the native operation.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Call:
 
 
 def judge(call: Call, mesh: DeviceMesh) -> Verdict:
-    """Judge an operation of which some operand has marks on ``mesh``."""
+    """Judge an operation that has an operand with a mark on ``mesh``."""
     lost = next((x.ways for x in call.operands if x is not None and isinstance(x.ways, Lost)), None)
     if lost is not None:
         return Verdict(results=(lost,) * len(call.shapes))
@@ -124,13 +124,13 @@ def judge(call: Call, mesh: DeviceMesh) -> Verdict:
 
 
 def _any_of(ways: Sequence[Ways]) -> Ways:
-    """The marks of a result that may be any of these."""
+    """Return the possible marks of a result, from those that it has for each combination of operand marks."""
     odd = next((w for w in ways if isinstance(w, (Joined, Lost))), None)
     return odd if odd is not None else tuple(dict.fromkeys(itertools.chain(*ways)))  # type: ignore[arg-type]
 
 
 def _judge_way(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh) -> Verdict:
-    """Judge the call for operands that lie in one way."""
+    """Judge the call for one combination of operand marks."""
     if call.name == "like" and (marks[0] is None or not marks[0].sharded):
         return Verdict(results=(WHOLE,) * len(call.shapes))
     if call.name == "cat" and len(set(marks)) > 1 and all(m is None or _only_summed(m) for m in marks):
@@ -154,7 +154,10 @@ def _only_summed(mark: Mark) -> bool:
 
 
 def _assumed(call: Call, marks: tuple[Mark | None, ...]) -> dict[int, Mark]:
-    """Operands without a cut that have the size of a part, as parts: the program has made or cut them so itself."""
+    """Return marks for replicated operands that have the size of a shard.
+
+    The program itself may have created such a tensor as a shard.
+    """
     known = next(((x, m) for x, m in zip(call.operands, marks, strict=True) if x and m and m.sharded), None)
     if known is None:
         return {}
@@ -168,7 +171,7 @@ def _assumed(call: Call, marks: tuple[Mark | None, ...]) -> dict[int, Mark]:
             if not isinstance(p, Shard):
                 continue
             size, ndim = x.shape[p.dim], len(other.shape)
-            # At the same place from the end, as operands broadcast; else wherever it may be contracted.
+            # The dimension with the same index from the end, as in broadcasting; otherwise any dimension of this size.
             places = [p.dim - len(x.shape) + ndim, *range(ndim)]
             dim = next((i for i in places if 0 <= i < ndim and whole[i] == size), None)
             if dim is not None:
@@ -189,7 +192,7 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
     merged = next((m.merged for m in marks if m is not None and m.merged), 0)
     mark, operand = marks[0] if marks else None, call.operands[0] if call.operands else None
     if call.name in RESHAPES and mark is not None and operand is not None:
-        if 0 in operand.shape:  # what has no element on this rank may have some on others
+        if 0 in operand.shape:  # other ranks may have elements
             return Verdict(results=(Lost("a reshape of a tensor without elements"),))
         ways = reshaped(mark, operand.shape, call.shapes[0])
         return (
@@ -210,7 +213,7 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
     static = of_whole(call.name, call.static, shape, layouts[0] if layouts else None, len(call.shapes))
     try:
         sharding = OPERATIONS[call.name].rule(tuple(None if x is None else tuple(x.shape) for x in layouts), static)
-    except Exception:  # a rule may take it that one device could run the call, which sizes that do not fit are not
+    except Exception:  # rules may assume a valid call, and global sizes may not fit together
         sharding = None
     if sharding is None:
         if sum(x is not None for x in call.operands) > 1 or call.name == "split":
@@ -245,10 +248,11 @@ def _right(
     merged: int,
     draws: bool,
 ) -> Verdict:
-    """The verdict on an operation that moves nothing: the cotangents of its operands, and the marks of its results."""
+    """Return the verdict on an operation without redistribution: checks of gradients, and the marks of its results."""
     mesh_dims = range(next(x for x in layouts if x is not None).mesh.ndim)
     split = set(itertools.chain(*strategy.partial_grad_dims))
-    # Along these all ranks compute the same, and the gradient of some operand is a summand: so is that of the results.
+    # Along these mesh dimensions all ranks compute the same, and the gradient of some operand is partial. So the
+    # gradients of the results are partial too.
     same = {d for m in marks if m is not None for d in m.summed} - split
     gradients = []
     for i, (x, m) in enumerate(zip(call.operands, marks, strict=True)):
@@ -283,9 +287,9 @@ def _way_of(shape: tuple[int, ...], layout: Any, summed: tuple[int, ...], merged
 
 
 def _is_native(rule_call: Any, call: Call, strategy: Strategy, mesh: DeviceMesh) -> bool:
-    """Return whether the local call of a rule comes down to the native operation.
+    """Return whether the local call of a rule only calls the native operation.
 
-    The call must hand its own arguments on, and give the result back. It may send nothing.
+    It must pass its arguments on unchanged, return the native result unchanged, and not communicate.
     """
     platform = mesh.platform
 
@@ -312,11 +316,11 @@ def _is_native(rule_call: Any, call: Call, strategy: Strategy, mesh: DeviceMesh)
 
 
 class _OtherCallError(Exception):
-    """The function of a rule does something else than the native operation."""
+    """The local call of a rule does something else than the native operation."""
 
 
 def _judge_joined(call: Call) -> Verdict:
-    """Judge an operation on pieces that were joined: taking them apart gives their marks."""
+    """Judge an operation on a `Joined` tensor. A split or slice into the joined pieces restores their marks."""
     first = call.operands[0]
     count = len(call.shapes)
     if first is None or not isinstance(first.ways, Joined) or sum(x is not None for x in call.operands) > 1:
@@ -336,7 +340,10 @@ def _judge_joined(call: Call) -> Verdict:
 
 
 def _piece(joined: Joined, index: tuple, shape: tuple[int, ...]) -> Ways | None:
-    """The marks of the piece that a slice of the joined dimension takes, other dimensions being taken whole."""
+    """Return the marks of the piece that contains a slice of the joined dimension, or None.
+
+    The slice must take all elements of the other dimensions.
+    """
     taken = taken_along(index, shape, joined.dim)
     if taken is None or taken.step != 1:
         return None
@@ -348,7 +355,7 @@ def _piece(joined: Joined, index: tuple, shape: tuple[int, ...]) -> Ways | None:
 
 
 def _resized(ways: Ways, shape: tuple[int, ...]) -> Ways:
-    """Marks of whole tensors, for one of another shape."""
+    """Return the marks of replicated tensors for a tensor of another shape."""
     if not isinstance(ways, tuple):
         return ways
     return tuple(None if m is None else Mark(replicated_layout(m.layout.mesh, shape), m.summed) for m in ways)

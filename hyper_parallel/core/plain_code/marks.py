@@ -1,7 +1,7 @@
-"""Marks: what a plain tensor stands for on each mesh dimension, kept on the tensor while its program is followed.
+"""Marks: how a plain tensor is placed on each mesh dimension, stored on the tensor while a program is followed.
 
-A tensor without marks is the same on all ranks. Where a view is ambiguous, a tensor has several marks: it stands for
-one of them. An operation keeps the marks that it can be right for.
+A tensor without a mark is replicated. After an ambiguous view a tensor has several possible marks. Later operations
+drop the marks for which they would be wrong.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hyper_parallel.platform.contract.observation import MARKS
 
 @dataclass(frozen=True)
 class Mark:
-    """One way in which a plain tensor may lie.
+    """A possible placement of a plain tensor.
 
     Attributes:
-        layout: where its elements lie, as of a DTensor.
-        summed: mesh dimensions along which it is the same on all ranks, and its cotangent is one summand a rank.
-        merged: of a part whose cut dimension was merged under another one, (batch, heads) to (batch * heads): how many
-            elements of the merged dimension lie on this rank in a row; else 0.
+        layout: layout that the tensor would have as a DTensor.
+        summed: mesh dimensions along which the tensor is replicated and its cotangent is partial.
+        merged: number of consecutive local elements, if the sharded dimension was merged into an outer dimension, such
+            as (batch, heads) into (batch * heads); otherwise 0.
     """
 
     layout: Layout
@@ -34,7 +34,7 @@ class Mark:
 
     @property
     def sharded(self) -> bool:
-        """Return whether some mesh dimension cuts the tensor."""
+        """Return whether any mesh dimension shards the tensor."""
         return any(isinstance(p, Shard) for p in self.layout.placements)
 
     def __str__(self) -> str:
@@ -48,12 +48,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class Joined:
-    """Pieces with different marks that were joined along a dimension: taking them apart gives the marks again.
+    """Marks of a tensor that was joined from pieces with different marks. Splitting it restores the marks.
 
     Attributes:
-        dim: the dimension, not negative.
-        sizes: of the pieces there.
-        marks: of each piece.
+        dim: the joined dimension, not negative.
+        sizes: sizes of the pieces along ``dim``.
+        marks: marks of each piece.
     """
 
     dim: int
@@ -66,11 +66,11 @@ class Joined:
 
 @dataclass(frozen=True)
 class Lost:
-    """Nothing is known of a tensor any more.
+    """The mark of a tensor whose placement is no longer known.
 
     Attributes:
-        why: the reason, for people.
-        found: whether that is a finding: then the tensor has other values, or another gradient, than on one device.
+        why: the reason, for reports.
+        found: whether a finding is the reason: the values or gradient of the tensor are wrong.
     """
 
     why: str
@@ -80,20 +80,20 @@ class Lost:
         return f"not followed ({self.why})"
 
 
-#: What a tensor may stand for; None in place of a mark is the same on all ranks.
+#: Possible marks of a tensor. None in place of a mark means replicated.
 Ways: TypeAlias = "tuple[Mark | None, ...] | Joined | Lost"
 WHOLE: Ways = (None,)
 
 
 @dataclass(frozen=True)
 class Held:
-    """The marks of a tensor.
+    """The record that is stored on a marked tensor.
 
     Attributes:
-        ways: the marks.
-        source: name of the module whose style gave the tensor, or one that it was computed of.
-        stated: whether the style itself gave it.
-        findings: those that it was computed with.
+        ways: possible marks of the tensor.
+        source: name of the module whose style returned the tensor, or returned a tensor that it was computed from.
+        stated: whether the style itself returned the tensor.
+        findings: findings that affect the tensor.
     """
 
     ways: Ways
@@ -103,28 +103,28 @@ class Held:
 
 
 def held(x: Any) -> Held | None:
-    """The marks that a tensor has, None for anything without."""
+    """Return the record of a marked tensor, or None for any other object."""
     return getattr(x, MARKS, None)
 
 
 def ways_of(x: Any) -> Ways:
-    """Return the marks of a tensor, `WHOLE` for one without."""
+    """Return the possible marks of a tensor; `WHOLE` for an unmarked tensor."""
     found = held(x)
     return WHOLE if found is None else found.ways
 
 
 def layout_of(mark: Mark | None, mesh: DeviceMesh, shape: tuple[int, ...]) -> Layout:
-    """The layout of a tensor with ``mark`` and local ``shape``."""
+    """Return the layout of a tensor with ``mark`` and local ``shape``."""
     return replicated_layout(mesh, shape) if mark is None else mark.layout
 
 
 def is_even(layout: Layout) -> bool:
-    """Return whether all ranks have parts of one size. Else sizes in the program are each rank's own."""
+    """Return whether all ranks have shards of one size. Otherwise sizes in the program differ between ranks."""
     return all(len(layout.part_sizes(dim)) == 1 for dim in range(layout.ndim))
 
 
 def mark_of(layout: Layout, summed: tuple[int, ...] = (), merged: int = 0) -> Mark | None:
-    """The mark of a layout, None where that is the same on all ranks in values and gradients."""
+    """Return the mark of a layout, or None for replicated values with replicated gradients."""
     if not summed and all(
         p is Replicate() or size == 1 for p, size in zip(layout.placements, layout.mesh.shape, strict=True)
     ):
@@ -133,7 +133,7 @@ def mark_of(layout: Layout, summed: tuple[int, ...] = (), merged: int = 0) -> Ma
 
 
 def describe(mark: Mark | None, shape: tuple[int, ...]) -> str:
-    """A tensor of local ``shape`` with ``mark``, for messages."""
+    """Return a description of a tensor with ``mark`` and local ``shape``, for messages."""
     if mark is None:
         return f"a tensor of shape {tuple(shape)}, the same on all ranks"
     if mark.sharded:
@@ -143,5 +143,5 @@ def describe(mark: Mark | None, shape: tuple[int, ...]) -> str:
 
 
 def partial_dims(layout: Layout) -> tuple[int, ...]:
-    """The mesh dimensions over which a layout is a sum or another reduction."""
+    """Return the mesh dimensions along which a layout is partial."""
     return tuple(d for d, p in enumerate(layout.placements) if isinstance(p, Partial) and layout.mesh.shape[d] > 1)

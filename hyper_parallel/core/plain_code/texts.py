@@ -1,4 +1,4 @@
-"""Words of the judge: the fact of a problem, and its remedy."""
+"""Texts of problems that the judge finds: the fact and its remedy."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ _OWNED = (
 
 
 def moved_problem(title: str, name: str, texts: Sequence[str], have: Layout | None, want: Layout | None) -> Problem:
-    """The problem of an operation for which data would have to move.
+    """Return the problem of an operation whose operands would have to be redistributed.
 
     Args:
-        title, name: of the operation, native and canonical.
-        texts: its operands, described.
-        have, want: layouts of the operand that does not lie as needed; None where the local result itself differs.
+        title: native name of the operation.
+        name: canonical name of the operation.
+        texts: descriptions of its operands.
+        have, want: present and needed layout of the operand; None if only the local computation differs.
     """
     given = f"{title} gets {' and '.join(texts)}"
     if have is None or want is None:
@@ -67,7 +68,7 @@ def moved_problem(title: str, name: str, texts: Sequence[str], have: Layout | No
 
 
 def unfit_problem(title: str, name: str, texts: Sequence[str]) -> Problem:
-    """The problem of operands whose whole tensors do not go together."""
+    """Return the problem of operands whose global shapes do not fit together."""
     given = f"{title} gets {' and '.join(texts)}"
     if name == "split":
         return Problem("whole", f"{given}, and takes a dimension apart of which each rank has a part", _PACKED)
@@ -85,13 +86,13 @@ def unfit_problem(title: str, name: str, texts: Sequence[str]) -> Problem:
 
 
 def reshape_problem(title: str, mark: Mark, before: tuple[int, ...], after: tuple[int, ...]) -> Problem:
-    """The problem of a view that mixes the parts of ranks."""
+    """Return the problem of a reshape whose result is not a shard of any reshaped global tensor."""
     text = f"{title} gets {describe(mark, before)}, and makes {tuple(after)} of it, which is no part of a whole tensor"
     return Problem("whole", text, _PACKED)
 
 
 def gradient_problem(title: str, shape: tuple[int, ...], parameter: bool, mark: Mark | None, assumed: bool) -> Problem:
-    """The problem of an operand whose gradient is a summand on each rank."""
+    """Return the problem of an operand whose gradient is partial, without a reduction over the ranks."""
     what = "a parameter" if parameter else "a tensor"
     same = "taken for this rank's part of something" if assumed else "the same on all ranks"
     text = (

@@ -1,4 +1,4 @@
-"""Views of parts: the sizes that a program gives are local ones, and rules want those of the whole tensor."""
+"""Views of shards: programs pass local sizes to operations, and sharding rules need global sizes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ RESHAPES = frozenset({"reshape", "view", "reshape_copy"})
 
 
 def reshaped(mark: Mark, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Mark, ...]:
-    """Return the marks that a part of local shape ``before`` may have as ``after``: none where that mixes parts.
+    """Return the possible marks of a shard after a reshape from local shape ``before`` to ``after``.
 
-    Each dimension of the result is tried as the one that is cut. All that the rule takes without moving data are kept.
+    Each dimension of the result is tried as the sharded dimension. The marks are those for which the rule needs no
+    redistribution. The result is empty for a reshape that mixes shards.
     """
     layout = mark.layout
     cut = [d for d in range(layout.ndim) if layout.shard_count(d) > 1]
@@ -48,7 +49,10 @@ def reshaped(mark: Mark, before: tuple[int, ...], after: tuple[int, ...]) -> tup
 
 
 def _merged(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[Mark]:
-    """Merged under what lies outside, (batch, heads) to (batch * heads): the cut is inside of the merged dimension."""
+    """Return the marks after the sharded dimension is merged into outer dimensions.
+
+    An example is (batch, heads) to (batch * heads) with sharded heads.
+    """
     size, outside = before[dim], math.prod(before[:dim])
     if outside == 1 or any(isinstance(p, PackedShard) for p in mark.layout.placements):
         return []
@@ -60,7 +64,7 @@ def _merged(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], dim: in
 
 
 def _taken_apart(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], dim: int) -> tuple[Mark, ...]:
-    """A merged dimension that is taken apart again at the cut, or that is left as it is."""
+    """Return the marks after a merged dimension is split into the original dimensions, or is left unchanged."""
     size, outside = before[dim], math.prod(before[:dim])
     found = []
     for j, s in enumerate(after):
@@ -72,7 +76,7 @@ def _taken_apart(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], di
 
 
 def _cut(mark: Mark, shape: tuple[int, ...], dim: int, merged: int) -> Mark:
-    """The mark of a part of ``shape`` that is cut along ``dim`` by the mesh dimension that cuts ``mark``."""
+    """Return the mark of a shard of local ``shape``, sharded along ``dim`` by the mesh dimensions of ``mark``."""
     layout = mark.layout
     whole = list(shape)
     placements = list(layout.placements)
@@ -84,14 +88,14 @@ def _cut(mark: Mark, shape: tuple[int, ...], dim: int, merged: int) -> Mark:
 
 
 def of_whole(name: str, static: Any, shape: tuple[int, ...], layout: Layout | None, results: int) -> Any:
-    """Static arguments that speak of local sizes, as they are for the whole tensor.
+    """Return the static arguments of an operation with global sizes in place of local sizes.
 
     Args:
-        name: the canonical operation.
+        name: canonical name of the operation.
         static: its static arguments.
         shape: local shape of the first operand.
-        layout: of the first operand.
-        results: how many results there are.
+        layout: layout of the first operand.
+        results: number of results.
     """
     if layout is None or all(not isinstance(p, Shard) for p in layout.placements):
         return static
@@ -112,7 +116,7 @@ def of_whole(name: str, static: Any, shape: tuple[int, ...], layout: Layout | No
 
 
 def _full_slices(index: tuple, shape: tuple[int, ...], cut: set[int]) -> tuple:
-    """An encoded index in which a slice of all that is here is a slice of all."""
+    """Return an encoded index where slices of all local elements of a sharded dimension are full slices."""
     return tuple(
         FULL_SLICE if place.dim in cut and place.is_slice and place.picked == range(shape[place.dim]) else place.item
         for place in region_of(index, shape)
@@ -120,8 +124,10 @@ def _full_slices(index: tuple, shape: tuple[int, ...], cut: set[int]) -> tuple:
 
 
 def taken_along(index: tuple, shape: tuple[int, ...], dim: int) -> range | None:
-    """Return the elements along ``dim`` that an encoded index takes as a slice. None for an index that does more than
-    to take all of the other dimensions."""
+    """Return the elements along ``dim`` that an encoded index takes as a slice.
+
+    None for an index that does not take all elements of the other dimensions.
+    """
     taken = None
     for place in region_of(index, shape):
         if not place.is_slice or place.dim is None or place.picked is None:
@@ -134,10 +140,10 @@ def taken_along(index: tuple, shape: tuple[int, ...], dim: int) -> range | None:
 
 
 def piece_of_packed(mark: Mark, index: tuple, shape: tuple[int, ...]) -> Mark | None:
-    """Return the mark of a slice that takes all of one of the parts that a `PackedShard` packs, else None.
+    """Return the mark of a slice that takes exactly one group of a `PackedShard`, else None.
 
     Args:
-        mark: of a tensor that one mesh dimension cuts.
+        mark: mark of the tensor.
         index: encoded index of the tensor.
         shape: local shape of the tensor.
     """
@@ -166,12 +172,14 @@ def marks_of_base(
     base: tuple[int, ...],
     base_strides: tuple[int, ...],
 ) -> Ways:
-    """Return the marks of a tensor of which a view was written to: the cut has the size and stride of the view's.
+    """Return the marks of a tensor after a marked view of it was written to.
+
+    The sharded dimension of the tensor is the one with the size and stride of the view's sharded dimension.
 
     Args:
         ways: marks of the view.
-        shape, strides: of the view.
-        base, base_strides: of the tensor.
+        shape, strides: shape and strides of the view.
+        base, base_strides: shape and strides of the tensor.
     """
     found = []
     for mark in ways:

@@ -45,7 +45,7 @@ def parallelize_module(
             from plans of Hugging Face's models, or a name from `register_style`. Norms inside sharded attention heads
             (q_norm, k_norm) get `HeadNormParallel` automatically.
         src_data_rank: rank of the mesh whose parameters and buffers all ranks get. Tensors in the plan are scattered or
-            broadcast from it. All other parameters and buffers of ``module`` are broadcast in place, in one group. All
+            broadcast from it. All other parameters and buffers of ``module`` are broadcast together, in place. All
             ranks also get the random state of the mesh's first rank, so that dropout between styled modules is equal on
             all ranks. None keeps the local values of each rank and communicates nothing. Tensors on the meta device
             stay there.

@@ -38,10 +38,10 @@ def vocab_parallel_cross_entropy(
     Args:
         local_logits: this rank's shard of the logits, of any floating point dtype. The shape is (N, classes),
             (N, classes, d1, ...) or (classes,), and with ``dim=-1`` (..., classes). Sums are computed in float32 or
-            wider.
-        target: integer class of each sample, the same on all ranks of the mesh. Its shape is that of ``local_logits``
-            without the dimension of the classes. Or this rank's shard of class probabilities, of the shape of
-            ``local_logits``.
+            wider. The gradient is this rank's shard.
+        target: integer class of each sample, the same on all ranks of the mesh, in the shape of ``local_logits``
+            without the dimension of the classes. Alternatively this rank's shard of class probabilities, in the shape
+            of ``local_logits``.
         mesh: 1-D mesh over which the classes are sharded, in consecutive shards. Of a larger mesh take a dimension,
             such as ``mesh["tp"]``.
         dim: dimension of the classes. Default: 1, or 0 for a single sample, as in the frameworks' ``cross_entropy``.
@@ -50,7 +50,7 @@ def vocab_parallel_cross_entropy(
             5 classes over 4 ranks. In the first call for a number of classes ranks compare their shapes, so all ranks
             must make that call.
         weight: weight of each class, shape (vocab_size,), the same on all ranks.
-        ignore_index: class whose samples do not contribute. It has no effect on probabilities.
+        ignore_index: target value of samples that do not contribute. It has no effect on probabilities.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the samples of this call. With data parallelism these are
             the local samples. A mean is divided by the sum of the targets' weights, or for probabilities by the number
             of samples.

@@ -106,7 +106,7 @@ _DIMS = {-1: "the last dimension", 1: "dimension 1"}
 def _taken(module: Any, mesh: DeviceMesh) -> tuple[int, int, str] | None:
     """Return the number of a layer's input features, their dimension, and styles that take a shard of them.
 
-    This knows linear layers, norms, recurrent layers and fused attention modules. The result is None for other modules.
+    Known modules are linear layers, norms, recurrent layers and fused attention. The result is None for other modules.
     """
     platform = mesh.platform
     if platform.is_linear_module(module):

@@ -49,8 +49,8 @@ class _Projection:
 def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
     """Raise ValueError if a plan shards a packed weight as if it were one matrix.
 
-    Raise it also for heads of a packed weight that the ranks cannot share. Packed weights that this does not recognise
-    are found by `core.plain_code`, when code splits their output.
+    Raise it also for heads of a packed weight that the ranks cannot share. `core.plain_code` finds packed weights that
+    this function does not recognise, when code splits their output.
     """
     latents = Latents(matches, modules, mesh.platform)
     for projection in _projections(matches, modules, mesh):

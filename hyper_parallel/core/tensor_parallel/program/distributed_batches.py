@@ -8,7 +8,7 @@ batch.
 
 The cotangent of a sharded tensor is sharded in the same way. The gradients of parameters are partial over the other
 dimension. So modules with parameters take distributed batches only under data parallelism, which sums their gradients.
-It sets `SUMMED_OVER`.
+Data parallelism reports this in `SUMMED_OVER`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class LocalForward:
         given: placement that ``plain`` assumes for a plain tensor, if ranks must compare their tensors; otherwise None.
             Ranks compare the sizes of shards, and the values of replicated tensors.
         gives: placement of the output, for followed programs; None if they cannot follow the output.
-        lost: the reason why they cannot.
+        lost: reason for reports, if the output cannot be followed.
     """
 
     plain: Callable[[Any, Any], Any] | None
@@ -37,7 +37,7 @@ class LocalForward:
 
 
 def layout_of_even_part(x: Any, mesh: DeviceMesh, placement: Placement) -> Layout:
-    """Return the layout of the tensor whose local tensor is ``x``, if all ranks have shards of one size."""
+    """Return the global layout for a local tensor ``x``, assuming that all ranks have shards of one size."""
     shape = list(x.shape)
     if isinstance(placement, Shard):
         placement = placement.with_dim(placement.dim % len(shape))

@@ -65,7 +65,7 @@ def comparison(mesh: DeviceMesh, placement: Placement | None, what: str) -> Comp
 def program_of(style: Any, module: Any, mesh: DeviceMesh) -> Program | None:
     """Return the program of a module with one input and one output, after ``style`` distributed its parameters.
 
-    None if the placements cannot be expressed in a program.
+    The result is None if the placements cannot be expressed in a program.
     """
     platform, layouts, wanted = mesh.platform, planned_layouts(module), style.output_layouts
     count = len(style.input_layouts), 1 if wanted is None else len(wanted), mesh.ndim

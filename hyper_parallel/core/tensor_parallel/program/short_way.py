@@ -38,7 +38,7 @@ _WHOLE = Replicate()
 def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any]) -> LocalForward | None:
     """Return the fast path of a linear layer with a sharded weight, or of a norm on a sharded input.
 
-    None for other modules and linear layers of user-defined classes. None also for conversions without a fast path.
+    The result is None for other modules, linear layers of user-defined classes, and conversions without a fast path.
 
     Args:
         program: program of the module.

@@ -79,7 +79,7 @@ class ParallelStyle(ABC):
         """Parallelise ``module`` in place over a mesh and return it.
 
         Raises:
-            ValueError: for a mesh with several dimensions where the style needs a 1-D mesh, or if `check` raises it.
+            ValueError: for a mesh with several dimensions if the style needs a 1-D mesh, or a style `check` refuses.
         """
         mesh = resolve_mesh(device_mesh, f"{type(self).__name__}.apply")
         bind_platform(mesh.platform)
@@ -189,7 +189,7 @@ class ModuleStyle(ParallelStyle):
             module: the module that is called.
             x: plain tensor or DTensor.
             i: index of the input's entry in ``input_layouts``.
-            what: names the input in messages.
+            what: name of the input in messages.
             mesh: 1-D mesh.
         """
         desired = None if self.desired_input_layouts is None else self.desired_input_layouts[i]

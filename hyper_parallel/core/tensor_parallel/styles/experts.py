@@ -42,7 +42,7 @@ class ExpertParallel(ModuleStyle):
     Every parameter of the module must have a leading dimension of experts, which is sharded. A rank calls the module
     with its local tokens, in one of two forms. ``module(tokens (N, d), counts (E,))`` takes tokens sorted by expert,
     and the number of tokens of each expert. ``module(hidden states (T, d), indices (T, k), weights (T, k))`` takes k
-    experts for each token. Its result is the sum of the k outputs, multiplied by the weights.
+    experts for each token. Its result is the sum of a token's k outputs, weighted by ``weights``.
 
     The module's forward runs on the local experts as plain tensors, with the tokens that were routed to them. In the
     second form it gets one expert for each row, and weights of one.
@@ -317,9 +317,9 @@ def _summed_over(module: Any, again: bool) -> DeviceMesh | None:
 
 
 def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
-    """Return whether `ExpertParallel` makes the reduction of a module's gradients over a data-parallel mesh needless.
+    """Return whether the gradients of an expert module need no reduction over a data-parallel mesh.
 
-    This is so where the experts get tokens of all ranks of the mesh.
+    They need none if the experts get the tokens of all ranks of that mesh.
 
     Args:
         module: any module.

@@ -266,7 +266,7 @@ def _prepared_beside(
     Args:
         x: DTensor on other mesh dimensions than the one of ``mesh``, and possibly on ``mesh`` too.
         mesh, given, desired, what, taker: as for `to_placement`.
-        local: return a DTensor on the other mesh dimensions alone; its local tensor is that of ``mesh`` too.
+        local: return a DTensor on the other mesh dimensions only, whose local tensor is the local tensor on ``mesh``.
         error: the error to raise for a DTensor that has no layout of this kind.
     """
     return convert_part(

@@ -19,9 +19,9 @@ class NoParallel(ModuleStyle):
     parameters become replicated DTensors. So one optimizer step and one gradient norm cover all parameters of the
     model.
 
-    By default, the gradient of a plain output must be the same on all ranks. That holds where modules with styles read
-    the output, or code that is the same on all ranks. Code that has only this rank's heads or experts computes a
-    partial gradient. Declare this with ``local_output_grad_placements`` or ``partial_features``, and the style sums
+    By default, the gradient of a plain output must be the same on all ranks. Modules with styles give such a gradient,
+    and so does code that computes the same on all ranks. Code that has only this rank's heads or experts gives a
+    partial gradient. Declare this with ``local_output_grad_placements`` or ``partial_features``; the style then sums
     the gradient over the ranks.
 
     Args:
