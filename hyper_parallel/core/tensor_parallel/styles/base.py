@@ -87,7 +87,7 @@ class ParallelStyle(ABC):
         return self._apply(module, mesh)
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
-        """Raise ValueError if the style cannot be applied to ``module``. ``where`` names the module in the message."""
+        """Raise ValueError if the style does not fit ``module``, which the message calls ``where``. Change nothing."""
         if self.along_one_dimension and device_mesh.ndim != 1:
             raise ValueError(
                 f"{type(self).__name__} on {where!r} needs a 1-D mesh, got one of shape {device_mesh.shape}: pass one "

@@ -126,7 +126,7 @@ class WeightParallel(ModuleStyle):
         return kind.out_dim if self._splits_outputs else 1 - kind.out_dim
 
     def features(self, module: Any, platform: Platform) -> int:
-        """Return the global size of the sharded dimension of a linear module's weight."""
+        """Return the global size of the weight's dimension that the style shards."""
         return _weight_shape(module, platform)[self._split_dim(platform.kind_of(module))]
 
     def parts(self, module: Any, platform: Platform, where: str | None = None) -> tuple[int, ...] | None:
