@@ -73,7 +73,7 @@ def own_part_of_mask(mask: Any, pieces: Pieces, whole: tuple[int, int]) -> Any:
 
 
 def _own_part(x: Any, pieces: Pieces, whole: tuple[int, int]) -> Any:
-    """Return this rank's shard of a tensor of the mask. Its first two dimensions are batch and heads, or have size 1."""
+    """Return this rank's shard of a tensor of the mask. Its first two dimensions, if not 1, are batch and heads."""
     if x is None:
         return None
     for dim in (0, 1):
