@@ -1,4 +1,4 @@
-"""Count wordings that make readers read twice, by rule and file, and refuse a change that adds some.
+"""Count wordings that make people read twice, by rule and file, and refuse a change that adds more.
 
     python3 ci/wording.py                 compare with ci/wording.json; exit status 1 where a count has risen
     python3 ci/wording.py --list RULE     print the places, as FILE:LINE: TEXT
@@ -6,7 +6,7 @@
     python3 ci/wording.py --sample SEED   print 40 docstrings of the library and 40 messages, to be read with fresh eyes
 
 The rules are in `RULES`. Python files are read by their syntax tree, pages of the documentation as text. A file without
-a record has to have no offence. A count that fell has to be recorded, so that it cannot rise again.
+a record must have no offence. A count that has fallen must be recorded, so that it cannot rise again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ READ = (
     "CONTRIBUTING.md",
     "SECURITY.md",
 )
-#: Files that have to name the words.
+#: Files that must contain the words of the rules.
 EXCEPT = ("ci/wording.py", "tests/unit/test_wording.py")
-#: Most words of a sentence in a docstring.
+#: Largest number of words of a sentence in a docstring.
 MOST_WORDS = 20
 
-#: Rule -> what is asked for.
+#: Rule -> its text for messages.
 RULES = {
     "openings": "a docstring begins with a verb or a noun, not with What, That, Those, Of, Which or Whether",
     "clauses": "a relative clause has its noun: 'unsharded parameters', not 'what is not sharded'",
