@@ -59,7 +59,7 @@ class Figure:
 
     Attributes:
         place: ``file:line``.
-        commit, date: as the stamp has them.
+        commit, date: commit and date in the stamp.
     """
 
     place: str

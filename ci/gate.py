@@ -63,7 +63,7 @@ MISSED = (
     "a table of wrong uses (docs/gates.md), take it out, or say in ci/raises.py why it has to stay"
 )
 BUILD = Path("build") / "gate"
-#: Folder for logs and reports of a run of some files, so that those of a full run stay.
+#: Folder for logs and reports of a run of some files, so that the reports of a full run stay.
 BUILD_OF_FILES = Path("build") / "gate-files"
 #: Number of slowest test files that are listed.
 SLOWEST = 20

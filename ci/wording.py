@@ -96,7 +96,7 @@ def offences(path: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def _prose(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of comments and literals, where people read words."""
+    """Yield the line and the text of each comment and literal."""
     literals = (tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in literals:
@@ -113,7 +113,7 @@ def _docstrings(text: str) -> Iterator[tuple[int, str]]:
 
 
 def count(root: Path) -> Counts:
-    """Return how many offences each file has, by rule."""
+    """Return the number of offences in each file, by rule."""
     found: dict[str, Counter[str]] = {rule: Counter() for rule in RULES}
     for path in files(root):
         for rule, _, _ in offences(path):
@@ -125,8 +125,8 @@ def compare(recorded: Counts, found: Counts) -> list[str]:
     """Return a line for each count that differs from the record.
 
     Args:
-        recorded: counts by rule and file; a file that is missing has none.
-        found: counts of today.
+        recorded: counts by rule and file; a missing file has no offences.
+        found: the present counts.
     """
     problems = []
     for rule in RULES:
@@ -140,7 +140,7 @@ def compare(recorded: Counts, found: Counts) -> list[str]:
 
 
 def sample(root: Path, seed: int, count: int = 40) -> Iterator[str]:
-    """Yield docstrings of the library and messages that it raises, ``count`` of each, drawn with a seed."""
+    """Yield random docstrings of the library and random messages of its errors, ``count`` of each."""
     sys.path.insert(0, str(root))
     from ci.error_table import texts  # the other uses do without
 
@@ -156,7 +156,7 @@ def sample(root: Path, seed: int, count: int = 40) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="the project")
     parser.add_argument("--list", choices=RULES, metavar="RULE", help=f"print the places of one of: {', '.join(RULES)}")

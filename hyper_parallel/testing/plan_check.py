@@ -39,7 +39,7 @@ class PlanCheck:
             relative to the single device's largest number; infinity for a missing value or another shape.
         tolerance: largest difference that counts as equal.
         first_module: first module, in the order of calls, whose output differs. None where no output differs, and where
-            the output cannot be compared: it is a plain shard, and no layout says of what.
+            the output cannot be compared, because it is a plain shard of unknown layout.
         communicates: numbers of collectives in a step, by kind.
         not_compared: for a wrong plan, earlier modules whose outputs are such plain shards.
         plain_code: findings in the code between styled modules, a line each; see `check_plain_code`. A plan with such

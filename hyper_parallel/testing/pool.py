@@ -53,10 +53,11 @@ OUTPUT_QUOTED = 4000
 
 
 class JobError(Exception):
-    """A job failed on at least one rank.
+    """Raised for a job that failed on at least one rank.
 
     Attributes:
-        failures: the failure of each rank.
+        job: name of the job.
+        failures: the failure by rank, for the ranks that failed.
     """
 
     def __init__(self, job: str, failures: dict[int, Failure]) -> None:
@@ -75,7 +76,7 @@ class JobError(Exception):
 
 @dataclass
 class Worker:
-    """The parent's side of a worker process."""
+    """A worker process as the parent sees it: process, connection and log."""
 
     process: BaseProcess
     connection: Connection

@@ -123,8 +123,8 @@ class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings n
     backends that hide DTensors from it."""
 
     def set_compiled_forward(self, module: Any, how: Program | None) -> None:
-        """Let a compiler trace the forward that ``how`` describes in place of the one that `ModuleRole.replace_forward`
-        gave ``module``. With None the module stays outside of compiled code."""
+        """Let a compiler trace the forward that ``how`` describes, in place of the forward that
+        `ModuleRole.replace_forward` has set. With None the module stays outside of compiled code."""
         return
 
     def compiled_hook(self, hook: Callable, how: CompiledInputs | None) -> Callable:

@@ -69,7 +69,7 @@ def _each_its_own(adapter: Any, module: Any, x: Any, places: np.ndarray) -> Any:
 def mixture(adapter: Any, module: Any, ids: Any) -> Any:
     """Return embeddings of ids (T,) plus the outputs of ``module.k`` experts for each token.
 
-    ``module.choose`` returns the experts' indices (T, k) for given logits; any choice is allowed. The experts are
+    ``module.choose`` returns indices of experts (T, k) for the logits; any choice is allowed. The experts are
     called as `routed_experts` if ``module.by_index`` is true, else as `sorted_experts`."""
     x = module.embedding(ids)
     logits = module.router(x)

@@ -1,4 +1,4 @@
-"""MindSpore for the conformance suite; see `hyper_parallel.testing.adapters.protocol`."""
+"""MindSpore's adapter for the conformance suite; see `hyper_parallel.testing.adapters.protocol`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch for the conformance suite; see `hyper_parallel.testing.adapters.protocol`."""
+"""PyTorch's adapter for the conformance suite; see `hyper_parallel.testing.adapters.protocol`."""
 
 from __future__ import annotations
 

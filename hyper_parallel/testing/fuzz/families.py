@@ -43,7 +43,7 @@ def limits() -> Limits:
 
 
 def training_limits() -> training_programs.TrainingLimits:
-    """Return the limits of programs of trainers for the framework in use."""
+    """Return the limits of training programs for the framework in use."""
     return training_programs.TrainingLimits(**get_adapter().TRAINING_LIMITS)
 
 

@@ -36,8 +36,8 @@ class Refused:
 
 
 def graph_error(what: str, found: Any, about: str) -> RuntimeError:
-    """Return the error for ``found``, a DTensor or a `Refused`, in the graph called ``what``. ``about`` is the part of
-    the message about what graphs of that kind can hold."""
+    """Return the error for ``found``, a DTensor or a `Refused`, in the graph called ``what``. ``about`` ends the
+    message, and explains which objects graphs of that kind can hold."""
     if isinstance(found, Refused):
         name = found.text
     else:

@@ -34,7 +34,7 @@ def shared_inputs(cls: type, layers: frozenset[str]) -> dict[int, frozenset[str]
 
 
 class _Method:
-    """The source of a method."""
+    """The parsed source of a method, with the names of its arguments."""
 
     def __init__(self, cls: type, name: str) -> None:
         self.name = name

@@ -46,7 +46,7 @@ def plain(x: Any) -> Tensor:
 
 
 class Part(Tensor):
-    """A plain tensor of which each rank has some positions, inside a module that treats each position separately. The
+    """This rank's plain shard of the positions, inside a module that treats each position separately. The
     module computes a summand of the gradients of its replicated parameters. See `part_class`."""
 
 

@@ -161,7 +161,7 @@ def _norm(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _functions(names: str, *owners: Any) -> dict[Any, None]:
-    """Return the functions of these names, as a dict: the compiler looks functions up in one."""
+    """Return the functions with these names as keys of a dict, in which the compiler can look functions up."""
     return {getattr(owner, name): None for owner in owners for name in names.split() if hasattr(owner, name)}
 
 

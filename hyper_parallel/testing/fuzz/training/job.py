@@ -82,7 +82,7 @@ class Job:
         return x if isinstance(x, np.ndarray) else np.asarray(self.adapter.numpy(x))
 
     def _look(self, when: str) -> None:
-        """Record or compare parameters, buffers and averages, and check all kept aliases."""
+        """Record or compare parameters, buffers and averages, and check all saved aliases."""
         if not self.takes_part:
             return
         named = models.parameters(self.root)

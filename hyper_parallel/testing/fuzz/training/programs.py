@@ -104,7 +104,7 @@ class Program:
     Attributes:
         seed: seed that generated the program.
         model: the model.
-        setups: the first setup, and those to which ``resume`` may change.
+        setups: the first setup, and the setups to which ``resume`` may change.
         data: ``"parts"``: each rank has its own rows. ``"same"``: each has all rows. ``"batch"``: DTensors, one loss.
         cuts: positions where a batch is split, as fractions; empty for equal shards.
         optimizer: ``"sgd"``, ``"momentum"``, ``"adamw"``.
@@ -127,7 +127,7 @@ class Program:
         return "\n".join([*lines, *(f"{word}({', '.join(map(repr, args))})" for word, *args in self.actions)])
 
     def rows(self, setup: Setup) -> list[slice]:
-        """Return the rows of a batch for each data-parallel rank."""
+        """Return each data-parallel rank's slice of the rows of a batch."""
         size = setup.data_ranks
         if self.data == "same":
             return [slice(0, ROWS)] * size
@@ -209,7 +209,7 @@ def _later(
     return replace(model, drops=bool(drops)), actions
 
 
-#: Placement of experts -> mesh dimensions of which one is required.
+#: Placement of experts -> mesh dimensions; the mesh needs one of them.
 EXPERTS: dict[str, tuple[str, ...]] = {
     "data": ("shard", "copy"),  # over data parallelism; replicated over tensor parallelism
     "both": ("tp",),  # over all ranks of data and tensor parallelism

@@ -27,7 +27,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 class Trainer(Job):
-    """A job with a method for each word of programs."""
+    """A job with a method for each kind of action."""
 
     def run(self) -> None:
         """Perform all actions."""
@@ -99,7 +99,7 @@ class Trainer(Job):
                     y = self.adapter.call(self.root, x)
                 self.see(f"output {number} of rank {rank} in {self._at}", y)
 
-    # ---------------------------------------------------------------------- kept values
+    # ---------------------------------------------------------------------- saved values
     def _keep(self, how: str) -> None:
         root, adapter, platform = self.root, self.adapter, self.platform
         named = models.parameters(root)
